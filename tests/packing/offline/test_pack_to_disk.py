@@ -15,7 +15,7 @@ pytest.importorskip("datasets")
 import datasets
 
 from tests.packing.offline.tables import LENGTHS, documents, documents_of, random_documents, write_files
-from tritonpack import PackingCollator, pack, pack_to_disk
+from tritonpack import PackingCollator, pack, pack_dataset, pack_to_disk
 from tritonpack.packing.offline import open_source, sources
 
 KINDS = ("arrow", "feather", "parquet", "jsonl")
@@ -437,6 +437,22 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             pack_to_disk(**({"dataset": source, "capacity": 10, "out": tmp_path / "out"} | given))
         assert not (tmp_path / "out").exists()
+
+    def test_splits(self, tmp_path):
+        table = datasets.Dataset.from_list(documents())
+        for number, given in enumerate([table, table.to_iterable_dataset()]):
+            kind = datasets.DatasetDict if given is table else datasets.IterableDatasetDict
+            splits = kind(train=given, test=given)
+            out = tmp_path / str(number)
+            with pytest.raises(ValueError, match=r"has the splits train, test; name one of them as split\."):
+                pack_to_disk(splits, 10, out)
+            with pytest.raises(ValueError, match="train, test; name one of them as split; got 'dev'"):
+                pack_to_disk(splits, 10, out, split="dev")
+            assert pack_to_disk(splits, 10, out, split="test").documents == len(LENGTHS)
+            with pytest.raises(
+                ValueError, match=r"several splits; pass one of them: dataset\['train'\] or dataset\['test"
+            ):
+                pack_dataset(splits, 10)
 
     def test_transform(self, tmp_path):
         source = datasets.Dataset.from_list(documents()).with_transform(lambda batch: batch)

@@ -104,6 +104,11 @@ def open_source(dataset: Any, split: str | None) -> Source | Stream:
                 f"({type(error).__name__}: {str(error).splitlines()[0]})."
             ) from error
         return Stream(stream, name, {"hub": name, "split": split})
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        if split not in dataset:
+            given = "" if split is None else f"; got {split!r}"
+            raise ValueError(f"the dataset has the splits {', '.join(dataset)}; name one of them as split{given}.")
+        dataset, split = dataset[split], None
     if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         if split is not None:
             raise ValueError(f"split={split!r} is for paths and names; pass dataset[{split!r}].")
@@ -132,7 +137,7 @@ def _digest(table: pa.Table) -> str:
             values = compute.list_flatten(column)
             if not values.null_count:
                 for numbers in (compute.list_value_length(column), values):
-                    found.update(np.ascontiguousarray(numbers.to_numpy(), dtype=np.int64))
+                    found.update(numbers.to_numpy().astype(np.int64).tobytes())
                 continue
         found.update(repr(column.to_pylist()).encode())
     return found.hexdigest()
