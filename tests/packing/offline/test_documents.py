@@ -161,6 +161,13 @@ def test_types_of_lists(tmp_path, kind):
     assert datasets.load_from_disk(str(tmp_path / "out"))[0]["input_ids"] == [5, 6, 1, 2]
 
 
+def test_length_column_is_checked(tmp_path):
+    source = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "length": [2, 3]})
+    with pytest.raises(ValueError, match=r"document 1: input_ids has 1 tokens, but 3 by the column 'length'; measure"):
+        pack_to_disk(source, 4, tmp_path / "out")
+    assert pack_to_disk(source.select([0]), 4, tmp_path / "out").left_out == ("length",)
+
+
 def test_masks_of_bools(tmp_path):
     source = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "completion_mask": [[False, True]]})
     pack_to_disk(source, 4, tmp_path / "out")
@@ -200,6 +207,13 @@ class TestPaths:
         with pytest.raises(ValueError, match=message):
             pack_to_disk(path.format(folder=tmp_path), 8, tmp_path / "out")
         assert not list((tmp_path / "out").glob("*.json"))
+
+    def test_mistyped_name_in_a_folder_is_not_asked_of_the_hub(self, tmp_path, monkeypatch):
+        (tmp_path / "data").mkdir()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(datasets, "load_dataset", None)
+        with pytest.raises(ValueError, match=r"there is no file or folder data/nothere\."):
+            pack_to_disk("data/nothere", 8, tmp_path / "out")
 
     def test_splits(self, tmp_path):
         table = datasets.Dataset.from_list(documents())

@@ -322,7 +322,12 @@ def find_files(path: str, split: str | None) -> tuple[str, list[str]] | None:
         files = [str(folder)]
     elif any(sign in path for sign in "*?["):
         files = sorted(glob.glob(str(folder), recursive=True))
-    elif path.startswith((".", "/", "~")) or folder.suffix in _FORMATS or path.count("/") > 1:
+    elif (
+        path.startswith((".", "/", "~"))
+        or folder.suffix in _FORMATS
+        or path.count("/") > 1
+        or ("/" in path and folder.parent.is_dir())
+    ):
         raise ValueError(f"there is no file or folder {path}.")
     else:
         return None
