@@ -8,8 +8,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("datasets")
 
 import datasets
+import numpy as np
+from matplotlib.figure import Figure
 
 from tests.cli.command import run
+from tritonpack.cli.pack.figure import _draw_first_rows
 
 
 @pytest.fixture
@@ -106,3 +109,14 @@ def test_missing_package_is_named(tmp_path, documents, capsys, monkeypatch):
     monkeypatch.setattr(find_spec, lambda name: None if name == "datasets" else name)
     assert run("pack", documents, "--capacity", 12, "--out", tmp_path / "rows") == 2
     assert "packing to disk needs datasets, which isn't installed; pip install datasets" in capsys.readouterr().err
+
+
+def test_picture_counts_room_in_padded_rows():
+    figure = Figure()
+    padded, packed = figure.subplots(2)
+    # Two documents have room in a row of 10 tokens if both have at most 5.
+    _draw_first_rows(padded, packed, np.array([9, 1, 6, 4, 6], np.int32), np.array([2, 4, 5]), 10)
+    assert padded.get_title() == "5 documents padded: 5 rows, 52.00% full"
+    assert packed.get_title() == "the same in 3 rows, 86.67% full"
+    _draw_first_rows(padded, packed, np.array([5, 3, 2], np.int32), np.array([3]), 10)
+    assert padded.get_title() == "3 documents padded: 2 rows, 50.00% full"

@@ -124,6 +124,10 @@ def is_iterable(values: Any) -> bool:
 
 def require_map_style(dataset: Any) -> None:
     """ValueError for a dataset that can't be indexed by document."""
+    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
+    if datasets is not None and isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        splits = " or ".join(f"dataset[{split!r}]" for split in dataset)
+        raise ValueError(f"the dataset has several splits; pass one of them: {splits}.")
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
     if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _dimensions(dataset, 1) == 0:
         raise ValueError(

@@ -42,12 +42,16 @@ def given(tmp_path):
         ),
         ({"input_ids": [1, 2], "labels": [1, 2**40]}, "labels holds a number above 2147483647"),
         ({"input_ids": [1, 2], "labels": [1, -(2**40)]}, "labels holds a number below -2147483647"),
-        ({"input_ids": [1, 2.5], "labels": [1, 2]}, "input_ids holds more than integers; got 2.5 at position 1"),
+        ({"input_ids": [1, 2.5], "labels": [1, 2]}, "input_ids holds float and int; write one integer per token"),
         ({"input_ids": [1, None], "labels": [1, 2]}, r"input_ids has a missing value \(null\); got None at position 1"),
         ({"input_ids": None, "labels": [1, 2]}, r"input_ids is missing \(null\); remove the document"),
         ({"input_ids": [1, 2]}, r"labels is missing \(null\); remove the document"),
-        ({"input_ids": [1, "a"], "labels": [1, 2]}, "input_ids holds int and str; write one number per token"),
-        ({"input_ids": [[1], [2]], "labels": [1, 2]}, "input_ids holds list; write one number per token"),
+        ({"input_ids": [1, "a"], "labels": [1, 2]}, "input_ids holds int and str; write one integer per token"),
+        ({"input_ids": [[1], [2]], "labels": [1, 2]}, "input_ids holds list; write one integer per token"),
+        ({"input_ids": [1.0, 2.0], "labels": [1, 2]}, "input_ids holds float; write one integer per token"),
+        ({"input_ids": [1, 10**20], "labels": [1, 2]}, "input_ids holds 1000+, which has more than 64 bits"),
+        ({"input_ids": "abc", "labels": [1, 2]}, "input_ids holds str; write one integer per token"),
+        (GOOD | {"text": "a"}, "has the columns input_ids, labels, text, but the first line has input_ids, labels;"),
         ([1, 2], r"isn't an object with 'input_ids', but '\[1, 2\]'"),
     ],
 )
@@ -71,11 +75,31 @@ def test_json_place_in_a_later_part(given, tmp_path, monkeypatch):
         pack_to_disk(given, 8, tmp_path / "out", jobs=3)
 
 
+def test_json_line_of_another_kind_among_many(given, tmp_path):
+    good = {"input_ids": [1, 2], "label": 0, "box": [0.5, 1]}
+    path = given / "a.jsonl"
+    for bad, message in [
+        ({"input_ids": [1.0]}, "input_ids holds float; write one integer"),
+        ({"input_ids": [10**20]}, "input_ids holds 1000+, which has more than 64 bits"),
+        ({"input_ids": "abc"}, "input_ids holds str; write one integer"),
+        ({"label": [1]}, "label holds a row of a number, but a number on an earlier line; convert one"),
+        ({"box": [1, "a"]}, "box holds a row of a number and text"),
+        ({"text": "a"}, "the columns input_ids, label, box, text, but the first line has input_ids, label, box"),
+    ]:
+        path.write_text("".join(json.dumps(one) + "\n" for one in [good] * 5000 + [good | bad] + [good] * 1000))
+        with pytest.raises(ValueError, match=rf"line 5001 of .*a.jsonl.* {message}"):
+            pack_to_disk(path, 8, tmp_path / "out", columns=["input_ids", "box"])
+    path.write_text("".join(json.dumps(one) + "\n" for one in [good, good | {"box": []}, good | {"box": None}]))
+    with pytest.raises(ValueError, match=r"line 3 of .*: box is missing"):
+        pack_to_disk(path, 8, tmp_path / "out", columns=["input_ids", "box"])
+    assert pack_to_disk(path, 8, tmp_path / "out", columns=["input_ids"]).documents == 3
+
+
 def test_json_columns_that_differ(given, tmp_path):
     (given / "a.jsonl").write_text(lines())
     (given / "b.jsonl").write_text(lines(GOOD | {"token_type_ids": [0, 0]}))
     with pytest.raises(
-        ValueError, match=r"from line 1 of .*b.jsonl on has the columns input_ids, labels, token_type_ids"
+        ValueError, match=r"line 3 of .*b.jsonl has the columns input_ids, labels, token_type_ids, but the first line"
     ):
         pack_to_disk(given, 8, tmp_path / "out")
 
@@ -137,6 +161,13 @@ def test_types_of_lists(tmp_path, kind):
     assert datasets.load_from_disk(str(tmp_path / "out"))[0]["input_ids"] == [5, 6, 1, 2]
 
 
+def test_length_column_is_checked(tmp_path):
+    source = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "length": [2, 3]})
+    with pytest.raises(ValueError, match=r"document 1: input_ids has 1 tokens, but 3 by the column 'length'; measure"):
+        pack_to_disk(source, 4, tmp_path / "out")
+    assert pack_to_disk(source.select([0]), 4, tmp_path / "out").left_out == ("length",)
+
+
 def test_masks_of_bools(tmp_path):
     source = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "completion_mask": [[False, True]]})
     pack_to_disk(source, 4, tmp_path / "out")
@@ -176,6 +207,13 @@ class TestPaths:
         with pytest.raises(ValueError, match=message):
             pack_to_disk(path.format(folder=tmp_path), 8, tmp_path / "out")
         assert not list((tmp_path / "out").glob("*.json"))
+
+    def test_mistyped_name_in_a_folder_is_not_asked_of_the_hub(self, tmp_path, monkeypatch):
+        (tmp_path / "data").mkdir()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(datasets, "load_dataset", None)
+        with pytest.raises(ValueError, match=r"there is no file or folder data/nothere\."):
+            pack_to_disk("data/nothere", 8, tmp_path / "out")
 
     def test_splits(self, tmp_path):
         table = datasets.Dataset.from_list(documents())

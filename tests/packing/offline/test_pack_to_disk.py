@@ -1,5 +1,6 @@
 import collections
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ pytest.importorskip("datasets")
 import datasets
 
 from tests.packing.offline.tables import LENGTHS, documents, documents_of, random_documents, write_files
-from tritonpack import PackingCollator, pack, pack_to_disk
+from tritonpack import PackingCollator, pack, pack_dataset, pack_to_disk
 from tritonpack.packing.offline import open_source, sources
 
 KINDS = ("arrow", "feather", "parquet", "jsonl")
@@ -213,6 +214,51 @@ def test_interrupted_at_any_moment_it_goes_on_to_the_same_files(tmp_path, small_
     assert steps == [], "a complete folder needs no work"
 
 
+class TestOtherStream:
+    """Streams of the same type, whose documents differ."""
+
+    @staticmethod
+    def stream(first, count):
+        numbers = range(first, first + count)
+        return datasets.IterableDataset.from_generator(lambda: ({"input_ids": [number] * 2} for number in numbers))
+
+    def test_complete_folder_is_refused(self, tmp_path):
+        pack_to_disk(self.stream(0, 100), 8, tmp_path)
+        assert pack_to_disk(self.stream(0, 100), 8, tmp_path).documents == 100
+        for other in (self.stream(1, 100), self.stream(0, 101)):
+            with pytest.raises(ValueError, match="the documents aren't those that it was begun with"):
+                pack_to_disk(other, 8, tmp_path)
+
+    @pytest.mark.parametrize("step", ["copy", "measure"])
+    def test_copy_of_another_stream_is_removed(self, tmp_path, monkeypatch, step):
+        monkeypatch.setattr(open_source, "PART_BYTES", 100)
+
+        def stop(at, done, parts):
+            if at == step and done:
+                raise InterruptionError
+
+        with pytest.raises(InterruptionError):
+            pack_to_disk(self.stream(0, 2500), 8, tmp_path, progress=stop)
+        assert list((tmp_path / ".packing").glob("stream-*"))
+        pack_to_disk(self.stream(10_000, 1200), 8, tmp_path)
+        tokens = {token for row in datasets.load_from_disk(str(tmp_path)) for token in row["input_ids"]}
+        assert tokens == set(range(10_000, 11_200))
+
+
+@pytest.mark.parametrize("limit", [1000, 8400, 20_000, 60_000])
+def test_full_disk_names_the_file_and_the_remedy(tmp_path, limit):
+    source = datasets.Dataset.from_dict({"input_ids": [[1] * 100] * 100 + [[1]] * 2000})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # of bytes in a file; fails as a full disk does
+    try:
+        with pytest.raises(OSError, match=rf"; free space in {tmp_path}.* and run the same command again: .*\.\w+'"):
+            pack_to_disk(source, 128, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert pack_to_disk(source, 128, tmp_path).documents == 2100
+
+
 PROGRAM = """
 import sys, tritonpack
 from tritonpack.packing.offline import sources
@@ -262,6 +308,33 @@ class TestRefusals:
         ):
             pack_to_disk(source.select(range(3)), 10, out)
 
+    def test_changed_file_is_named(self, tmp_path):
+        path, out = write_files(tmp_path / "in", "jsonl", documents()), tmp_path / "out"
+        pack_to_disk(path, 10, out)
+        os.utime(path / "1.jsonl", (0, 0))
+        with pytest.raises(ValueError, match=r"begun with \(1\.jsonl has the same size, but was .* touched at another"):
+            pack_to_disk(path, 10, out)
+        assert len(datasets.load_from_disk(str(out)))
+        size = (path / "0.jsonl").stat().st_size
+        (path / "0.jsonl").write_text((path / "0.jsonl").read_text() + "\n")
+        with pytest.raises(ValueError, match=rf"begun with \(0\.jsonl had {size} bytes and has {size + 1}\)"):
+            pack_to_disk(path, 10, out)
+        (path / "0.jsonl").rename(path / "7.jsonl")
+        with pytest.raises(ValueError, match=r"begun with \(0\.jsonl is gone\)"):
+            pack_to_disk(path, 10, out)
+        (path / "7.jsonl").rename(path / "0.jsonl")
+        (path / "7.jsonl").write_text('{"input_ids": [1], "labels": [1]}\n')
+        with pytest.raises(ValueError, match=r"begun with \(7\.jsonl is new\)"):
+            pack_to_disk(path, 10, out)
+
+    def test_changed_file_with_the_name_of_another(self, tmp_path):
+        for name in "ab":
+            write_files(tmp_path / "in" / name, "jsonl", documents(), files=1)
+        pack_to_disk(tmp_path / "in", 10, tmp_path / "out")
+        os.utime(tmp_path / "in" / "a" / "0.jsonl", (0, 0))
+        with pytest.raises(ValueError, match=r"begun with \(a/0\.jsonl has the same size"):
+            pack_to_disk(tmp_path / "in", 10, tmp_path / "out")
+
     def test_other_settings_when_interrupted(self, tmp_path):
         path = write_files(tmp_path / "in", "jsonl", documents())
 
@@ -278,6 +351,25 @@ class TestRefusals:
         (path / "0.jsonl").write_text('{"input_ids": [1], "labels": [1]}\n')
         with pytest.raises(ValueError, match="the documents aren't those"):
             pack_to_disk(path, 10, tmp_path / "out")
+
+    def test_damaged_files_of_a_complete_folder(self, tmp_path):
+        source = datasets.Dataset.from_list(documents())
+        pack_to_disk(source, 10, tmp_path, shard_bytes=200)
+        for file in [*tmp_path.glob("*.arrow"), tmp_path / "state.json", tmp_path / "dataset_info.json"]:
+            content = file.read_bytes()
+            file.write_bytes(content[:-1])
+            size = len(content)
+            with pytest.raises(
+                ValueError, match=f"{file.name} has {size - 1:,} bytes, but was written with {size:,}; rem"
+            ):
+                pack_to_disk(source, 10, tmp_path, shard_bytes=200)
+            file.unlink()
+            with pytest.raises(
+                ValueError, match=f"{file.name} is missing; remove the folder {tmp_path} and pack again"
+            ):
+                pack_to_disk(source, 10, tmp_path, shard_bytes=200)
+            file.write_bytes(content)
+        assert pack_to_disk(source, 10, tmp_path, shard_bytes=200).documents == len(LENGTHS)
 
     def test_version_that_plans_other_rows(self, tmp_path, monkeypatch):
         source = datasets.Dataset.from_list(documents())
@@ -345,6 +437,22 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             pack_to_disk(**({"dataset": source, "capacity": 10, "out": tmp_path / "out"} | given))
         assert not (tmp_path / "out").exists()
+
+    def test_splits(self, tmp_path):
+        table = datasets.Dataset.from_list(documents())
+        for number, given in enumerate([table, table.to_iterable_dataset()]):
+            kind = datasets.DatasetDict if given is table else datasets.IterableDatasetDict
+            splits = kind(train=given, test=given)
+            out = tmp_path / str(number)
+            with pytest.raises(ValueError, match=r"has the splits train, test; name one of them as split\."):
+                pack_to_disk(splits, 10, out)
+            with pytest.raises(ValueError, match="train, test; name one of them as split; got 'dev'"):
+                pack_to_disk(splits, 10, out, split="dev")
+            assert pack_to_disk(splits, 10, out, split="test").documents == len(LENGTHS)
+            with pytest.raises(
+                ValueError, match=r"several splits; pass one of them: dataset\['train'\] or dataset\['test"
+            ):
+                pack_dataset(splits, 10)
 
     def test_transform(self, tmp_path):
         source = datasets.Dataset.from_list(documents()).with_transform(lambda batch: batch)

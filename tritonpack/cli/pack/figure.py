@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import datasets
@@ -54,26 +54,27 @@ def draw(path: Path, packed: PackedFolder) -> None:
 def _draw_first_rows(
     padded: Axes, packed: Axes, lengths: NDArray[np.int32], ends: NDArray[np.int64], capacity: int
 ) -> None:
-    """Draw the first rows, and their documents in rows of as many as fit when padded."""
+    """Draw the first rows, and their documents in rows of as many as fit when padded to the longest in the row."""
     edges = [0, *ends[:_PACKED_ROWS].tolist()]
     rows = [[(number, int(lengths[number])) for number in range(start, stop)] for start, stop in pairwise(edges)]
     shown = lengths[: edges[-1]]
-    per_row = capacity // int(shown.max())
+    batches: list[list[int]] = [[]]
+    for number in np.random.default_rng(0).permutation(len(shown)).tolist():
+        if (len(batches[-1]) + 1) * int(shown[[*batches[-1], number]].max()) > capacity:
+            batches.append([])
+        batches[-1].append(number)
     padded_rows: list[list[tuple[int | None, int]]] = []
-    order = np.random.default_rng(0).permutation(len(shown)).tolist()
-    for start in range(0, len(order), per_row):
-        row = order[start : start + per_row]
-        longest = int(shown[row].max())
-        padded_rows.append([])
-        for number in row:
-            padded_rows[-1] += [(number, int(shown[number])), (None, longest - int(shown[number]))]
-    slots = sum(length for row in padded_rows for _, length in row)
+    for batch in batches:
+        longest = int(shown[batch].max())
+        segments = [[(number, int(shown[number])), (None, longest - int(shown[number]))] for number in batch]
+        padded_rows.append(list(chain.from_iterable(segments)))
     height = max(min(len(padded_rows), _PADDED_ROWS), len(rows))
     draw_rows(padded, padded_rows[:_PADDED_ROWS], capacity, height, _PIXELS)
     draw_rows(packed, rows, capacity, height, _PIXELS)
     total = int(shown.sum())
     padded.set_title(
-        f"{count(len(shown), 'document')} padded: {count(len(padded_rows), 'row')}, {1 - total / slots:.0%} padding"
+        f"{count(len(shown), 'document')} padded: {count(len(padded_rows), 'row')}, "
+        f"{percent(total / len(padded_rows) / capacity)} full"
         + (f" (the first {_PADDED_ROWS} drawn)" if len(padded_rows) > _PADDED_ROWS else "")
     )
     packed.set_title(f"the same in {count(len(rows), 'row')}, {percent(total / len(rows) / capacity)} full")

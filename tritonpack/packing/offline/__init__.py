@@ -89,12 +89,12 @@ def pack_to_disk(
     killed, the same call goes on where it was and writes the same files. On a complete folder it returns at once.
 
     Args:
-        dataset: a `datasets.Dataset` or `IterableDataset`; a folder that `save_to_disk` wrote; a file of Arrow, Parquet
-            or JSON lines, a folder of them, or a pattern such as "data/*.parquet"; a name on the Hub, which is
-            streamed. Documents have a row of tokens as "input_ids".
+        dataset: a `datasets.Dataset` or `IterableDataset`, or a dictionary of its splits; a folder that `save_to_disk`
+            wrote; a file of Arrow, Parquet or JSON lines, a folder of them, or a pattern such as "data/*.parquet"; a
+            name on the Hub, which is streamed. Documents have a row of tokens as "input_ids".
         capacity: tokens per row, at least 1.
         out: the folder, new or empty, or one of an earlier call with the same arguments.
-        split: which split of a folder with several, or of a dataset on the Hub ("train" if None).
+        split: which split of a folder or a dictionary with several, or of a dataset on the Hub ("train" if None).
         columns: the columns with one value per token that rows keep; None keeps all, and other columns than
             PackingCollator's are an error. `attention_mask` must be 1 everywhere, and is left out. If there are no
             labels, they are made from `completion_mask` and `assistant_masks`, which are left out, because trainers

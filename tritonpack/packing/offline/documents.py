@@ -78,7 +78,7 @@ def choose_columns(names: Sequence[str], asked: Sequence[str] | None, source: st
         raise ValueError(f"{source} has {_quote(labels)}, which all hold labels; name one of them in columns.")
     learned = () if labels else tuple(name for name in asked if name in LEARNED)
     kept = {"labels" if name in LABELS else name: name for name in asked if name not in learned}
-    checked = (MASK,) if MASK in names else ()
+    checked = [name for name in (MASK, *LEFT_OUT) if name in names]
     return Columns((*asked, *checked), kept, learned)
 
 
@@ -94,8 +94,16 @@ def read_documents(table: pa.Table, columns: Columns, place: Place) -> pa.Table:
             isn't one that PackingCollator knows), has another number of values than tokens, or holds a value that isn't
             allowed; padding. The message has the place of the document and the column.
     """
-    lists = {name: _lists(table.column(name), name, place) for name in columns.read}
+    lists = {name: _lists(table.column(name), name, place) for name in columns.read if name not in LEFT_OUT}
     lengths = np.diff(_offsets(lists[TOKENS]))
+    for name in set(columns.read).intersection(LEFT_OUT):
+        given = table.column(name).to_pylist()
+        if wrong := [number for number, length in enumerate(given) if length != lengths[number]]:
+            first = wrong[0]
+            raise ValueError(
+                f"{place(first)}: {TOKENS} has {lengths[first]} tokens, but {given[first]!r} by the column {name!r}; "
+                "measure again, or remove the column."
+            )
     if len(empty := np.flatnonzero(lengths == 0)):
         raise ValueError(f"{place(empty[0])}: {TOKENS} is empty; every document needs a token. Filter it out first.")
     for name, values in lists.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -16,7 +18,7 @@ import pyarrow as pa
 
 from tritonpack.packing.offline import sources
 
-_RECORD = "packing.json"  # settings, source and summary; without a summary the folder isn't complete
+_RECORD = "packing.json"  # settings, source, summary and sizes of files; without a summary it isn't complete
 _WORK = ".packing"  # what is needed until the folder is complete
 
 
@@ -52,6 +54,7 @@ class Folder:
             try:
                 found = json.loads((path / _RECORD).read_text(encoding="utf-8"))
                 self._compare(found["settings"], found["source"], found["summary"])
+                self._check_files(found.get("files", {}))
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path / _RECORD} isn't of pack_to_disk; name another folder as out.") from error
         elif path.exists() and any(file.name != _WORK for file in path.iterdir()):
@@ -65,7 +68,8 @@ class Folder:
             if settings.get(name) != value
         ]
         if source != given["source"]:
-            changed.append("the documents aren't those that it was begun with")
+            files = _changed_files(source.get("files", []), given["source"].get("files", []))
+            changed.append(f"the documents aren't those that it was begun with{files}")
         if changed:
             state = "holds" if summary else "holds the beginning of"
             raise ValueError(
@@ -73,6 +77,15 @@ class Folder:
                 "folder, or remove this one."
             )
         self.summary = summary
+
+    def _check_files(self, sizes: dict[str, int]) -> None:
+        """ValueError for a file of a complete folder that is missing or has another size."""
+        for name, size in sizes.items():
+            file = self.path / name
+            found = file.stat().st_size if file.exists() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found:,} bytes, but was written with {size:,}"
+                raise ValueError(f"{file} {state}; remove the folder {self.path} and pack again.")
 
     @contextmanager
     def lock(self, wait: bool) -> Iterator[None]:
@@ -146,10 +159,13 @@ class Folder:
             "_output_all_columns": False,
             "_split": None,
         }
-        with open(self.work / "dataset_info.json.tmp", "wb") as file:
-            DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(file)
-        os.replace(self.work / "dataset_info.json.tmp", self.path / "dataset_info.json")
+        info = io.BytesIO()
+        DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(info)
+        write(self.path / "dataset_info.json", lambda path: path.write_bytes(info.getvalue()))
         write(self.path / "state.json", lambda path: path.write_text(json.dumps(state, indent=2, sort_keys=True)))
+        names = [file["filename"] for file in state["_data_files"]]
+        files = {name: (self.path / name).stat().st_size for name in (*names, "dataset_info.json", "state.json")}
+        self._record["files"] = files
         write(self.path / _RECORD, self._json(summary))
         self.summary = summary
 
@@ -158,11 +174,36 @@ class Folder:
         return lambda path: path.write_text(text, encoding="utf-8")
 
 
+def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
+    """Which of the files of documents, each with its size and its time of change, aren't those of before."""
+    old, new = ({name: (size, time) for name, size, time in files} for files in (before, now))
+    for name in sorted(old.keys() ^ new.keys()):
+        return f" ({name} is {'new' if name in new else 'gone'})"
+    for name in new:
+        if old[name][0] != new[name][0]:
+            return f" ({name} had {old[name][0]:,} bytes and has {new[name][0]:,})"
+        if old[name] != new[name]:
+            return (
+                f" ({name} has the same size, but was written again or touched at another time, so its documents may "
+                "differ; if they don't, datasets.load_from_disk still loads a complete folder)"
+            )
+    return ""
+
+
 def write(path: Path, content: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all: `content` writes a temporary file, which then gets the name."""
+    """Write a file whole or not at all: `content` writes a temporary file, which then gets the name.
+
+    Raises:
+        OSError: the file can't be written; the message names it and says how to go on.
+    """
     work = path.parent if path.parent.name == _WORK else path.parent / _WORK
     temporary = work / f"{path.name}.tmp"
-    content(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        content(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        reason = f"{error.strerror or error}; free space in {path.parent} and run the same command again"
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
-from pyarrow import ipc
+from pyarrow import compute, ipc, types
 
 from tritonpack.packing.offline.documents import choose_columns
 from tritonpack.packing.offline.folder import Folder, write
@@ -26,14 +28,17 @@ from tritonpack.packing.offline.sources import (
     require_columns,
 )
 
+_WINDOW = 1000  # documents of a stream that are read at a time; the first window identifies the stream
+
 
 class Stream:
-    """An `IterableDataset`; it is read once, and copied into files of Arrow."""
+    """An `IterableDataset`; it is read once, and copied into files of Arrow. Its first documents identify it."""
 
     def __init__(self, dataset: datasets.IterableDataset, name: str, digest: dict[str, Any]) -> None:
         self.name = name
-        self.digest = digest
         self._dataset = dataset
+        window = next(dataset.with_format("arrow").iter(_WINDOW), pa.table({}))
+        self.digest = digest | {"first_documents": [len(window), _digest(window)]}
 
     def in_parts(
         self, folder: Folder, columns: Sequence[str] | None, progress: Callable[[str, int, int], Any]
@@ -56,7 +61,7 @@ class Stream:
     def _tables(self, skipped: int, names: list[str], columns: Sequence[str] | None) -> Iterator[list[pa.Table]]:
         """Tables of the documents after those that are skipped, of PART_BYTES together."""
         tables: list[pa.Table] = []
-        for table in self._dataset.skip(skipped).with_format("arrow").iter(1000):
+        for table in self._dataset.skip(skipped).with_format("arrow").iter(_WINDOW):
             require_columns(table.column_names, f"a document of {self.name}", names, "the first")
             tables.append(table.select(choose_columns(names, columns, self.name).read))
             if sum(one.nbytes for one in tables) >= PART_BYTES:
@@ -99,6 +104,11 @@ def open_source(dataset: Any, split: str | None) -> Source | Stream:
                 f"({type(error).__name__}: {str(error).splitlines()[0]})."
             ) from error
         return Stream(stream, name, {"hub": name, "split": split})
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        if split not in dataset:
+            given = "" if split is None else f"; got {split!r}"
+            raise ValueError(f"the dataset has the splits {', '.join(dataset)}; name one of them as split{given}.")
+        dataset, split = dataset[split], None
     if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         if split is not None:
             raise ValueError(f"split={split!r} is for paths and names; pass dataset[{split!r}].")
@@ -115,6 +125,22 @@ def open_source(dataset: Any, split: str | None) -> Source | Stream:
         f"{type(dataset).__name__}. Of other documents make one: datasets.Dataset.from_list(documents), or "
         "datasets.IterableDataset.from_generator(function)."
     )
+
+
+def _digest(table: pa.Table) -> str:
+    """A digest of all values; the same for tables that hold the same in other chunks."""
+    found = hashlib.sha256()
+    for name in sorted(table.column_names):
+        column = table.column(name)
+        found.update(name.encode())
+        if types.is_list(column.type) and types.is_integer(column.type.value_type) and not column.null_count:
+            values = compute.list_flatten(column)
+            if not values.null_count:
+                for numbers in (compute.list_value_length(column), values):
+                    found.update(numbers.to_numpy().astype(np.int64).tobytes())
+                continue
+        found.update(repr(column.to_pylist()).encode())
+    return found.hexdigest()
 
 
 def _documents(files: Sequence[str]) -> int:

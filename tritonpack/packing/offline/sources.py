@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
-from pyarrow import ipc, parquet
+from pyarrow import ipc, parquet, types
 from pyarrow import json as arrow_json
+
+from tritonpack.packing.columns import LABELS, PER_TOKEN
+from tritonpack.packing.documents import TOKENS
+from tritonpack.packing.offline.documents import MASK
 
 PART_BYTES = 64 * 2**20  # documents that are read at a time, in memory
 _JSON_SHARE = 4  # Arrow takes many times the bytes of the text to read it
@@ -71,7 +75,8 @@ class _Files:
     def __init__(self, name: str, files: Sequence[str]) -> None:
         self.name = name
         self.files = list(files)
-        states = {os.path.basename(file): os.stat(file) for file in self.files}
+        folder = os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files or ["."]])
+        states = {os.path.relpath(file, folder): os.stat(file) for file in self.files}
         self.digest = {"files": [[name, state.st_size, state.st_mtime_ns] for name, state in states.items()]}
         self.columns: list[str] = []
         self.parts: list[Part] = []
@@ -201,18 +206,28 @@ class JsonFiles(_Files):
 
     def read(self, part: Part, columns: Sequence[str]) -> pa.Table:
         table = self._parsed(part)
-        if set(table.column_names) != set(self.columns):
-            where = f"the part of {part.file} from {self.place(part, 0)} on"
-            require_columns(table.column_names, where, self.columns, "the first line")
+        integers = [name for name in columns if name in (TOKENS, MASK, *LABELS, *PER_TOKEN)]
+        kinds = [table.schema.field(name).type for name in integers if name in table.column_names]
+        unlike = any(not types.is_list(kind) or types.is_floating(kind.value_type) for kind in kinds)
+        if unlike or set(table.column_names) != set(self.columns):
+            if wrong := self._wrong_line(part, self._text(part), integers):
+                raise ValueError(wrong)
+            require_columns(table.column_names, self.place(part, 0), self.columns, "the first line")
         return table.select(list(columns))
+
+    @staticmethod
+    def _text(part: Part) -> bytes:
+        with open(part.file, "rb") as opened:
+            opened.seek(part.start)
+            return opened.read(part.stop - part.start)
 
     def _parsed(self, part: Part, lines: int | None = None) -> pa.Table:
         """The documents of a part, or its first lines."""
-        with open(part.file, "rb") as opened:
-            opened.seek(part.start)
-            if lines is None:
-                text = opened.read(part.stop - part.start)
-            else:
+        if lines is None:
+            text = self._text(part)
+        else:
+            with open(part.file, "rb") as opened:
+                opened.seek(part.start)
                 text = b""
                 while lines and opened.tell() < part.stop:
                     line = opened.readline()
@@ -221,25 +236,30 @@ class JsonFiles(_Files):
         try:
             return arrow_json.read_json(io.BytesIO(text), read_options=options)
         except pa.ArrowException as error:
-            raise ValueError(self._wrong_line(part, text) or f"{part.file} can't be read: {error}") from error
+            raise ValueError(self._wrong_line(part, text, [TOKENS]) or f"{part.file} can't be read: {error}") from error
 
-    def _wrong_line(self, part: Part, text: bytes) -> str | None:
-        """Which line of a part isn't an object with rows of numbers."""
-        for number, line in enumerate(line for line in text.splitlines() if not line.isspace() and line):
+    def _wrong_line(self, part: Part, text: bytes, integers: Sequence[str]) -> str | None:
+        """Which line isn't an object, has other columns or kinds of values than the first, or no row of integers."""
+        kinds: dict[str, str] = {}
+        for number, line in enumerate(line for line in text.split(b"\n") if line and not line.isspace()):
             try:
                 document = json.loads(line)
             except ValueError as error:
                 return f"{self.place(part, number)} isn't JSON: {error}. Write one object on each line."
             if not isinstance(document, dict):
-                return f"{self.place(part, number)} isn't an object with 'input_ids', but {line[:40].decode()!r}."
+                given = line[:40].decode(errors="replace")
+                return f"{self.place(part, number)} isn't an object with 'input_ids', but {given!r}."
+            if self.columns and not set(document) <= set(self.columns):
+                require_columns(list(document), self.place(part, number), self.columns, "the first line")
             for name, values in document.items():
-                if not isinstance(values, list):
-                    continue
-                kinds = sorted({type(value).__name__ for value in values})
-                if len(kinds) > 1 or any(kind in ("list", "dict", "str") for kind in kinds):
-                    return (
-                        f"{self.place(part, number)}: {name} holds {' and '.join(kinds)}; write one number per token."
-                    )
+                wrong = _not_integers(values) if name in integers and values is not None else ""
+                kind, first = _kind(values), kinds.get(name, "")
+                if not first.startswith(kind):  # "a row of " fits all rows
+                    kinds[name] = kind
+                    if not kind.startswith(first):
+                        wrong = wrong or f"holds {kind}, but {first} on an earlier line; convert one of them"
+                if wrong or " and " in kind:
+                    return f"{self.place(part, number)}: {name} {wrong or f'holds {kind}; write values of one kind'}."
         return None
 
     def place(self, part: Part, number: int) -> str:
@@ -302,7 +322,12 @@ def find_files(path: str, split: str | None) -> tuple[str, list[str]] | None:
         files = [str(folder)]
     elif any(sign in path for sign in "*?["):
         files = sorted(glob.glob(str(folder), recursive=True))
-    elif path.startswith((".", "/", "~")) or folder.suffix in _FORMATS or path.count("/") > 1:
+    elif (
+        path.startswith((".", "/", "~"))
+        or folder.suffix in _FORMATS
+        or path.count("/") > 1
+        or ("/" in path and folder.parent.is_dir())
+    ):
         raise ValueError(f"there is no file or folder {path}.")
     else:
         return None
@@ -324,6 +349,28 @@ FILES: dict[str, Callable[[str, Sequence[str]], Source]] = {
     "parquet": ParquetFiles,
     "json": JsonFiles,
 }
+
+
+def _not_integers(values: Any) -> str:
+    """What is wrong with a value of JSON that should be a row of integers; "" if nothing is."""
+    if not isinstance(values, list):
+        return f"holds {type(values).__name__}; write one integer per token, such as [1, 2]"
+    given = [value for value in values if value is not None]
+    kinds = sorted({type(value).__name__ for value in given})
+    if len(kinds) > 1 or not set(kinds) <= {"int", "bool"}:
+        return f"holds {' and '.join(kinds)}; write one integer per token"
+    if large := [value for value in given if not -(2**63) <= value < 2**63]:
+        return f"holds {large[0]}, which has more than 64 bits; write tokens' numbers"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    """What a value of JSON is, in words, such as "a row of a number"; a missing value is ""."""
+    if isinstance(value, list):
+        return f"a row of {' and '.join(sorted({_kind(one) for one in value} - {''}))}"
+    if value is None:
+        return ""
+    return {bool: "true or false", str: "text", dict: "an object"}.get(type(value), "a number")
 
 
 def _places(schema: pa.Schema, columns: Sequence[str]) -> list[int]:

@@ -8,6 +8,7 @@ finds.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -210,8 +211,9 @@ def _run_file(folder: Folder, part: int) -> Path:
 
 
 def _save(path: Path, values: NDArray[Any]) -> None:
-    with open(path, "wb") as file:
-        np.save(file, values)
+    text = io.BytesIO()
+    np.save(text, values)
+    path.write_bytes(text.getvalue())  # np.save to a file may not notice that the disk is full
 
 
 def _run(work: Callable[[int], None], count: int, jobs: int, progress: Progress, step: str) -> Iterator[None]:
