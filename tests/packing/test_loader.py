@@ -301,6 +301,18 @@ class TestAccelerate:
         assert one_pass(loader) == planned(3, ranks=2, rank=1)[2:]
         assert one_pass(loader) == planned(4, ranks=2, rank=1)
 
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_resumes_at_the_end_of_an_epoch(self, ranks):
+        ours = make(num_replicas=ranks, rank=0)
+        loader = self.prepared(ours, 0, ranks)
+        ours.set_epoch(1)
+        ours.load_state_dict(ours.state_dict(batches_done=len(ours)))
+        assert [one_pass(loader) for _ in range(3)] == [[], planned(2, ranks=ranks), planned(3, ranks=ranks)]
+        ours.load_state_dict(ours.state_dict(batches_done=len(ours)))
+        for epoch in range(3, 6):
+            loader.set_epoch(epoch)
+            assert one_pass(loader) == ([] if epoch == 3 else planned(epoch, ranks=ranks))
+
     def test_cannot_count_its_batches(self):
         ours = make(num_replicas=2, rank=0)
         next(iter(self.prepared(ours, 0, 2)))

@@ -281,7 +281,11 @@ class _Rows(Sampler[list[int]]):
         self.is_divided = self.rank is None
         self._next = None
         first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
-        yield from islice(self._rows, first, None, stride)
+        row = None
+        for row in islice(self._rows, first, None, stride):
+            yield row
+        if row is None:  # a state of the end of an epoch: accelerate doesn't count empty passes
+            self.begin_at(self._rows.epoch + 1)
 
     @property
     def batch_size(self) -> None:
