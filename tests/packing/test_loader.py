@@ -123,6 +123,25 @@ class TestStates:
         other.load_state_dict(loader.state_dict())
         assert one_pass(other) == planned(0, ranks=2, rank=1)[2:]
 
+    def test_bring_their_seed_and_its_number_of_steps(self):
+        """Epochs of another seed may need another number of steps."""
+        sizes = np.random.default_rng(1).integers(1, 40, 16).tolist()
+        documents = [{"input_ids": [number + 1] * size} for number, size in enumerate(sizes)]
+        seeds = {len(make(documents, 60, epochs=3, seed=seed)): seed for seed in range(20)}
+        assert len(seeds) > 1, "all seeds have the same number of steps"
+        (steps, seed), other = max(seeds.items()), min(seeds.items())[1]
+        loader, expected = (make(documents, 60, epochs=3, seed=seed) for _ in range(2))
+        next(iter(loader))
+        torch.manual_seed(other)
+        resumed = make(documents, 60, epochs=3, seed=None)
+        with pytest.raises(ValueError, match="isn't a state"):
+            resumed.load_state_dict({})
+        assert len(resumed) < steps
+        resumed.load_state_dict(loader.state_dict())
+        passes = [one_pass(resumed) for _ in range(3)]
+        assert [len(rows) for rows in passes] == [steps - 1, steps, steps]
+        assert passes == [one_pass(expected)[1:], one_pass(expected), one_pass(expected)]
+
     def test_states_of_other_data_are_refused(self):
         state = make().state_dict(batches_done=1)
         other = make(seed=1)

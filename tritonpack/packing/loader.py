@@ -49,9 +49,12 @@ class PackedDataLoader(DataLoader):
         rank: int,
         collate: PackingCollator,
         shard: bool,
+        epochs: int,
         **options: Any,
     ) -> None:
         self.rows, self.rank = rows, rank
+        self._epochs = epochs
+        rows._options["least_steps"] = self._least_steps(rows.seed)
         self._own = _Rows(rows, rank)
         self._started = False  # a pass over the current epoch
         self._done = 0  # batches of the current epoch that this loader has handed out
@@ -126,9 +129,28 @@ class PackedDataLoader(DataLoader):
             ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
                 unchanged.
         """
-        self.rows.load_state_dict(state)
+        options = self.rows._options
+        try:
+            self.rows._options = {**options, "least_steps": self._least_steps(self._seed_of(state))}
+            self.rows.load_state_dict(state)
+        except BaseException:
+            self.rows._options = options
+            raise
         self._begin_at(self.epoch)
         self._resumed = (self.epoch, self.rows._done // self.rows.num_replicas)
+
+    def _least_steps(self, seed: int) -> int:
+        """With this seed, the steps of the epoch with the most, of those that get the same number."""
+        if self._epochs == 1:
+            return 1
+        settings = {**self.rows._settings(), "seed": seed, "least_steps": 1}
+        return max(self.rows._plan_rest(epoch, (), settings).plan.num_steps for epoch in range(self._epochs))
+
+    def _seed_of(self, state: Any) -> int:
+        try:
+            return self.rows._find_place(state)[2].settings["seed"]
+        except ValueError:  # which the sampler raises on all ranks
+            return self.rows.seed
 
     def _begin_at(self, epoch: int) -> None:
         self._started, self._done = False, 0
@@ -252,16 +274,13 @@ def dataloader(
     )
     num_replicas, own_rank = place_in_world(num_replicas, rank, True)
     assert own_rank is not None
-    planning: dict[str, Any] = {
-        "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
-        "shuffle": shuffle, "order": order, "seed": seed, "steps_together": steps_together,
-        "num_replicas": num_replicas, "shard": False,
-    }  # fmt: skip
-    rows = MultipackDistributedBatchSampler(tokens, cut, **planning)
-    if check_integer(epochs, "epochs") > 1:
-        most = max(_num_steps(rows, epoch) for epoch in range(epochs))
-        rows = MultipackDistributedBatchSampler(tokens, cut, **planning, least_steps=most)
-    return PackedDataLoader(documents, rows, own_rank, collate, check_flag(shard, "shard"), **options)
+    epochs = check_integer(epochs, "epochs")
+    rows = MultipackDistributedBatchSampler(
+        tokens, cut, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
+        lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
+        shard=False,
+    )  # fmt: skip
+    return PackedDataLoader(documents, rows, own_rank, collate, check_flag(shard, "shard"), epochs, **options)
 
 
 class _Rows(Sampler[list[int]]):
@@ -334,11 +353,6 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
             f"to, pass labels={objective!r}."
         )
     check_choice(overlong, ("error", "drop"), "overlong")
-
-
-def _num_steps(rows: MultipackDistributedBatchSampler, epoch: int) -> int:
-    rows.set_epoch(epoch)
-    return rows.num_batches()
 
 
 def _counted(count: int, noun: str) -> str:
