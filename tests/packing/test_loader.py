@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackDistributedBatchSampler, dataloader, notices
+from tritonpack import MultipackDistributedBatchSampler, PackingWarning, dataloader, notices
 from tritonpack.packing import plan_epoch
 
 TOKENS = 256
@@ -141,6 +141,19 @@ class TestStates:
         passes = [one_pass(resumed) for _ in range(3)]
         assert [len(rows) for rows in passes] == [steps - 1, steps, steps]
         assert passes == [one_pass(expected)[1:], one_pass(expected), one_pass(expected)]
+
+    def test_of_other_settings_tell_what_was_trained_on(self):
+        loader = make()
+        rows = list(zip(range(3), loader, strict=False))
+        resumed = make(tokens=300)
+        with pytest.warns(PackingWarning, match="other-settings"):
+            resumed.load_state_dict(loader.state_dict())
+        tokens = sum(row["input_ids"].numel() for _, row in rows)
+        text = str(resumed)
+        assert f"\n  trained on before, with other settings: 3 steps of this epoch, {tokens:,} tokens\n" in text
+        assert "left out: no document\n" in text
+        one_pass(resumed), next(iter(resumed))
+        assert "trained on before" not in str(resumed), "the next epoch"
 
     def test_states_of_other_data_are_refused(self):
         state = make().state_dict(batches_done=1)
@@ -289,7 +302,9 @@ def test_options_reach_the_sampler():
 
 def test_takes_an_order():
     backwards = np.arange(120)[::-1]
-    rows = one_pass(make(order=backwards))
+    loader = make(order=backwards)
+    rows = one_pass(loader)
+    assert "left out: no document of the order\n" in str(loader)
     assert sorted(chain.from_iterable(rows)) == list(range(120))
     assert np.corrcoef([np.mean(row) for row in rows], np.arange(len(rows)))[0, 1] < -0.95
 

@@ -159,21 +159,27 @@ class PackedDataLoader(DataLoader):
     def __str__(self) -> str:
         rows, documents = self.rows, self._documents
         plan, lengths = rows.plan, rows.lengths
-        planned = np.unique(plan.items)
-        missing = int((lengths > 0).sum()) - len(planned)
         lines = [
             f"PackedDataLoader of {len(lengths):,} documents, {documents.lengths.sum():,} tokens (lengths from "
             f"{documents.source})",
             f"  epoch {self.epoch}: {plan.num_steps:,} steps of {_counted(plan.num_ranks, 'rank')} with "
             f"{plan.capacity:,} tokens each, {rows.efficiency():.1%} full",
         ]
+        before = rows.tokens_per_step()[: -plan.num_steps or None]
+        if len(before):
+            lines.append(
+                f"  trained on before, with other settings: {_counted(len(before), 'step')} of this epoch, "
+                f"{before.sum():,} tokens"
+            )
+        dropped = rows.dropped_documents
         cut = (documents.lengths - lengths)[lengths > 0].sum()
         left_out = [
             *([str(rows.overlong_report)] if rows.overlong_report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
-            *([f"{_counted(missing, 'document')} of this epoch that fill no last step (tail)"] if missing else []),
+            *([f"{_counted(dropped, 'document')} of this epoch that fill no last step (tail)"] if dropped else []),
         ]
-        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
+        nothing = "no document" if rows._order is None else "no document of the order"
+        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
         used, unused = documents.columns
         lines.append(f"  columns: {', '.join(used)}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
