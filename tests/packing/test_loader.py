@@ -74,6 +74,14 @@ def test_ranks_take_their_rows(rank):
     assert one_pass(loader) == planned(0, ranks=3, rank=rank)
 
 
+@pytest.mark.parametrize(("ranks", "filler"), [(1, ""), (2, "1 filler row repeats"), (3, "2 filler rows repeat")])
+def test_print_of_one_document(ranks, filler):
+    lines = str(make([{"input_ids": [5] * 3}], num_replicas=ranks)).splitlines()
+    assert lines[0] == "PackedDataLoader of 1 document, 3 tokens (lengths from input_ids)"
+    assert lines[1].startswith("  epoch 0: 1 step of ")
+    assert lines[2:-2] == ([f"  {filler} a document in the last step"] if filler else [])
+
+
 def test_seed_is_torch_s():
     torch.manual_seed(5)
     before = torch.get_rng_state()

@@ -160,11 +160,14 @@ class PackedDataLoader(DataLoader):
         rows, documents = self.rows, self._documents
         plan, lengths = rows.plan, rows.lengths
         lines = [
-            f"PackedDataLoader of {len(lengths):,} documents, {documents.lengths.sum():,} tokens (lengths from "
-            f"{documents.source})",
-            f"  epoch {self.epoch}: {plan.num_steps:,} steps of {_counted(plan.num_ranks, 'rank')} with "
-            f"{plan.capacity:,} tokens each, {rows.efficiency():.1%} full",
+            f"PackedDataLoader of {_counted(len(lengths), 'document')}, "
+            f"{_counted(documents.lengths.sum(), 'token')} (lengths from {documents.source})",
+            f"  epoch {self.epoch}: {_counted(plan.num_steps, 'step')} of {_counted(plan.num_ranks, 'rank')} with "
+            f"{_counted(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
+        if plan.filler_rows:
+            repeats = "row repeats" if plan.filler_rows == 1 else "rows repeat"
+            lines.append(f"  {plan.filler_rows:,} filler {repeats} a document in the last step")
         before = rows.tokens_per_step()[: -plan.num_steps or None]
         if len(before):
             lines.append(
