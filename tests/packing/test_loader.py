@@ -242,6 +242,26 @@ class TestColumns:
         assert batch["bbox"].shape == (1, batch["input_ids"].shape[1], 2)
         assert {"completion_mask", "labels"} <= set(batch)
 
+    @pytest.mark.parametrize(
+        ("column", "message"),
+        [
+            ({"input_ids": [-2] * int(LENGTHS[37])}, "document 37 has -2 at position 0"),
+            ({"completion_mask": [1]}, "document 37 has .* input_ids but 1 completion_mask"),
+            ({"bbox": [[1]] * int(LENGTHS[37])}, r"document 37 and integers of shape \(2,\) in document \d+;"),
+            ({"label": [1, 1]}, r"shape \(2,\) in document 37 and \(\) in document \d+;"),
+            ({"token_type_ids": [0] * int(LENGTHS[37])}, r"document 37 has 'token_type_ids' and document \d+ hasn't"),
+        ],
+    )
+    def test_errors_name_the_document_of_the_dataset(self, column, message):
+        documents = [
+            {**document, "bbox": [[1, 2]] * length, "label": 0}
+            for document, length in zip(DOCUMENTS, LENGTHS.tolist(), strict=True)
+        ]
+        documents[37] |= column
+        order = np.array([5, 37, *range(5), *range(6, 37), *range(38, 120)])  # document 37 isn't the first of its row
+        with pytest.raises(ValueError, match=message):
+            list(make(documents, tokens=4096, order=order, per_token=("bbox",), labels="documents"))
+
     def test_labels_of_documents(self):
         documents = [{**document, "label": number % 3} for number, document in enumerate(DOCUMENTS)]
         batch = next(iter(make(documents, labels="documents")))

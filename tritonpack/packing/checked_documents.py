@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import TAKEN
-from tritonpack.packing.documents import TOKENS, fetch, measure_lengths
+from tritonpack.packing.documents import TOKENS, NumberedDocuments, fetch, measure_lengths
 from tritonpack.packing.lengths import whole_lengths
 
 LENGTH_COLUMNS = ("length", "lengths")
@@ -52,7 +52,8 @@ class CheckedDocuments(Dataset):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._checked(*pair) for pair in zip(fetch(self.dataset, numbers), numbers, strict=True)]
+        pairs = zip(fetch(self.dataset, numbers), numbers, strict=True)
+        return NumberedDocuments((self._checked(*pair) for pair in pairs), numbers)
 
     def _checked(self, document: Any, number: int) -> Any:
         if not isinstance(document, Mapping) or TOKENS not in document:

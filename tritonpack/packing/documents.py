@@ -13,6 +13,14 @@ Length = Callable[[Any], int]
 TOKENS = "input_ids"  # the column with the tokens of a document
 
 
+class NumberedDocuments(list[Any]):
+    """Documents with their numbers in a dataset, which messages name in place of their places in the list."""
+
+    def __init__(self, documents: Iterable[Any], numbers: Iterable[int]) -> None:
+        super().__init__(documents)
+        self.numbers = list(numbers)
+
+
 def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
     """(documents,) int64, the number of tokens of each document of a map-style dataset.
 
