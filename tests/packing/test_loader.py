@@ -288,8 +288,12 @@ class TestColumns:
         ({"collate_fn": list}, "collate_fn can't be passed"),
         ({"num_wokers": 4}, "there is no option 'num_wokers'.*num_workers"),
         ({"objective": "tokens"}, "objective is what ranks get equal shares of.*pass labels='tokens'"),
-        ({"labels": "linear"}, "objective must be one of 'causal', 'tokens', 'documents'"),
-        ({"overlong": "split"}, "overlong must be one of 'error', 'drop'; got 'split'"),
+        ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),
+        ({"overlong": "none"}, "overlong must be one of 'error', 'drop'; got 'none'"),
+        ({"overlong": "split"}, "no overlong='split'.*pass max_document_length; .* pack_to_disk"),
+        ({"overlong": "truncate"}, "no overlong='truncate'. To train on the first tokens .* pass max_document_length"),
+        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "or pass max_document_length=1,"),
+        ({"drop_columns": ("input_ids",)}, "input_ids can't be dropped"),
         ({"tokens": 0}, "tokens must be an integer from 1"),
         ({"dataset": []}, "the dataset has no document to pack"),
         ({"dataset": [{"text": "a"}]}, r"must be a mapping with 'input_ids'; got the keys \['text'\].*Tokenize"),
@@ -302,6 +306,13 @@ class TestColumns:
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_refuses_several_datasets():
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(DOCUMENTS))
+    with pytest.raises(ValueError, match=r"got DatasetDict\. Choose one of its datasets, such as dataset\['train'\]"):
+        make(splits)
 
 
 def test_options_reach_the_dataloader():

@@ -32,6 +32,8 @@ class CheckedDocuments(Dataset):
             raise ValueError(
                 f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
             )
+        if TOKENS in drop_columns:
+            raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
         self.dataset = dataset
         self._dropped = frozenset(drop_columns)
         self._unused = self._dropped.union(LENGTH_COLUMNS)

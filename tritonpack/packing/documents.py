@@ -134,7 +134,9 @@ def require_map_style(dataset: Any) -> None:
     """ValueError for a dataset that can't be indexed by document."""
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
     if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _dimensions(dataset, 1) == 0:
+        remedy = "Pack iterables with pack_stream."
+        if isinstance(dataset, Mapping) and any(hasattr(part, "column_names") for part in dataset.values()):
+            remedy = f"Choose one of its datasets, such as dataset[{next(iter(dataset))!r}]."
         raise ValueError(
-            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. Pack iterables "
-            "with pack_stream."
+            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
         )

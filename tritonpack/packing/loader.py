@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -273,13 +273,14 @@ def dataloader(
         )
     documents = CheckedDocuments(dataset, lengths, drop_columns, collate)
     cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
+    cutting = f"pass max_document_length={tokens}, which trains on their first tokens"
     fit_lengths(
         cut,
         tokens,
         overlong,
         name="row size",
-        remedy=f"pass overlong='drop', which leaves them out, or max_document_length={tokens}, which trains on their "
-        "first tokens",
+        remedy=f"pass overlong='drop', which leaves them out, or {cutting}",
+        cutting=cutting,
     )
     num_replicas, own_rank = place_in_world(num_replicas, rank, True)
     assert own_rank is not None
@@ -360,6 +361,13 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
         raise ValueError(
             "objective is what ranks get equal shares of: 'quadratic', 'linear' or 'cost'. To say what labels belong "
             f"to, pass labels={objective!r}."
+        )
+    check_choice(labels, get_args(LabelObjective), "labels")
+    if overlong in ("truncate", "split"):
+        raise ValueError(
+            f"dataloader has no overlong={overlong!r}. To train on the first tokens of long documents pass "
+            "max_document_length; to train on all of their tokens split them beforehand, as pack_to_disk does with "
+            "overlong='split'."
         )
     check_choice(overlong, ("error", "drop"), "overlong")
 
