@@ -328,6 +328,13 @@ def test_order_is_nearly_kept_without_shuffling():
     assert max(moved) <= 5
 
 
+def test_steps_together_fill_rows_in_order():
+    lengths = np.random.default_rng(0).integers(30, 256, 400).tolist()
+    documents = [{"input_ids": [1] * length} for length in lengths]
+    alone, together = (make(documents, shuffle=False, steps_together=steps) for steps in (None, 8))
+    assert len(together) < 0.85 * len(alone)
+
+
 def test_options_reach_the_sampler():
     loader = make(tail="drop", objective="linear", lookahead=0.02, steps_together=1, shuffle=False)
     expected = MultipackDistributedBatchSampler(
