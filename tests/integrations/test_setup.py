@@ -366,6 +366,7 @@ class TestRefusals:
         "unknown": ({}, {"token": 2}, "there is no option 'token'; the options are lengths, objective"),
         "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens', 'documents'; got 'words'"),
         "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
+        "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
         "a collator": (
             {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
             "objective='tokens', and training would use 'causal'",

@@ -56,6 +56,14 @@ def test_one_line(given, capsys):
     assert "steps of 1 rank with 64 tokens each" in capsys.readouterr().out
 
 
+def test_rows_without_a_target_have_no_loss(given):
+    documents = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 2
+    batch = next(iter(tritonpack.dataloader(documents, 8)))
+    assert given["model"](**batch).loss.isnan()
+    plain = {name: torch.tensor([column]) for name, column in documents[0].items()}
+    assert tiny_llama(torch.float32)(**plain).loss.isnan()
+
+
 def test_one_line_with_accelerate(given):
     accelerate = pytest.importorskip("accelerate")
     given["accelerator"] = accelerate.Accelerator(cpu=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackDistributedBatchSampler, dataloader, notices
+from tritonpack import MultipackDistributedBatchSampler, PackingWarning, dataloader, notices
 from tritonpack.packing import plan_epoch
 
 TOKENS = 256
@@ -74,6 +74,14 @@ def test_ranks_take_their_rows(rank):
     assert one_pass(loader) == planned(0, ranks=3, rank=rank)
 
 
+@pytest.mark.parametrize(("ranks", "filler"), [(1, ""), (2, "1 filler row repeats"), (3, "2 filler rows repeat")])
+def test_print_of_one_document(ranks, filler):
+    lines = str(make([{"input_ids": [5] * 3}], num_replicas=ranks)).splitlines()
+    assert lines[0] == "PackedDataLoader of 1 document, 3 tokens (lengths from input_ids)"
+    assert lines[1].startswith("  epoch 0: 1 step of ")
+    assert lines[2:-2] == ([f"  {filler} a document in the last step"] if filler else [])
+
+
 def test_seed_is_torch_s():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -122,6 +130,38 @@ class TestStates:
         other = make(num_replicas=2, rank=1)
         other.load_state_dict(loader.state_dict())
         assert one_pass(other) == planned(0, ranks=2, rank=1)[2:]
+
+    def test_bring_their_seed_and_its_number_of_steps(self):
+        """Epochs of another seed may need another number of steps."""
+        sizes = np.random.default_rng(1).integers(1, 40, 16).tolist()
+        documents = [{"input_ids": [number + 1] * size} for number, size in enumerate(sizes)]
+        seeds = {len(make(documents, 60, epochs=3, seed=seed)): seed for seed in range(20)}
+        assert len(seeds) > 1, "all seeds have the same number of steps"
+        (steps, seed), other = max(seeds.items()), min(seeds.items())[1]
+        loader, expected = (make(documents, 60, epochs=3, seed=seed) for _ in range(2))
+        next(iter(loader))
+        torch.manual_seed(other)
+        resumed = make(documents, 60, epochs=3, seed=None)
+        with pytest.raises(ValueError, match="isn't a state"):
+            resumed.load_state_dict({})
+        assert len(resumed) < steps
+        resumed.load_state_dict(loader.state_dict())
+        passes = [one_pass(resumed) for _ in range(3)]
+        assert [len(rows) for rows in passes] == [steps - 1, steps, steps]
+        assert passes == [one_pass(expected)[1:], one_pass(expected), one_pass(expected)]
+
+    def test_of_other_settings_tell_what_was_trained_on(self):
+        loader = make()
+        rows = list(zip(range(3), loader, strict=False))
+        resumed = make(tokens=300)
+        with pytest.warns(PackingWarning, match="other-settings"):
+            resumed.load_state_dict(loader.state_dict())
+        tokens = sum(row["input_ids"].numel() for _, row in rows)
+        text = str(resumed)
+        assert f"\n  trained on before, with other settings: 3 steps of this epoch, {tokens:,} tokens\n" in text
+        assert "left out: no document\n" in text
+        one_pass(resumed), next(iter(resumed))
+        assert "trained on before" not in str(resumed), "the next epoch"
 
     def test_states_of_other_data_are_refused(self):
         state = make().state_dict(batches_done=1)
@@ -202,6 +242,26 @@ class TestColumns:
         assert batch["bbox"].shape == (1, batch["input_ids"].shape[1], 2)
         assert {"completion_mask", "labels"} <= set(batch)
 
+    @pytest.mark.parametrize(
+        ("column", "message"),
+        [
+            ({"input_ids": [-2] * int(LENGTHS[37])}, "document 37 has -2 at position 0"),
+            ({"completion_mask": [1]}, "document 37 has .* input_ids but 1 completion_mask"),
+            ({"bbox": [[1]] * int(LENGTHS[37])}, r"document 37 and integers of shape \(2,\) in document \d+;"),
+            ({"label": [1, 1]}, r"shape \(2,\) in document 37 and \(\) in document \d+;"),
+            ({"token_type_ids": [0] * int(LENGTHS[37])}, r"document 37 has 'token_type_ids' and document \d+ hasn't"),
+        ],
+    )
+    def test_errors_name_the_document_of_the_dataset(self, column, message):
+        documents = [
+            {**document, "bbox": [[1, 2]] * length, "label": 0}
+            for document, length in zip(DOCUMENTS, LENGTHS.tolist(), strict=True)
+        ]
+        documents[37] |= column
+        order = np.array([5, 37, *range(5), *range(6, 37), *range(38, 120)])  # document 37 isn't the first of its row
+        with pytest.raises(ValueError, match=message):
+            list(make(documents, tokens=4096, order=order, per_token=("bbox",), labels="documents"))
+
     def test_labels_of_documents(self):
         documents = [{**document, "label": number % 3} for number, document in enumerate(DOCUMENTS)]
         batch = next(iter(make(documents, labels="documents")))
@@ -228,8 +288,12 @@ class TestColumns:
         ({"collate_fn": list}, "collate_fn can't be passed"),
         ({"num_wokers": 4}, "there is no option 'num_wokers'.*num_workers"),
         ({"objective": "tokens"}, "objective is what ranks get equal shares of.*pass labels='tokens'"),
-        ({"labels": "linear"}, "objective must be one of 'causal', 'tokens', 'documents'"),
-        ({"overlong": "split"}, "overlong must be one of 'error', 'drop'; got 'split'"),
+        ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),
+        ({"overlong": "none"}, "overlong must be one of 'error', 'drop'; got 'none'"),
+        ({"overlong": "split"}, "no overlong='split'.*pass max_document_length; .* pack_to_disk"),
+        ({"overlong": "truncate"}, "no overlong='truncate'. To train on the first tokens .* pass max_document_length"),
+        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "or pass max_document_length=1,"),
+        ({"drop_columns": ("input_ids",)}, "input_ids can't be dropped"),
         ({"tokens": 0}, "tokens must be an integer from 1"),
         ({"dataset": []}, "the dataset has no document to pack"),
         ({"dataset": [{"text": "a"}]}, r"must be a mapping with 'input_ids'; got the keys \['text'\].*Tokenize"),
@@ -242,6 +306,13 @@ class TestColumns:
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_refuses_several_datasets():
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(DOCUMENTS))
+    with pytest.raises(ValueError, match=r"got DatasetDict\. Choose one of its datasets, such as dataset\['train'\]"):
+        make(splits)
 
 
 def test_options_reach_the_dataloader():
@@ -257,6 +328,13 @@ def test_order_is_nearly_kept_without_shuffling():
     assert max(moved) <= 5
 
 
+def test_steps_together_fill_rows_in_order():
+    lengths = np.random.default_rng(0).integers(30, 256, 400).tolist()
+    documents = [{"input_ids": [1] * length} for length in lengths]
+    alone, together = (make(documents, shuffle=False, steps_together=steps) for steps in (None, 8))
+    assert len(together) < 0.85 * len(alone)
+
+
 def test_options_reach_the_sampler():
     loader = make(tail="drop", objective="linear", lookahead=0.02, steps_together=1, shuffle=False)
     expected = MultipackDistributedBatchSampler(
@@ -270,7 +348,9 @@ def test_options_reach_the_sampler():
 
 def test_takes_an_order():
     backwards = np.arange(120)[::-1]
-    rows = one_pass(make(order=backwards))
+    loader = make(order=backwards)
+    rows = one_pass(loader)
+    assert "left out: no document of the order\n" in str(loader)
     assert sorted(chain.from_iterable(rows)) == list(range(120))
     assert np.corrcoef([np.mean(row) for row in rows], np.arange(len(rows)))[0, 1] < -0.95
 
@@ -300,6 +380,18 @@ class TestAccelerate:
             loader.set_epoch(ours.epoch)
         assert one_pass(loader) == planned(3, ranks=2, rank=1)[2:]
         assert one_pass(loader) == planned(4, ranks=2, rank=1)
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_resumes_at_the_end_of_an_epoch(self, ranks):
+        ours = make(num_replicas=ranks, rank=0)
+        loader = self.prepared(ours, 0, ranks)
+        ours.set_epoch(1)
+        ours.load_state_dict(ours.state_dict(batches_done=len(ours)))
+        assert [one_pass(loader) for _ in range(3)] == [[], planned(2, ranks=ranks), planned(3, ranks=ranks)]
+        ours.load_state_dict(ours.state_dict(batches_done=len(ours)))
+        for epoch in range(3, 6):
+            loader.set_epoch(epoch)
+            assert one_pass(loader) == ([] if epoch == 3 else planned(epoch, ranks=ranks))
 
     def test_cannot_count_its_batches(self):
         ours = make(num_replicas=2, rank=0)

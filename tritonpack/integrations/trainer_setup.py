@@ -185,7 +185,7 @@ class TrainerSetup:
     def _unused_columns(self) -> tuple[str, ...]:
         """The columns that neither the model nor the collator takes, with `remove_unused_columns` (the default)."""
         trainer = self.trainer
-        if not trainer.args.remove_unused_columns:
+        if not trainer.args.remove_unused_columns or not len(trainer.train_dataset):
             return ()
         trainer._set_signature_columns_if_needed()
         used = {*trainer._signature_columns, *TAKEN, *LENGTH_COLUMNS, *self._packing.get("per_token", ())}

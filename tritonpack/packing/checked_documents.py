@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import TAKEN
-from tritonpack.packing.documents import TOKENS, fetch, measure_lengths
+from tritonpack.packing.documents import TOKENS, NumberedDocuments, fetch, measure_lengths
 from tritonpack.packing.lengths import whole_lengths
 
 LENGTH_COLUMNS = ("length", "lengths")
@@ -32,6 +32,8 @@ class CheckedDocuments(Dataset):
             raise ValueError(
                 f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
             )
+        if TOKENS in drop_columns:
+            raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
         self.dataset = dataset
         self._dropped = frozenset(drop_columns)
         self._unused = self._dropped.union(LENGTH_COLUMNS)
@@ -52,7 +54,8 @@ class CheckedDocuments(Dataset):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._checked(*pair) for pair in zip(fetch(self.dataset, numbers), numbers, strict=True)]
+        pairs = zip(fetch(self.dataset, numbers), numbers, strict=True)
+        return NumberedDocuments((self._checked(*pair) for pair in pairs), numbers)
 
     def _checked(self, document: Any, number: int) -> Any:
         if not isinstance(document, Mapping) or TOKENS not in document:

@@ -24,7 +24,7 @@ from tritonpack.packing.columns import (
     read_feature,
     require_same_columns,
 )
-from tritonpack.packing.documents import is_iterable
+from tritonpack.packing.documents import NumberedDocuments, is_iterable
 from tritonpack.packing.lengths import check_integer, check_limit
 
 
@@ -128,43 +128,43 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
             ValueError: no features, a column that can't be packed or that some documents don't have, a document that
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length.
         """
-        documents = self._read(features)
+        documents, numbers = self._read(features)
         _warn_if_unpatched(len(documents), padded=self.pad_to_multiple_of is not None)
         batch: dict[str, Tensor | int] = {}
         if self.objective == "documents" and "labels" in documents[0]:
-            batch["labels"] = join_labels_of_documents([columns.pop("labels") for columns in documents])
+            batch["labels"] = join_labels_of_documents([columns.pop("labels") for columns in documents], numbers)
         if self.pad_to_multiple_of is not None:
             tokens = sum(len(columns["input_ids"]) for columns in documents)
             padding = -tokens % self.pad_to_multiple_of
             batch["attention_mask"] = (torch.arange(tokens + padding) < tokens).to(torch.int64)[None]
             if padding:
                 filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
+                numbers.append(-1)  # has no fault that a message could name
                 documents.append(
                     {
                         name: values.new_full((padding, *values.shape[1:]), filling.get(name, 0))
                         for name, values in documents[0].items()
                     }
                 )
-        rows = {name: join(documents, name) for name in documents[0]}
+        rows = {name: join(documents, name, numbers) for name in documents[0]}
         lengths = torch.tensor([len(columns["input_ids"]) for columns in documents])
         if self.objective == "causal":
             rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
         return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
 
-    def _read(self, features: Any) -> list[Columns]:
-        """The columns of all documents, checked, with labels."""
+    def _read(self, features: Any) -> tuple[list[Columns], list[int]]:
+        """The columns of all documents, checked, with labels; and the numbers of their features, for messages."""
         whole = documents_of(features, "PackingCollator")
-        documents = [
-            document
-            for number, feature in enumerate(whole)
-            for document in read_feature(
-                feature, number, self.objective, tuple(self.per_token), self.max_document_length
-            )
-        ]
-        require_same_columns(documents)
+        known = features.numbers if isinstance(features, NumberedDocuments) else range(len(whole))
+        documents: list[Columns] = []
+        numbers: list[int] = []
+        for number, feature in zip(known, whole, strict=True):
+            documents += read_feature(feature, number, self.objective, tuple(self.per_token), self.max_document_length)
+            numbers += [number] * (len(documents) - len(numbers))
+        require_same_columns(documents, numbers)
         if self.objective == "causal" and "labels" not in documents[0]:
-            return [columns | {"labels": labels_of_tokens(columns)} for columns in documents]
-        return documents
+            documents = [columns | {"labels": labels_of_tokens(columns)} for columns in documents]
+        return documents, numbers
 
 
 def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:

@@ -133,37 +133,38 @@ def labels_of_tokens(columns: Columns) -> Tensor:
     return labels
 
 
-def join(documents: Sequence[Columns], name: str) -> Tensor:
-    """A column of all documents, end to end."""
+def join(documents: Sequence[Columns], name: str, numbers: Sequence[int]) -> Tensor:
+    """A column of all documents, end to end. `numbers` are those of the documents, for messages."""
     values = [columns[name] for columns in documents]
     first = _values_per_token(values[0])
-    for number, one in enumerate(values):
+    for number, one in zip(numbers, values, strict=True):
         here = _values_per_token(one)
         if here != first:  # torch.cat would convert integers to float16, where 70000 is infinite
             raise ValueError(
-                f"{name} holds {here} per token in document {number} and {first} in document 0; give every document "
-                "values of one kind and shape."
+                f"{name} holds {here} per token in document {number} and {first} in document {numbers[0]}; give every "
+                "document values of one kind and shape."
             )
     return torch.cat(values)
 
 
-def join_labels_of_documents(labels: list[Tensor]) -> Tensor:
+def join_labels_of_documents(labels: list[Tensor], numbers: Sequence[int]) -> Tensor:
     """(documents,) labels, or (documents, ...) if each document has a row of labels."""
-    for number, one in enumerate(labels):
+    for number, one in zip(numbers, labels, strict=True):
         if one.shape != labels[0].shape:
             raise ValueError(
                 f"labels has the shape {tuple(one.shape)} in document {number} and {tuple(labels[0].shape)} in "
-                "document 0; objective='documents' takes the same number of labels of each document. For labels of "
-                "tokens pass objective='tokens' or 'causal'."
+                f"document {numbers[0]}; objective='documents' takes the same number of labels of each document. For "
+                "labels of tokens pass objective='tokens' or 'causal'."
             )
     return torch.stack(labels)
 
 
-def require_same_columns(documents: Sequence[Columns]) -> None:
+def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int]) -> None:
     """ValueError unless all documents have the columns of the first."""
-    for number, columns in enumerate(documents):
+    for number, columns in zip(numbers, documents, strict=True):
         if different := sorted(documents[0].keys() ^ columns.keys()):
-            name, (with_it, without) = different[0], (number, 0) if different[0] in columns else (0, number)
+            name, pair = different[0], (number, numbers[0])
+            with_it, without = pair if name in columns else reversed(pair)
             raise ValueError(
                 f"document {with_it} has {name!r} and document {without} hasn't; give every document the same columns."
             )

@@ -13,6 +13,14 @@ Length = Callable[[Any], int]
 TOKENS = "input_ids"  # the column with the tokens of a document
 
 
+class NumberedDocuments(list[Any]):
+    """Documents with their numbers in a dataset, which messages name in place of their places in the list."""
+
+    def __init__(self, documents: Iterable[Any], numbers: Iterable[int]) -> None:
+        super().__init__(documents)
+        self.numbers = list(numbers)
+
+
 def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
     """(documents,) int64, the number of tokens of each document of a map-style dataset.
 
@@ -130,7 +138,9 @@ def require_map_style(dataset: Any) -> None:
         raise ValueError(f"the dataset has several splits; pass one of them: {splits}.")
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
     if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _dimensions(dataset, 1) == 0:
+        remedy = "Pack iterables with pack_stream."
+        if isinstance(dataset, Mapping) and any(hasattr(part, "column_names") for part in dataset.values()):
+            remedy = f"Choose one of its datasets, such as dataset[{next(iter(dataset))!r}]."
         raise ValueError(
-            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. Pack iterables "
-            "with pack_stream."
+            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
         )

@@ -122,6 +122,7 @@ def fit_lengths(
     *,
     name: str = "capacity",
     remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'",
+    cutting: str = "truncate or split them",
 ) -> FittedLengths:
     """Check lengths, and truncate, split or drop the documents that are longer than the capacity.
 
@@ -129,7 +130,8 @@ def fit_lengths(
         lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
         overlong: see `pack`.
-        name, remedy: the name of the capacity in messages, and their advice for documents that are too long.
+        name, remedy, cutting: the name of the capacity in messages, and their advice for documents that are too long,
+            and if all of them are.
 
     Raises:
         ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
@@ -154,7 +156,7 @@ def fit_lengths(
     if overlong == "drop" and count == array.size:
         raise ValueError(
             f"overlong='drop' leaves nothing: all {count} documents are longer than the {name} of {capacity} tokens. "
-            "Raise it, or truncate or split them."
+            f"Raise it, or {cutting}."
         )
     wide = array.astype(np.int64)
     pieces = np.ones(array.size, dtype=np.int64)
@@ -180,12 +182,14 @@ def fit_for_sampler(
     lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Literal["error", "drop"], name: str
 ) -> FittedLengths:
     """`fit_lengths` for a sampler, which yields document numbers and can't cut documents."""
-    cutting = (
-        "A sampler yields document numbers and can't cut documents. To truncate, pass lengths=numpy.minimum(lengths, "
-        f"{capacity}) and load with PackingCollator(max_document_length={capacity}). To split, use pack_dataset, which "
-        "cuts documents as it loads them"
+    truncating = (
+        f"pass lengths=numpy.minimum(lengths, {capacity}) and load with PackingCollator(max_document_length={capacity})"
+    )
+    advice = (
+        f"A sampler yields document numbers and can't cut documents. To truncate, {truncating}. To split, use "
+        "pack_dataset, which cuts documents as it loads them"
     )
     if overlong not in ("error", "drop"):
-        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. {cutting}.")
-    remedy = f"pass overlong='drop', which leaves them out. {cutting}"
-    return fit_lengths(lengths, capacity, overlong, name=name, remedy=remedy)
+        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. {advice}.")
+    remedy = f"pass overlong='drop', which leaves them out. {advice}"
+    return fit_lengths(lengths, capacity, overlong, name=name, remedy=remedy, cutting=f"to truncate, {truncating}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,12 @@ class PackedDataLoader(DataLoader):
         rank: int,
         collate: PackingCollator,
         shard: bool,
+        epochs: int,
         **options: Any,
     ) -> None:
         self.rows, self.rank = rows, rank
+        self._epochs = epochs
+        rows._options["least_steps"] = self._least_steps(rows.seed)
         self._own = _Rows(rows, rank)
         self._started = False  # a pass over the current epoch
         self._done = 0  # batches of the current epoch that this loader has handed out
@@ -126,9 +129,28 @@ class PackedDataLoader(DataLoader):
             ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
                 unchanged.
         """
-        self.rows.load_state_dict(state)
+        options = self.rows._options
+        try:
+            self.rows._options = {**options, "least_steps": self._least_steps(self._seed_of(state))}
+            self.rows.load_state_dict(state)
+        except BaseException:
+            self.rows._options = options
+            raise
         self._begin_at(self.epoch)
         self._resumed = (self.epoch, self.rows._done // self.rows.num_replicas)
+
+    def _least_steps(self, seed: int) -> int:
+        """With this seed, the steps of the epoch with the most, of those that get the same number."""
+        if self._epochs == 1:
+            return 1
+        settings = {**self.rows._settings(), "seed": seed, "least_steps": 1}
+        return max(self.rows._plan_rest(epoch, (), settings).plan.num_steps for epoch in range(self._epochs))
+
+    def _seed_of(self, state: Any) -> int:
+        try:
+            return self.rows._find_place(state)[2].settings["seed"]
+        except ValueError:  # which the sampler raises on all ranks
+            return self.rows.seed
 
     def _begin_at(self, epoch: int) -> None:
         self._started, self._done = False, 0
@@ -137,21 +159,30 @@ class PackedDataLoader(DataLoader):
     def __str__(self) -> str:
         rows, documents = self.rows, self._documents
         plan, lengths = rows.plan, rows.lengths
-        planned = np.unique(plan.items)
-        missing = int((lengths > 0).sum()) - len(planned)
         lines = [
-            f"PackedDataLoader of {len(lengths):,} documents, {documents.lengths.sum():,} tokens (lengths from "
-            f"{documents.source})",
-            f"  epoch {self.epoch}: {plan.num_steps:,} steps of {_counted(plan.num_ranks, 'rank')} with "
-            f"{plan.capacity:,} tokens each, {rows.efficiency():.1%} full",
+            f"PackedDataLoader of {_counted(len(lengths), 'document')}, "
+            f"{_counted(documents.lengths.sum(), 'token')} (lengths from {documents.source})",
+            f"  epoch {self.epoch}: {_counted(plan.num_steps, 'step')} of {_counted(plan.num_ranks, 'rank')} with "
+            f"{_counted(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
+        if plan.filler_rows:
+            repeats = "row repeats" if plan.filler_rows == 1 else "rows repeat"
+            lines.append(f"  {plan.filler_rows:,} filler {repeats} a document in the last step")
+        before = rows.tokens_per_step()[: -plan.num_steps or None]
+        if len(before):
+            lines.append(
+                f"  trained on before, with other settings: {_counted(len(before), 'step')} of this epoch, "
+                f"{before.sum():,} tokens"
+            )
+        dropped = rows.dropped_documents
         cut = (documents.lengths - lengths)[lengths > 0].sum()
         left_out = [
             *([str(rows.overlong_report)] if rows.overlong_report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
-            *([f"{_counted(missing, 'document')} of this epoch that fill no last step (tail)"] if missing else []),
+            *([f"{_counted(dropped, 'document')} of this epoch that fill no last step (tail)"] if dropped else []),
         ]
-        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
+        nothing = "no document" if rows._order is None else "no document of the order"
+        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
         used, unused = documents.columns
         lines.append(f"  columns: {', '.join(used)}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
@@ -242,26 +273,24 @@ def dataloader(
         )
     documents = CheckedDocuments(dataset, lengths, drop_columns, collate)
     cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
+    cutting = f"pass max_document_length={tokens}, which trains on their first tokens"
     fit_lengths(
         cut,
         tokens,
         overlong,
         name="row size",
-        remedy=f"pass overlong='drop', which leaves them out, or max_document_length={tokens}, which trains on their "
-        "first tokens",
+        remedy=f"pass overlong='drop', which leaves them out, or {cutting}",
+        cutting=cutting,
     )
     num_replicas, own_rank = place_in_world(num_replicas, rank, True)
     assert own_rank is not None
-    planning: dict[str, Any] = {
-        "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
-        "shuffle": shuffle, "order": order, "seed": seed, "steps_together": steps_together,
-        "num_replicas": num_replicas, "shard": False,
-    }  # fmt: skip
-    rows = MultipackDistributedBatchSampler(tokens, cut, **planning)
-    if check_integer(epochs, "epochs") > 1:
-        most = max(_num_steps(rows, epoch) for epoch in range(epochs))
-        rows = MultipackDistributedBatchSampler(tokens, cut, **planning, least_steps=most)
-    return PackedDataLoader(documents, rows, own_rank, collate, check_flag(shard, "shard"), **options)
+    epochs = check_integer(epochs, "epochs")
+    rows = MultipackDistributedBatchSampler(
+        tokens, cut, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
+        lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
+        shard=False,
+    )  # fmt: skip
+    return PackedDataLoader(documents, rows, own_rank, collate, check_flag(shard, "shard"), epochs, **options)
 
 
 class _Rows(Sampler[list[int]]):
@@ -281,7 +310,11 @@ class _Rows(Sampler[list[int]]):
         self.is_divided = self.rank is None
         self._next = None
         first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
-        yield from islice(self._rows, first, None, stride)
+        row = None
+        for row in islice(self._rows, first, None, stride):
+            yield row
+        if row is None:  # a state of the end of an epoch: accelerate doesn't count empty passes
+            self.begin_at(self._rows.epoch + 1)
 
     @property
     def batch_size(self) -> None:
@@ -329,12 +362,14 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
             "objective is what ranks get equal shares of: 'quadratic', 'linear' or 'cost'. To say what labels belong "
             f"to, pass labels={objective!r}."
         )
+    check_choice(labels, get_args(LabelObjective), "labels")
+    if overlong in ("truncate", "split"):
+        raise ValueError(
+            f"dataloader has no overlong={overlong!r}. To train on the first tokens of long documents pass "
+            "max_document_length; to train on all of their tokens split them beforehand, as pack_to_disk does with "
+            "overlong='split'."
+        )
     check_choice(overlong, ("error", "drop"), "overlong")
-
-
-def _num_steps(rows: MultipackDistributedBatchSampler, epoch: int) -> int:
-    rows.set_epoch(epoch)
-    return rows.num_batches()
 
 
 def _counted(count: int, noun: str) -> str:

@@ -284,7 +284,7 @@ class TreeCollator:
             for number, feature in enumerate(whole)
             for document in read_feature(feature, number, "causal", (), None)
         ]
-        require_same_columns(documents)
+        require_same_columns(documents, range(len(documents)))
         batch = pack_tree(
             [columns["input_ids"] for columns in documents],
             labels=[_labels(columns, number) for number, columns in enumerate(documents)],
