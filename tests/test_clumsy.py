@@ -233,7 +233,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {
             "lengths": "", "capacity": "", "num_ranks": NUMPY, "seed": "zero huge np3", "epoch": "zero huge np3",
             "objective": "", "cost_model": "none", "tail": "", "lookahead": "zero", "steps_together": f"none {NUMPY}",
-            "shuffle": "true", "order": "none array",
+            "shuffle": "true", "order": "none array ints range",
         },
     ),
     "Plan": (

@@ -150,7 +150,8 @@ class TestStates:
         assert [len(rows) for rows in passes] == [steps - 1, steps, steps]
         assert passes == [one_pass(expected)[1:], one_pass(expected), one_pass(expected)]
 
-    def test_of_other_settings_tell_what_was_trained_on(self):
+    def test_of_other_settings_tell_what_was_trained_on(self, monkeypatch):
+        monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
         loader = make()
         rows = list(zip(range(3), loader, strict=False))
         resumed = make(tokens=300)
@@ -311,7 +312,7 @@ def test_refuses(options, message):
 def test_refuses_several_datasets():
     datasets = pytest.importorskip("datasets")
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(DOCUMENTS))
-    with pytest.raises(ValueError, match=r"got DatasetDict\. Choose one of its datasets, such as dataset\['train'\]"):
+    with pytest.raises(ValueError, match=r"got DatasetDict\. Pass one of its datasets: dataset\['train'\]"):
         make(splits)
 
 

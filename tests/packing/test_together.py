@@ -23,7 +23,7 @@ COST = CostModel(per_token=57255.0, per_square=1.9)
         (openchat(), 4096, 1, {32, 64}),
         (openchat(), 8192, 8, {2, 4, 8, 16}),
         (np.full(9, 100), 1024, 4, {1}),  # one step
-        (openchat()[:60], 4096, 1, {8, 16}),  # no more than its 23 steps
+        (openchat()[:60], 4096, 1, {8, 16, 32}),  # 23 steps
     ],
     ids=["tiny", "log-normal", "halves", "one rank", "few documents", "one step", "few steps"],
 )

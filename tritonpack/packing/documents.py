@@ -132,15 +132,11 @@ def is_iterable(values: Any) -> bool:
 
 def require_map_style(dataset: Any) -> None:
     """ValueError for a dataset that can't be indexed by document."""
-    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
-    if datasets is not None and isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-        splits = " or ".join(f"dataset[{split!r}]" for split in dataset)
-        raise ValueError(f"the dataset has several splits; pass one of them: {splits}.")
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
     if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _dimensions(dataset, 1) == 0:
         remedy = "Pack iterables with pack_stream."
         if isinstance(dataset, Mapping) and any(hasattr(part, "column_names") for part in dataset.values()):
-            remedy = f"Choose one of its datasets, such as dataset[{next(iter(dataset))!r}]."
+            remedy = f"Pass one of its datasets: {' or '.join(f'dataset[{name!r}]' for name in dataset)}."
         raise ValueError(
             f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
         )

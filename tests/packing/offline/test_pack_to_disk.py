@@ -450,7 +450,7 @@ class TestRefusals:
                 pack_to_disk(splits, 10, out, split="dev")
             assert pack_to_disk(splits, 10, out, split="test").documents == len(LENGTHS)
             with pytest.raises(
-                ValueError, match=r"several splits; pass one of them: dataset\['train'\] or dataset\['test"
+                ValueError, match=r"Pass one of its datasets: dataset\['train'\] or dataset\['test"
             ):
                 pack_dataset(splits, 10)
 
