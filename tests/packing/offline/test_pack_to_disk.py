@@ -449,9 +449,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match="train, test; name one of them as split; got 'dev'"):
                 pack_to_disk(splits, 10, out, split="dev")
             assert pack_to_disk(splits, 10, out, split="test").documents == len(LENGTHS)
-            with pytest.raises(
-                ValueError, match=r"Pass one of its datasets: dataset\['train'\] or dataset\['test"
-            ):
+            with pytest.raises(ValueError, match=r"Pass one of its datasets: dataset\['train'\] or dataset\['test"):
                 pack_dataset(splits, 10)
 
     def test_transform(self, tmp_path):
