@@ -431,7 +431,7 @@ class TestWorkers:
 
     @pytest.mark.parametrize("workers", [0, 2])
     @pytest.mark.parametrize("source", ["list", "datasets"])
-    @pytest.mark.sampled("list-0", "datasets-2")
+    @pytest.mark.sampled("datasets-2")
     def test_stateful_dataloader(self, workers, source):
         stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -480,7 +480,7 @@ def trainer_of(folder, **options):
     )
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unpatched-model")
 def test_trainer(tmp_path):
     here = {"accelerator_config": {"dispatch_batches": False}}

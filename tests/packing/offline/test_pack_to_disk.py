@@ -177,7 +177,7 @@ class InterruptionError(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "stream"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("stream", marks=pytest.mark.slow)])
 def test_interrupted_at_any_moment_it_goes_on_to_the_same_files(tmp_path, small_parts, monkeypatch, kind):
     """Every replacement of a temporary file fails once, before or after it is done."""
     given = random_documents(16, 9)
