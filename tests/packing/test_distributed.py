@@ -227,7 +227,7 @@ def test_drop_overlong_documents():
     with pytest.raises(ValueError, match="2 of 700 documents are longer than the batch_max_length of 512"):
         sampler(lengths=lengths)
     dropping = sampler(lengths=lengths, overlong="drop", tail="keep")
-    assert (dropping.overlong_report.documents, dropping.overlong_report.tokens_lost) == (2, 5600)
+    assert (dropping.report.documents, dropping.report.tokens_lost) == (2, 5600)
     assert sorted(dropping.plan.items.tolist()) == [item for item in range(700) if item not in (3, 50)]
     assert dropping.tokens_per_step().sum() == lengths.sum() - 5600
 

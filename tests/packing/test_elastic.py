@@ -236,7 +236,7 @@ def test_other_row_lengths():
         assert all(lengths[document] == 300 for document in left_out)
         assert bool(left_out) == (second is short)
         assert ranks[0].dropped_documents == 0
-        assert ranks[0].overlong_report.documents == (40 if second is short else 0)
+        assert ranks[0].report.documents == (40 if second is short else 0)
 
 
 def test_seed_of_the_state():

@@ -62,7 +62,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
         epoch: the epoch of the next iteration.
         lengths: (documents,) int32, 0 for dropped documents.
-        overlong_report: what was done with documents longer than `batch_max_length`.
+        capacity: tokens of a row: `batch_max_length`.
+        report: what was done with documents that are longer.
         steps_together: as given, or the number that was chosen.
 
     Args:
@@ -325,7 +326,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     @property
     def dropped_documents(self) -> int:
-        """The documents that `tail` leaves out of the current epoch; `overlong_report` counts those that are too long.
+        """The documents that `tail` leaves out of the current epoch; `report` counts those that are too long.
 
         After a resume with other settings these are the ones that `plan` leaves out.
         """

@@ -177,7 +177,7 @@ class PackedDataLoader(DataLoader):
         dropped = rows.dropped_documents
         cut = (documents.lengths - lengths)[lengths > 0].sum()
         left_out = [
-            *([str(rows.overlong_report)] if rows.overlong_report.documents else []),
+            *([str(rows.report)] if rows.report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
             *([f"{_counted(dropped, 'document')} of this epoch that fill no last step (tail)"] if dropped else []),
         ]

@@ -16,7 +16,7 @@ from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
 from tritonpack.packing.bins import Algorithm, divide_bins, pack
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import OverlongReport, check_integer
+from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.ranks import place_among_processes
 from tritonpack.packing.state import ResumableSampler, digest, gather
 
@@ -68,7 +68,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         epoch: the epoch of the next iteration.
         seed, num_replicas: as given or found.
         lengths: (documents,) int32, 0 for dropped documents.
-        overlong_report: what was done with documents longer than `batch_max_len`.
+        capacity: tokens per bin: `batch_max_len`.
+        report: what was done with documents that are longer.
         packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: as given.
 
     Args:
@@ -282,16 +283,6 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     def generate_batches(self, set_stats: bool | None = None) -> list[list[list[int]]]:
         """All batches of this epoch. The position of an iteration doesn't change. `set_stats` has no effect."""
         return [self._batch(self._current(), number) for number in range(len(self))]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens per bin: `batch_max_len`."""
-        return self.batch_max_len
-
-    @property
-    def report(self) -> OverlongReport:
-        """What was done with documents longer than `batch_max_len`."""
-        return self.overlong_report
 
     @property
     def dropped_documents(self) -> int:

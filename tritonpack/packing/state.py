@@ -29,7 +29,8 @@ class ResumableSampler(ABC, Generic[Made]):
         epoch: the epoch of the next iteration, from 0.
         seed: at least 0.
         lengths: (documents,) int32, 0 for dropped documents.
-        overlong_report: what was done with documents that are longer than a row.
+        capacity: tokens that fit into a row.
+        report: what was done with documents that are longer.
     """
 
     _VERSION: ClassVar[int] = 1  # of states
@@ -49,7 +50,8 @@ class ResumableSampler(ABC, Generic[Made]):
         self.epoch = 0
         self.seed = check_integer(seed, "seed", 0, None)
         fitted = fit_for_sampler(lengths, capacity, overlong, name)
-        self.overlong_report = fitted.report
+        self.capacity = capacity
+        self.report = fitted.report
         self.lengths = np.zeros(len(lengths), dtype=np.int32)
         self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths
         self._epochs_differ = epochs_differ  # whether another epoch has another order
