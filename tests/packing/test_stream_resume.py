@@ -286,7 +286,7 @@ class TestRanks:
         datasets = pytest.importorskip("datasets")
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("RANK", "2")
-        divided = datasets.distributed.split_dataset_by_node(streaming(3), rank=2, world_size=3)
+        divided = pytest.importorskip("datasets.distributed").split_dataset_by_node(streaming(3), rank=2, world_size=3)
         assert len(numbers_of(pack_stream(divided, **OPTIONS, divide="documents"))) == 100
         for options in ({}, {"shard": False}):
             with pytest.raises(ValueError, match=r"divided among ranks already.*or divide='documents'"):
