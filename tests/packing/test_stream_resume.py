@@ -283,7 +283,7 @@ class TestRanks:
         assert pack_stream(DOCUMENTS, **OPTIONS, shard=False).rank is None
 
     def test_divided_dataset_is_not_divided_again(self, monkeypatch):
-        datasets = pytest.importorskip("datasets")
+        pytest.importorskip("datasets")
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("RANK", "2")
         divided = pytest.importorskip("datasets.distributed").split_dataset_by_node(streaming(3), rank=2, world_size=3)
