@@ -151,6 +151,14 @@ def test_steps_follow_a_curriculum():
     assert np.corrcoef(middle, np.arange(len(middle)))[0, 1] > 0.95
 
 
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_a_given_order_is_copied(kind):
+    order = kind(range(300))
+    sampler = make(np.full(300, 100), order, 2)
+    order[:] = kind([0] * 300)
+    assert sorted(document for batch in sampler for document in batch) == list(range(300))
+
+
 def test_a_state_with_another_order_is_refused():
     lengths = RNG.integers(1, 500, 300)
     forth, back = np.arange(300), np.arange(300)[::-1]

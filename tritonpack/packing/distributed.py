@@ -173,10 +173,14 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         check_options(objective, cost_model, tail, lookahead)
         if order is not None and not shuffle:
             raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
-        self._order = order.copy() if isinstance(order, np.ndarray) else order
-        first_epoch = slice(None) if order is None else given_order(order, len(self.lengths), self.seed, 0)
-        check_tail(self.lengths[first_epoch], self.batch_max_length, self.num_replicas, tail)
-        self._order_digest = None if order is None else digest(given_order(order, len(self.lengths), 0, 0))
+        self._order, self._order_digest = order, None
+        in_epoch = self.lengths
+        if order is not None:
+            first_epoch = given_order(order, len(self.lengths), self.seed, 0)
+            in_epoch = self.lengths[first_epoch]
+            self._order = order if callable(order) else first_epoch  # a copy
+            self._order_digest = digest(given_order(order, len(self.lengths), 0, 0))
+        check_tail(in_epoch, self.batch_max_length, self.num_replicas, tail)
         # With the lengths of dropped documents, which a leg with longer rows has planned.
         self._all_lengths = self.lengths if self.lengths.all() else np.array(lengths, dtype=np.int64)
         if steps_together is None and (order is not None or not shuffle):
