@@ -39,9 +39,9 @@ from tests.lengths import log_normal, lookalike
 from tritonpack.cli.plan.strategies import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan, plan_epoch
-from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.statistics import mean_over_epochs, plan_statistics
 
 COST = CostModel(per_token=57255.0, per_square=1.9)  # Llama-3-8B, with attention_efficiency=0.6
 

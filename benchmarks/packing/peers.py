@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import SequentialSampler
 
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.planning.plan import Plan
 
 Lengths = NDArray[np.int64]
 Rows = Iterable[Sequence[int]]

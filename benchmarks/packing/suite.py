@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from benchmarks.packing.peers import Lengths, Sampler
 from tests.lengths import log_normal
-from tritonpack.packing.plan import Plan, plan_epoch
-from tritonpack.packing.statistics import plan_statistics
-from tritonpack.packing.together import choose_steps_together
+from tritonpack.packing.planning.plan import Plan, choose_steps_together, plan_epoch
+from tritonpack.packing.planning.statistics import plan_statistics
 
 SEEDS = 5
 CLOSE = 0.001  # shares that differ by less count as equal

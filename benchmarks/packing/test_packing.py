@@ -15,8 +15,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from tests.lengths import log_normal
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
-from tritonpack.packing.plan import Objective, plan_epoch
-from tritonpack.packing.statistics import plan_statistics
+from tritonpack.packing.planning.plan import Objective, plan_epoch
+from tritonpack.packing.planning.statistics import plan_statistics
 
 MILLION = 1_000_000
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from tritonpack.packing import pack_tree, pack_trees
-from tritonpack.packing.prefixes import joined, prefix_tree
+from tritonpack.packing.trees.prefixes import joined, prefix_tree
 
 ROWS, LENGTH = 64, 4096
 

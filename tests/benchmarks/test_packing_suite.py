@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("numba")
 
 from benchmarks.packing.suite import OURS, Row, _losses, _ours, data_sets, measure
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.planning.plan import Plan
 
 EVEN = Row(steps=10, covered=1, full=0.9, busy=0.9, lag=5, spread=1, milliseconds=2)
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tritonpack.packing.bins import divide_bins
-from tritonpack.packing.ranks import place_among_processes
+from tritonpack.packing.samplers.ranks import place_among_processes
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.checked_documents import LENGTH_COLUMNS
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.state import digest
+from tritonpack.packing.samplers.state import digest
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json

@@ -2,19 +2,19 @@
 
 from tritonpack.packing.bins import Packing, pack
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
-from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.loader import PackedDataLoader, dataloader
-from tritonpack.packing.multipack import MultipackBatchSampler
 from tritonpack.packing.offline import PackedFolder, pack_to_disk
-from tritonpack.packing.order import Mixture
-from tritonpack.packing.plan import Plan, plan_epoch
-from tritonpack.packing.statistics import PlanStatistics, plan_statistics
-from tritonpack.packing.stream import PackedStream, pack_stream
-from tritonpack.packing.tree_plan import TreePacking, pack_trees
-from tritonpack.packing.trees import TreeBatch, TreeCollator, pack_tree
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.order import Mixture
+from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
+from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
+from tritonpack.packing.samplers.multipack import MultipackBatchSampler
+from tritonpack.packing.streams.stream import PackedStream, pack_stream
+from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
+from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
 
 __all__ = [
     "BinDataset",

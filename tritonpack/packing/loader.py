@@ -15,13 +15,13 @@ from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.documents import require_map_style
 from tritonpack.packing.lengths import check_integer, fit_lengths
-from tritonpack.packing.order import Order
-from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
-from tritonpack.packing.ranks import place_in_world
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.order import Order
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
+from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
+from tritonpack.packing.samplers.ranks import place_in_world
 
 _CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonpack.packing.prefixes import joined, prefix_tree
+from tritonpack.packing.trees.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
 from tritonpack.patches.head_targets import HeadTargets
 from tritonpack.patches.packed_batch import PackedBatch

@@ -13,8 +13,8 @@ from tritonpack.cli import main
 from tritonpack.cli.figures import letters
 from tritonpack.cli.plan import figure, report
 from tritonpack.cli.plan.strategies import BASELINES, OURS, Strategy, measure
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan, plan_epoch
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Plan, plan_epoch
 
 COST = CostModel(per_token=30_000.0, per_square=1.0)
 

@@ -17,9 +17,9 @@ from tritonpack.cli.plan.read_lengths import read_lengths
 from tritonpack.cli.plan.report import findings, legend, table
 from tritonpack.cli.plan.strategies import BASELINES, OUR_MEANING, OURS, Strategy, measure
 from tritonpack.cli.words import count
-from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths
-from tritonpack.packing.plan import Objective, Tail, plan_epoch
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Objective, Tail, plan_epoch
 
 # Python arguments in error messages of tritonpack.packing, such as tail='keep' or 'spread'.
 _ARGUMENTS = re.compile(r"\b(objective|overlong|tail)=('\w+'(?:(?:, | or )'\w+')*)")

@@ -16,8 +16,8 @@ from tritonpack.cli.figures import DOCUMENT_COLORS, INK, PADDING_COLOR, ROOM_COL
 from tritonpack.cli.files import write_figure
 from tritonpack.cli.plan.strategies import Result
 from tritonpack.cli.words import count
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Plan
 
 _BAND_COLOR = "#D6E6F2"
 _LOAD_STYLES: dict[str, dict[str, Any]] = {

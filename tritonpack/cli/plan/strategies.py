@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.bins import pack
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan
-from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Plan
+from tritonpack.packing.planning.statistics import mean_over_epochs, plan_statistics
 
 Lengths = NDArray[Any]  # (documents,) integers, each from 1 to the capacity
 

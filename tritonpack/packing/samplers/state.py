@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer, fit_for_sampler
-from tritonpack.packing.ranks import has_group
+from tritonpack.packing.samplers.ranks import has_group
 
 Made = TypeVar("Made")
 

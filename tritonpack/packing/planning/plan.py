@@ -12,16 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag, is_number
-from tritonpack.packing.cost import CostModel, document_costs
 from tritonpack.packing.lengths import check_integer, fit_lengths
-from tritonpack.packing.order import Order, given_order, shuffled
-from tritonpack.packing.tail import Tail, check_tail, drop_last_step, spread, whole_steps
-from tritonpack.packing.together import choose_steps_together
+from tritonpack.packing.planning.cost import CostModel, document_costs
+from tritonpack.packing.planning.order import Order, given_order, shuffled
+from tritonpack.packing.planning.tail import Tail, check_tail, drop_last_step, spread, whole_steps
 
 Objective = Literal["quadratic", "linear", "cost"]
 
 MOST_TOKENS = 2**30  # tokens of a row: sums of a few squares stay within 64 bits
 MOST_RANKS = 2**20  # a step has a row for each of them, also if there are fewer documents
+
+# How many steps are planned together is measured:
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
+_SAMPLE = 16_384  # documents that are planned to measure a candidate, or as many as make _STEPS steps
+_STEPS = 8
+_GROUPS = 4  # of a candidate, at least
+_ENOUGH = 0.001  # a number this close to the best is as good
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +224,7 @@ def _plan_in_order(
 ) -> Plan:
     """Plan documents that come in the given order; `lengths` and `costs` are by document number."""
     from tritonpack.packing.heuristics import group_by_bin
-    from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
+    from tritonpack.packing.planning.planner import plan_steps  # imports numba, which is slow
 
     nothing = Plan(order[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
     if not len(order):
@@ -245,6 +251,63 @@ def _plan_in_order(
         items = np.append(items, np.resize(shortest, filler_rows))
         offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
     return Plan(items, offsets, num_ranks, capacity, filler_rows, options["together"])
+
+
+def choose_steps_together(
+    lengths: NDArray[np.int32],
+    capacity: int,
+    num_ranks: int,
+    *,
+    objective: str = "quadratic",
+    cost_model: CostModel | None = None,
+    lookahead: float = 0.01,
+) -> int:
+    """The fewest steps, of 1, 2, 4 to 64, that make almost as good plans as any of them when they are planned at once.
+
+    Two measures count: how full the rows are, and how long the ranks of a step wait for its fullest row, or under the
+    objective "cost" for its costliest row. A number must come within 0.1% of the best in both. They are measured on
+    shuffled documents: a sample of them if there are many, several shuffles if there are few. The result depends only
+    on the arguments, so it is the same on every rank and in every epoch.
+
+    Args:
+        lengths: (documents,) integers from 1 to `capacity`.
+        capacity, num_ranks, objective, cost_model, lookahead: see `plan_epoch`.
+
+    Raises:
+        ImportError: numba can't be imported.
+    """
+    from tritonpack.packing.planning.planner import plan_steps  # imports numba, which is slow
+
+    per_step = num_ranks * capacity * len(lengths) // int(lengths.sum(dtype=np.int64)) + 1  # documents
+    in_epoch = -(-int(lengths.sum(dtype=np.int64)) // (num_ranks * capacity))  # steps, at least
+    candidates = [each for each in _CANDIDATES if each < 2 * in_epoch]
+    sample = min(max(_SAMPLE, _STEPS * per_step), len(lengths))
+    if in_epoch < _CANDIDATES[-1]:  # few steps show little, so more than one epoch is measured
+        sample = max(sample, (_GROUPS * candidates[-1] + 1) * per_step)
+    epochs = -(-sample // len(lengths))
+    lengths = lengths[np.concatenate([shuffled(len(lengths), 0, epoch) for epoch in range(epochs)])[:sample]]
+    costs = document_costs(lengths, capacity, num_ranks * _CANDIDATES[-1], objective, cost_model)
+    level = objective == "cost"
+    found: list[tuple[int, float, float]] = []
+    for together in candidates:
+        options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
+        step_of, rank_of = plan_steps(lengths, costs, num_ranks, capacity, target=capacity, **options)
+        steps = int(step_of.max())  # without the last one, which isn't full
+        if steps < _GROUPS * together:
+            break
+        rows = step_of * np.int64(num_ranks) + rank_of
+        held = np.bincount(rows, weights=lengths)[: steps * num_ranks]
+        loads = (np.bincount(rows, weights=costs) if level else held)[: steps * num_ranks].reshape(steps, num_ranks)
+        full = float(held.sum()) / (steps * num_ranks * capacity)
+        busy = float(loads.sum()) / (num_ranks * float(loads.max(axis=1).sum()))
+        found.append((together, full, busy))
+        if min(full, busy) >= 1 - _ENOUGH:
+            break
+    if not found:
+        return 1
+    goal = [(1 - _ENOUGH) * max(each[measure] for each in found) for measure in (1, 2)]
+    good = [together for together, full, busy in found if full >= goal[0] and busy >= goal[1]]
+    return good[0] if good else max(found, key=lambda each: each[1] * each[2])[0]
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:

@@ -400,7 +400,7 @@ class TestWorkers:
 
     def test_refuses_iterator(self, monkeypatch):
         stream = pack_stream(iter(DOCUMENTS), **OPTIONS)
-        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (1, 2))
+        monkeypatch.setattr("tritonpack.packing.streams.stream.worker_place", lambda: (1, 2))
         with pytest.raises(ValueError, match="2 workers can't read one iterator"):
             list(stream)
 
@@ -425,7 +425,7 @@ class TestWorkers:
         list(islice(stream, 5))
         again = pack_stream(DOCUMENTS, **OPTIONS)
         again.load_state_dict(stream.state_dict())
-        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
+        monkeypatch.setattr("tritonpack.packing.streams.stream.worker_place", lambda: (0, 2))
         with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
             list(again)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.packing.lengths import log_normal
 from tritonpack import MultipackDistributedBatchSampler, notices
-from tritonpack.packing import ranks as ranks_module
+from tritonpack.packing.samplers import ranks as ranks_module
 
 LENGTHS = log_normal(200, mean=60, high=256)
 CASES = []

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_flag
-from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.order import Order, given_order, shuffled
-from tritonpack.packing.plan import MOST_RANKS, MOST_TOKENS, Plan, plan_epoch
-from tritonpack.packing.state import digest
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.order import Order, given_order, shuffled
+from tritonpack.packing.planning.plan import MOST_RANKS, MOST_TOKENS, Plan, plan_epoch
+from tritonpack.packing.samplers.state import digest
 
 _OWN = ("rows_done", "plan")  # what a leg holds besides its settings
 

@@ -31,7 +31,7 @@ from tritonpack.packing.columns import (
 )
 from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import check_limit
-from tritonpack.packing.prefixes import prefix_tree
+from tritonpack.packing.trees.prefixes import prefix_tree
 
 _TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
 

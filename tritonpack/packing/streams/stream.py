@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.documents import TOKENS, Length, check_length_function, is_iterable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer
-from tritonpack.packing.ranks import place_among_processes
-from tritonpack.packing.stream_pass import (
+from tritonpack.packing.samplers.ranks import place_among_processes
+from tritonpack.packing.streams.stream_pass import (
     Divide,
     Mark,
     Options,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.packing.lengths import log_normal, openchat
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.order import shuffled
-from tritonpack.packing.plan import Plan, plan_epoch
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.order import shuffled
+from tritonpack.packing.planning.plan import Plan, plan_epoch
 
 MODEL = CostModel(per_token=57255.0, per_square=1.9)
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_flag
-from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer, whole_lengths
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan
-from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.plan import Plan
+from tritonpack.packing.planning.statistics import mean_over_epochs, plan_statistics
 
 COST = CostModel(per_token=3.0, per_square=0.25)
 

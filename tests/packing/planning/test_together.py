@@ -7,9 +7,8 @@ import pytest
 
 from tests.packing.lengths import log_normal, openchat
 from tritonpack import CostModel, MultipackDistributedBatchSampler
-from tritonpack.packing.plan import plan_epoch
-from tritonpack.packing.statistics import plan_statistics
-from tritonpack.packing.together import choose_steps_together
+from tritonpack.packing.planning.plan import choose_steps_together, plan_epoch
+from tritonpack.packing.planning.statistics import plan_statistics
 
 COST = CostModel(per_token=57255.0, per_square=1.9)
 

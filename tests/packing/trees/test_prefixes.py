@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.tries import REPEATABLE, check_tree
-from tritonpack.packing.prefixes import joined, prefix_tree, sort_sequences
+from tritonpack.packing.trees.prefixes import joined, prefix_tree, sort_sequences
 
 LARGEST = 2**63 - 1
 

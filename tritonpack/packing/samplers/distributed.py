@@ -15,12 +15,13 @@ from torch.utils.data import Sampler
 
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.cost import CostModel
-from tritonpack.packing.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.order import Order, given_order
-from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options
-from tritonpack.packing.ranks import (
+from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.order import Order, given_order
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check_options, choose_steps_together
+from tritonpack.packing.planning.tail import Tail, check_tail
+from tritonpack.packing.samplers.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
+from tritonpack.packing.samplers.ranks import (
     can_compare,
     compare,
     describe_differences,
@@ -29,9 +30,7 @@ from tritonpack.packing.ranks import (
     place_among_processes,
     place_in_world,
 )
-from tritonpack.packing.state import ResumableSampler, describe_changes, digest, gather, same
-from tritonpack.packing.tail import Tail, check_tail
-from tritonpack.packing.together import choose_steps_together
+from tritonpack.packing.samplers.state import ResumableSampler, describe_changes, digest, gather, same
 
 
 class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]]):

@@ -17,8 +17,8 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import Algorithm, divide_bins, pack
 from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.ranks import place_among_processes
-from tritonpack.packing.state import ResumableSampler, digest, gather
+from tritonpack.packing.samplers.ranks import place_among_processes
+from tritonpack.packing.samplers.state import ResumableSampler, digest, gather
 
 
 class _Bins(NamedTuple):

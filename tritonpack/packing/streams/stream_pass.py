@@ -20,7 +20,7 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import divide_bins
 from tritonpack.packing.documents import Length, checked_length, cut, is_iterable
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_limit
-from tritonpack.packing.state import digest
+from tritonpack.packing.samplers.state import digest
 
 Piece = tuple[Any, int]  # with its tokens
 Divide = Literal["bins", "documents"]

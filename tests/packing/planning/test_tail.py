@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tests.packing.naive import fewest_bins
-from tritonpack.packing.plan import Plan, plan_epoch
-from tritonpack.packing.tail import FULL, _fit, check_tail, whole_steps
+from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.tail import FULL, _fit, check_tail, whole_steps
 
 TAILS = ["keep", "spread"]
 

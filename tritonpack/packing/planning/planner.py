@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.heuristics import compiled
-from tritonpack.packing.trades import balance
+from tritonpack.packing.planning.trades import balance
 
 PATIENCE = 2  # how many steps a document may be deferred
 # Documents longer than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from tests.packing.test_multipack import CAPACITY, LENGTHS, batches_of, documents_of
+from tests.packing.samplers.test_multipack import CAPACITY, LENGTHS, batches_of, documents_of
 from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator, PackingWarning
 
 pytest.importorskip("accelerate")

@@ -1,0 +1,1 @@
+"""Planning: the documents of each rank in each step of an epoch."""

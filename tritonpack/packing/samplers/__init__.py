@@ -1,0 +1,1 @@
+"""Batch samplers over plans and bins, and their states."""

@@ -1,0 +1,1 @@
+"""Bins from streams of documents."""

@@ -1,0 +1,1 @@
+"""Sequences that begin alike: which of them share a row, and batches of trees."""
