@@ -90,6 +90,7 @@ class TestExactness:
             )
 
     @BACKENDS
+    @pytest.mark.heavy
     def test_gradients_equal_finite_differences(self, backend: str) -> None:
         """Finite differences through out and lse together, so no derivation is shared."""
         case = Case("slopes", (2, 0, 3), (4, 1, 2), slack=1, heads=2, kv_heads=1, head_dim=16)

@@ -96,6 +96,7 @@ class TestProcess:
         self.replace(monkeypatch, tmp_path, "import os; os.abort()")
         assert try_in_process(self.candidate, 100, tmp_path / "lock")[1] is None
 
+    @pytest.mark.heavy
     def test_process_that_hangs_is_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.replace(monkeypatch, tmp_path, "import time; time.sleep(60)")
         monkeypatch.setattr(tune, "PATIENCE", 0.5)

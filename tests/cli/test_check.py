@@ -49,6 +49,7 @@ def tiny(tmp_path):
     return tmp_path / "tiny"
 
 
+@pytest.mark.heavy
 def test_small_copy_of_a_folder(tiny, capsys):
     assert run("check", tiny) == 0
     output = capsys.readouterr().out
@@ -58,6 +59,7 @@ def test_small_copy_of_a_folder(tiny, capsys):
     assert output.endswith("tritonpack: exact\n")
 
 
+@pytest.mark.heavy
 def test_progress_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
     capsys.readouterr()
     run("check", tiny)
@@ -82,6 +84,7 @@ def test_weights(tiny, tmp_path, capsys):
     assert max(form["moved"] for form in found["tritonpack"]["forms"].values()) == 0.0
 
 
+@pytest.mark.heavy
 def test_windows_and_caps(tmp_path, capsys):
     config_of("gemma2").save_pretrained(tmp_path)
     assert run("check", tmp_path / "config.json") == 0
@@ -90,6 +93,7 @@ def test_windows_and_caps(tmp_path, capsys):
     assert set(cells(output)) == set(ROWS)
 
 
+@pytest.mark.heavy
 def test_recurrences(tmp_path, capsys):
     config_of("qwen3_next").save_pretrained(tmp_path)
     assert run("check", tmp_path, "--json", tmp_path / "findings.json") == 0
@@ -101,6 +105,7 @@ def test_recurrences(tmp_path, capsys):
     assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend auto")
 
 
+@pytest.mark.heavy
 def test_model_that_fails_with_a_cache_is_called_without(tmp_path, capsys):
     config_of("blt", architectures=["BltForCausalLM"]).save_pretrained(tmp_path)
     assert run("check", tmp_path) == 0
@@ -119,6 +124,7 @@ def test_refused_model_exits_with_1(tmp_path, capsys):
     assert re.search(r"tritonpack: refused: ProphetNetForCausalLM .* can't be packed exactly: its decoder", output)
 
 
+@pytest.mark.heavy
 def test_encoder_with_decoder(tmp_path, capsys):
     config_of("t5").save_pretrained(tmp_path)
     assert run("check", tmp_path, "--json", tmp_path / "findings.json") == 0

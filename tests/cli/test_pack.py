@@ -46,6 +46,7 @@ def test_rows_summary_numbers_and_picture(tmp_path, documents, capsys):
     assert (out / "packing.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.heavy
 def test_second_command_finds_the_rows(tmp_path, documents, capsys):
     command = ("pack", documents, "--capacity", 12, "--out", tmp_path / "rows")
     texts = []
@@ -66,6 +67,7 @@ def test_numbers_on_standard_output(tmp_path, documents, capsys):
     assert "1 document longer than the capacity dropped: 12 tokens lost." in captured.err
 
 
+@pytest.mark.heavy
 def test_left_out_columns_are_named(tmp_path, capsys):
     datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(tmp_path / "in")
     command = ("pack", tmp_path / "in", "--capacity", 4, "--out", tmp_path / "rows")

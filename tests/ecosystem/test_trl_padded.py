@@ -187,6 +187,7 @@ def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.heavy
 def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_path: Path) -> None:
     model = mixtral()
     tritonpack.patch(model, unpad=True)

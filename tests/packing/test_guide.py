@@ -128,6 +128,7 @@ def test_bins(given):
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
 
 
+@pytest.mark.heavy
 def test_setup(given):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

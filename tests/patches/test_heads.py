@@ -127,6 +127,7 @@ def test_heads_that_pass_on_no_packing_or_positions_of_the_row(kind: type[LlamaF
         assert relative(expected, batch.gather(model(batch.ids, **batch.arguments))) < EXACT
 
 
+@pytest.mark.heavy
 def test_a_head_that_adds_tokens_runs_with_one_document_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
     alone = [model(document) for document in pieces]

@@ -47,6 +47,7 @@ def test_the_sweep_finds_the_class_exact(name: str) -> None:
     assert ("loss_position_ids" in row.forms) == (name != "ViltModel")  # ViltModel takes no labels
 
 
+@pytest.mark.heavy
 def test_a_class_that_gives_values_of_images_alone_is_judged_by_its_loss() -> None:
     case = next(case for case in cases() if case.name == "BlipForQuestionAnswering")
 

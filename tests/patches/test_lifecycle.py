@@ -161,6 +161,7 @@ def test_applying_and_reverting_twice_change_nothing(family: str) -> None:
     assert state(model) == before
 
 
+@pytest.mark.heavy
 def test_a_handle_that_is_collected_changes_nothing() -> None:
     model = build("llama")
     tritonpack.patch(model)

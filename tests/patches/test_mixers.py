@@ -76,6 +76,7 @@ def count_calls(model: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
+@pytest.mark.heavy
 def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other functions stand in for those of the packages; the row runs once and is exact."""
     home = modeling(model_type)
@@ -93,6 +94,7 @@ def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("model_type", ["zamba", "lfm2"])
+@pytest.mark.heavy
 def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zamba's convolution takes boundaries, but its scan ignores them; LFM2's kernel isn't installed."""
     home = modeling(model_type)

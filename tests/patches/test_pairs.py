@@ -39,6 +39,7 @@ mostly_slow = pytest.mark.parametrize(
 
 
 @mostly_slow
+@pytest.mark.heavy
 def test_packed_equals_alone(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     subject = pairs_subject(model)
@@ -224,6 +225,7 @@ SHIFT_INPUTS = {
 @pytest.mark.sampled(
     "BartForConditionalGeneration", "MvpModel", "T5ForQuestionAnswering", "T5GemmaForTokenClassification"
 )
+@pytest.mark.heavy
 def test_decoder_tokens_shifted_from_the_encoders(kind: str) -> None:
     model, documents = tiny_pair_model(SHIFT_INPUTS[kind], kind=kind), targets()
     subject = Subject(model, targets, values=states_or_scores)

@@ -408,6 +408,7 @@ def test_encoders_are_accepted(config: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "xlnet"])
+@pytest.mark.heavy
 def test_heads_of_documents_are_accepted(name: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """XLNet's unpatched head reads the last token of a row, even if it is padding."""
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)

@@ -80,6 +80,7 @@ class TestSoundsOfOtherSizes:
         assert got.decoder_hidden_states[0].shape[:2] == (2, 4)
         assert got.encoder_hidden_states[0].shape[:2] == (1, 7)
 
+    @pytest.mark.heavy
     def test_packed_equals_alone_without_noise(self) -> None:
         model, documents = tiny("VitsModel"), zoo.documents(LENGTHS)
         for name, value in NO_NOISE.items():

@@ -226,6 +226,7 @@ def test_heads_that_search_a_row_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["XLNet", "XLM", "Flaubert"])
+@pytest.mark.heavy
 def test_heads_that_search_take_the_best_of_each_document(kind: str) -> None:
     """By default they search for more tokens than the shortest document of a trial has."""
     model = head(f"{kind}ForQuestionAnswering", kind.lower())

@@ -145,6 +145,7 @@ class TestJudge:
             row = vilt._run_in("lengths", "patch", changed(change, ""))
         assert row.verdict == ("inexact" if moved else "exact")
 
+    @pytest.mark.heavy
     def test_losses(self) -> None:
         def more(output: Any) -> Any:
             if output.aux_loss is not None:

@@ -158,6 +158,7 @@ class TestWrongFunctions:
         assert {result.check for result in report.results if result.outcome != "pass"} == BROKEN[name] & QUICK, report
         assert not report.passed
 
+    @pytest.mark.heavy
     def test_an_exception_is_an_error_with_its_first_line(self) -> None:
         report = quick_report(backends.raises_on_empty_documents)
         assert set(report.of("error")) == matching("empty/*")
@@ -215,6 +216,7 @@ class TestWrongFunctions:
 
 
 class TestSpellings:
+    @pytest.mark.heavy
     def test_flash_attention_4(self) -> None:
         """None for an open window, a learnable sink, no max_seqlen, always (out, lse), lse as (T_q, H)."""
 
@@ -287,6 +289,7 @@ class TestSpellings:
         assert not report.of("error")
         assert report.passed
 
+    @pytest.mark.heavy
     def test_a_function_without_signature_gets_flash_attention_2s_parameters(self) -> None:
         def anything(**keywords: Any) -> Any:
             return attention(**keywords)

@@ -64,6 +64,7 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", capsys.readouterr().err)
 
 
+@pytest.mark.heavy
 def test_groups_have_the_shape_and_one_seed_gives_the_same(documents):
     steps, again, other = (make_groups(documents, SHAPE, 5, seed) for seed in (0, 0, 1))
     assert [len(groups) for groups in steps] == [2] * 5

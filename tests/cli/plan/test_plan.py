@@ -37,6 +37,7 @@ def results_of(lengths, capacity=1024, ranks=4, epochs=1):
     return [measure(one, lengths, capacity, ranks, epochs, 0, cost=COST, total_tokens=tokens) for one in strategies]
 
 
+@pytest.mark.heavy
 def test_prints_table_and_writes_numbers_and_picture(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     numbers, out = tmp_path / "plan.json", tmp_path / "out"
@@ -101,6 +102,7 @@ def test_makes_the_folders_of_the_picture_and_of_the_numbers(tmp_path, capsys):
     assert "Means over" not in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_out_may_be_a_folder_with_an_ending(tmp_path):
     (tmp_path / "lengths.txt").write_text("\n".join(["7"] * 40))
     (tmp_path / "run.1").mkdir()
@@ -108,6 +110,7 @@ def test_out_may_be_a_folder_with_an_ending(tmp_path):
     assert (tmp_path / "run.1" / "plan.png").exists()
 
 
+@pytest.mark.heavy
 def test_overlong_documents_are_reported_and_count_as_not_covered(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60 + [100]))
     numbers = tmp_path / "plan.json"
@@ -119,6 +122,7 @@ def test_overlong_documents_are_reported_and_count_as_not_covered(tmp_path, caps
     assert json.loads(numbers.read_text())["ways"][OURS]["tokens_covered"] == pytest.approx(600 / 700)
 
 
+@pytest.mark.heavy
 def test_costs_are_computed_for_the_given_model(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
@@ -223,6 +227,7 @@ def test_only_a_whole_share_is_shown_as_100():
 
 
 @pytest.mark.parametrize(("ranks", "capacity"), [(1, 256), (4, 1024), (40, 600)])
+@pytest.mark.heavy
 def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity):
     """On one rank, on several, and on more ranks than rows are drawn."""
     results = results_of(lengths, capacity, ranks)
@@ -252,6 +257,7 @@ def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity)
     assert all(sum(length for _, length in row) <= capacity for row in padded + packed)
 
 
+@pytest.mark.heavy
 def test_draws_plan_without_steps(tmp_path):
     lengths = np.full(4, 10, dtype=np.int32)
     results = results_of(lengths, capacity=20, ranks=2)
@@ -260,6 +266,7 @@ def test_draws_plan_without_steps(tmp_path):
     assert (tmp_path / "a.png").exists()
 
 
+@pytest.mark.heavy
 def test_json_dash_prints_only_numbers_to_standard_output(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     assert run("plan", tmp_path / "lengths.json", "--capacity", 20, "--out", tmp_path, "--json", "-") == 0

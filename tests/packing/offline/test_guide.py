@@ -45,6 +45,7 @@ def test_best_fit_puts_similar_lengths_into_a_row_and_first_fit_mixes_them(tmp_p
     assert rows["best_fit_decreasing"] <= rows["first_fit"] <= 1.01 * rows["best_fit_decreasing"]
 
 
+@pytest.mark.heavy
 def test_trainer_keeps_the_documents_apart(tmp_path):
     """Of the two columns Trainer's removal of unused columns leaves position_ids."""
     transformers = pytest.importorskip("transformers")

@@ -53,6 +53,7 @@ def sources_of(folder, given):
     yield {"dataset": str(folder / "jsonl" / "*.jsonl")}
 
 
+@pytest.mark.heavy
 def test_every_source_gives_the_same_rows(tmp_path, small_parts):
     given = documents()
     packing = pack(LENGTHS, 10)
