@@ -1,6 +1,7 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,10 +31,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark cases outside of a sample as slow, and deselect tests that can't run here or that --quick leaves out."""
+    cases: Counter[str] = Counter()  # by test
     for item in items:
-        sample = item.get_closest_marker("sampled")
-        if sample is not None and item.callspec.id not in sample.args:  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.slow)
+        if sample := item.get_closest_marker("sampled"):
+            test = item.nodeid.split("[")[0]
+            if not _in_sample(item, cases[test], sample):
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
     runnable = {
         "gpu": (torch.cuda.is_available() or config.getoption("collectonly")) and not INTERPRETED,
         "interpreter": INTERPRETED,
@@ -50,6 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
+
+
+def _in_sample(item: pytest.Item, number: int, sample: pytest.Mark) -> bool:
+    """Whether the case with this number of its test is quick."""
+    if "every" in sample.kwargs:
+        return number % sample.kwargs["every"] == 0
+    return item.callspec.id in sample.args  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

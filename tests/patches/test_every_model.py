@@ -144,6 +144,7 @@ def test_with_transformers_own_attention(name: str) -> None:
 
 
 @every_exact_type
+@pytest.mark.sampled(every=4)
 def test_exact_types_are_patched_without_a_trial(name: str) -> None:
     """`exact_classes.csv` lists the classes of the types that are exact here, and none that is refused."""
     assert shown_layout(type(zoo.tiny_model(name))) == "packed"

@@ -122,6 +122,7 @@ def test_with_transformers_own_attention(name: str, attention: str) -> None:
 
 @mostly_slow
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.sampled(every=3)
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model, documents = without_dropout(tiny_pair_model(name)), targets()
     subject = pairs_subject(model)
@@ -141,6 +142,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
 @every_type
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("beams", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.sampled(every=4)
 def test_generate_as_stock(name: str, cache: str, beams: int) -> None:
     """Two rows, one of them padded on the right."""
     if cache == "static" and name in STATIC_DIFFERS:
@@ -163,6 +165,7 @@ def test_generate_as_stock(name: str, cache: str, beams: int) -> None:
 
 
 @every_type
+@pytest.mark.sampled(every=3)
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     before = state(model)

@@ -45,7 +45,7 @@ def each_layer(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize(
     ("compiled", "family", "dynamic"),
@@ -59,7 +59,6 @@ def each_layer(model: nn.Module, **options: Any) -> nn.Module:
         (each_layer, "mistral", None),
     ],
 )
-@pytest.mark.sampled("whole-llama-True-share")
 def test_graphs_fit_all_shapes(
     compiled: Callable[..., nn.Module], family: str, dynamic: bool | None, options: dict[str, bool]
 ) -> None:

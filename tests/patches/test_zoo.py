@@ -64,6 +64,7 @@ def test_tokens_change_the_outputs_of_later_tokens(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
+@pytest.mark.sampled(every=4)
 def test_every_small_window_or_limit_changes_the_outputs(name: str) -> None:
     config = zoo.tiny_config(name)
     fields = {field.name for field in dataclasses.fields(config)}
