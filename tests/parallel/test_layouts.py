@@ -7,7 +7,7 @@ from tests.lengths import distributions, packs
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
 
-NAMES = ("contiguous", "zigzag", "stripe", "balanced")
+NAMES = ("contiguous", "zigzag", "stripe", "balanced", "documents")
 
 
 def mask_of(total):

@@ -1,0 +1,208 @@
+"""The layout "documents": whole documents to ranks, and cuts where they are needed, so that ranks need few other keys.
+
+A *unit* is a stretch of rows that no visible pair leaves: a document, a tree, a chunk if all layers have chunks, or
+several short ones that follow each other. Each rank holds whole units and fractions of units. A fraction of a unit is
+that fraction of its rows and of its visible pairs, up to a tolerance (`_cut`). So the shares of a rank are sums, and the
+division is vector bin packing in two dimensions, visible pairs and rows. First each unit goes to the rank with most room
+for it; units larger than a rank's share are cut. Then ranks trade units in pairs, and fractions of units where whole
+ones are too coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Piece = tuple[int, int]  # the first row, and one past the last one
+
+EVEN = 0.008  # the excess of the busiest rank over the mean at which pairs, and rows, count as even
+UNITS = 128  # per rank, if documents are shorter than that; then neighbours are joined
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of a unit that is cut
+EXCESS = 0.004  # of a rank's mean pairs: how far a rank's part of a unit may exceed its fraction
+TRADES = 100  # for each rank at most
+CHEAP = 0.1  # of the mean rows: keys that a cut may bring to a rank without being avoided
+LEAST_GAIN = 0.02  # of the squared difference between two ranks, for a trade to be made
+
+
+class Units:
+    """The units of a batch, in its order.
+
+    Args:
+        start, stop: (rows,) the first key that each row sees in any layer, at most its own place, and one past the last
+            one, at least its own place.
+        work: (rows,) how many keys each row sees, summed over layers.
+        ranks: the number of ranks.
+
+    Attributes:
+        bounds: (units + 1,), the first row of each unit, and the number of all rows.
+        shares: (units, 2), the visible pairs and the rows of each, where 1 is the mean of a rank.
+        reach: (units,), the keys that a rank may need of others if it holds a fraction, relative to a rank's mean rows.
+        passed: (rows + 1,), the work before each row; its mean over ranks is 1.
+    """
+
+    def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int) -> None:
+        total = start.shape[0]
+        rows = np.arange(total)
+        # No pair crosses the edge before a row if the rows before it see no later key, and it and the rows after it
+        # see no earlier key.
+        before = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]])
+        after = np.minimum.accumulate(start[::-1])[::-1]
+        begins = rows[(before <= rows) & (after >= rows)]
+        size = max(total // (ranks * UNITS), 1)
+        long = np.diff(np.append(begins, total)) >= size
+        first = np.ones(len(begins), dtype=bool)
+        first[1:] = long[1:] | long[:-1] | (begins[1:] // size != begins[:-1] // size)
+        self.bounds: Ints = np.append(begins[first], total)
+        pairs = np.concatenate([[0], work.cumsum()])
+        self.passed: Floats = pairs * (ranks / max(int(pairs[-1]), 1))
+        lengths = np.diff(self.bounds) * (ranks / total)
+        self.shares: Floats = np.stack([np.diff(self.passed[self.bounds]), lengths], 1)
+        widest = np.maximum.reduceat(stop - start, self.bounds[:-1])
+        self.reach: Floats = widest * (ranks / total)
+
+
+class Division:
+    """Which fraction of each unit each rank holds.
+
+    Sums here are of NumPy's own, in a fixed order, because a matrix product may round differently on another machine.
+
+    Attributes:
+        units: the units.
+        held: (units, ranks), the fractions, which sum to 1 for each unit.
+        loads: (ranks, 2), the shares of each rank's pairs and rows.
+    """
+
+    def __init__(self, units: Units, ranks: int) -> None:
+        """Place each unit, the largest first."""
+        self.units, self.held, self.loads = units, np.zeros((len(units.shares), ranks)), np.zeros((ranks, 2))
+        sizes = units.shares.max(1)
+        for unit in np.argsort(-sizes, kind="stable"):
+            left = 1.0
+            while left > 0:
+                part = min(left, 1 / sizes[unit])
+                left = left - part if left - part > 1e-9 else 0.0
+                room = (self.loads * units.shares[unit]).sum(1)  # smallest where the sum of squared loads grows least
+                rank = np.where(self.held[unit] > 0, np.inf, room).argmin()
+                self.held[unit, rank] += part
+                self.loads[rank] += part * units.shares[unit]
+
+    def even_out(self) -> None:
+        """Let the busiest rank trade with another one, again and again, until pairs and rows are even."""
+        ranks = len(self.loads)
+        stuck = np.zeros((ranks, ranks), dtype=bool)
+        np.fill_diagonal(stuck, True)
+        for _ in range(TRADES * ranks):
+            busiest = int(self.loads.max(1).argmax())
+            over = self.loads[busiest] > 1
+            if self.loads.max() <= 1 + EVEN or stuck[busiest].all():
+                return
+            gaps = self.loads[busiest] - self.loads
+            relief = (np.where(gaps > 0, gaps, gaps / 2) * over).sum(1)
+            other = int(np.where(stuck[busiest], -np.inf, relief).argmax())
+            if self._swap(busiest, other) or self._cut(busiest, other):
+                both = [busiest, other]
+                self.loads[both] = (self.held[:, both, None] * self.units.shares[:, None]).sum(0)
+                stuck[both] = stuck[:, both] = False
+                np.fill_diagonal(stuck, True)
+            else:
+                stuck[busiest, other] = stuck[other, busiest] = True
+
+    def _swap(self, one: int, other: int) -> bool:
+        """Move all that one rank holds of a unit to the other, or back, or both, if it halves their difference."""
+        wanted = (self.loads[one] - self.loads[other]) / 2
+        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        nothing = np.zeros((1, 2))
+        given, taken = np.concatenate([nothing, parts]), np.concatenate([nothing, back_parts])
+        rest = ((wanted - given[:, None] + taken) ** 2).sum(-1)
+        give, take = divmod(int(rest.argmin()), len(taken))
+        if rest[give, take] >= (wanted**2).sum() / 4:
+            return False
+        if give:
+            self._move(units[give - 1], one, other, 1.0)
+        if take:
+            self._move(back_units[take - 1], other, one, 1.0)
+        return True
+
+    def _cut(self, one: int, other: int) -> bool:
+        """Move a fraction of a unit from one rank to the other or back, with most gain for the keys it brings."""
+        wanted = (self.loads[one] - self.loads[other]) / 2
+        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        parts, where = np.concatenate([parts, -back_parts]), np.concatenate([units, back_units])
+        sources = np.repeat([one, other], [len(units), len(back_units)])
+        targets = one + other - sources
+        fractions = np.clip((parts * wanted).sum(1) / np.maximum((parts**2).sum(1), 1e-30), 0, 1)
+        gains = 1 - ((wanted - fractions[:, None] * parts) ** 2).sum(1) / (wanted**2).sum()
+        keys = np.where(self.held[where, targets] == 0, self.units.reach[where], 0)
+        best = int((gains / (keys + CHEAP)).argmax())
+        if gains[best] < LEAST_GAIN:
+            return False
+        self._move(where[best], sources[best], targets[best], fractions[best])
+        return True
+
+    def _parts(self, rank: int) -> tuple[Ints, Floats]:
+        """The units of which a rank holds some, and the shares of what it holds."""
+        units = self.held[:, rank].nonzero()[0]
+        return units, self.held[units, rank, None] * self.units.shares[units]
+
+    def _move(self, unit: int, source: int, target: int, fraction: float) -> None:
+        part = self.held[unit, source] * fraction
+        self.held[unit, target] += part
+        self.held[unit, source] = 0.0 if fraction == 1 else self.held[unit, source] - part
+
+    def pieces(self) -> list[list[Piece]]:
+        """For each rank its pieces of rows, ascending."""
+        bounds = self.units.bounds.tolist()
+        shared = (self.held > 0).sum(1) > 1
+        found: list[list[Piece]] = [[] for _ in self.loads]
+        for unit, (rank, several) in enumerate(zip(self.held.argmax(1).tolist(), shared.tolist(), strict=True)):
+            if not several:
+                found[rank].append((bounds[unit], bounds[unit + 1]))
+                continue
+            # The first one's pieces are outermost and see most keys, so it should own most of them.
+            ranks = np.argsort(-self.held[unit], kind="stable")[: int((self.held[unit] > 0).sum())]
+            parts = _cut(bounds[unit], bounds[unit + 1], self.held[unit, ranks], self.units.passed)
+            for rank, pieces in zip(ranks.tolist(), parts, strict=True):
+                found[rank] += pieces
+        return found
+
+
+def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int) -> list[Ints]:
+    """For each rank its rows, ascending; arguments as of `Units`. No rank is empty if there are rows for all."""
+    if not len(start):
+        return [np.arange(0) for _ in range(ranks)]
+    division = Division(Units(start, stop, work, ranks), ranks)
+    division.even_out()
+    rows = [np.concatenate([np.arange(0), *(np.arange(*one) for one in pieces)]) for pieces in division.pieces()]
+    for rank in range(ranks):  # of a very short batch
+        longest = max(range(ranks), key=lambda one: len(rows[one]))
+        if not len(rows[rank]) and len(rows[longest]) > 1:
+            rows[rank], rows[longest] = rows[longest][-1:], rows[longest][:-1]
+    return rows
+
+
+def _cut(begin: int, end: int, fractions: Floats, passed: Floats) -> list[list[Piece]]:
+    """Pieces of the rows from `begin` to `end`, ascending, for several ranks that share them in these fractions.
+
+    The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward. With
+    one segment, ranks own runs, which is even if all rows see equally many keys, as with windows. Two segments are a
+    zigzag, which is even in a causal document. More segments are tried until no rank has more pairs than its fraction.
+    """
+    ends = np.append(0.0, fractions.cumsum() / fractions.sum())
+    pieces: list[list[Piece]] = []
+    for segments in SEGMENTS:
+        if pieces and (end - begin) < 2 * segments * len(fractions):
+            break
+        pieces = [[] for _ in fractions]
+        edges = begin + np.rint(np.linspace(0, end - begin, segments + 1)).astype(np.int64)
+        for segment, (first, last) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+            turned = segment % 2 == 1
+            cuts = first + np.rint((1 - ends[::-1] if turned else ends) * (last - first)).astype(np.int64)
+            for piece, owner in zip(zip(cuts[:-1], cuts[1:], strict=True), pieces[:: -1 if turned else 1], strict=True):
+                if piece[0] < piece[1]:
+                    owner.append((int(piece[0]), int(piece[1])))
+        pairs = np.array([sum(passed[b] - passed[a] for a, b in one) for one in pieces])
+        if (pairs - fractions * (passed[end] - passed[begin])).max() <= EXCESS:
+            break
+    return pieces

@@ -1,0 +1,98 @@
+"""The keys that the rows of a rank see, as runs, computed in host memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+
+
+class HostBounds(NamedTuple):
+    """The bounds of a mask and its `diagonal` in host memory, each int64; the last three only of a mask of trees."""
+
+    start: Tensor
+    stop: Tensor
+    query_start: Tensor | None
+    query_stop: Tensor | None
+    depth: Tensor | None
+
+    @property
+    def live(self) -> Tensor:
+        """Whether each row sees any key (of a tree restricted to some keys: whether it may)."""
+        return self.start < self.stop
+
+    @property
+    def counts(self) -> Tensor:
+        """How many keys each row sees. In a tree these are ancestors, whose number depths tell."""
+        if self.depth is None:
+            return self.stop - self.start
+        first = self.depth[self.start.clamp(max=max(self.depth.shape[0] - 1, 0))]
+        return torch.where(self.live, self.depth - first + 1, 0)
+
+
+class Runs(NamedTuple):
+    """Ascending runs of keys: their first keys, and one past their last ones; each (runs,) int64."""
+
+    begin: Tensor
+    end: Tensor
+
+    def hold(self, keys: Tensor) -> Tensor:
+        """Whether each of the given keys lies in a run."""
+        if not self.begin.numel():
+            return torch.zeros_like(keys, dtype=torch.bool)
+        run = torch.searchsorted(self.begin, keys, right=True) - 1
+        return (run >= 0) & (keys < self.end[run.clamp(min=0)])
+
+    def count(self) -> int:
+        return int((self.end - self.begin).sum())
+
+
+def host_bounds(mask: BlockDiagonalMask) -> HostBounds:
+    """The bounds of a mask in host memory; waits for its device once."""
+
+    def read() -> HostBounds:
+        sides = (mask.query_start, mask.query_stop, mask.diagonal) if mask.is_tree else (None, None, None)
+        values = (None if x is None else x.cpu().long() for x in (mask.key_start, mask.key_stop, *sides))
+        return HostBounds(*values)  # type: ignore[arg-type]
+
+    return mask.cached("bounds on the host", read)
+
+
+def seen_runs(bounds: HostBounds, rows: Tensor) -> Runs:
+    """The keys that at least one of the rows sees, in a mask that a constructor made.
+
+    Args:
+        bounds: of the mask.
+        rows: ascending int64 in host memory.
+    """
+    rows = rows[bounds.live[rows]]
+    start, stop = bounds.start[rows], bounds.stop[rows]
+    if bounds.query_start is None or bounds.query_stop is None:
+        ahead = torch.cat([start[:1] - 1, stop[:-1]])  # bounds ascend, so it is the largest stop before each row
+        begins = start > ahead
+        return Runs(start[begins], torch.cat([ahead[1:][begins[1:]], stop[-1:]]))
+    # A key is seen by the rows of its subtree whose own interval reaches up to it.
+    before = torch.zeros(bounds.start.shape[0] + 1, dtype=torch.int64)
+    before[rows + 1] = 1
+    before = before.cumsum(0)
+    first, last = before[bounds.query_start], before[bounds.query_stop]
+    keys = (first < last).nonzero()[:, 0]
+    keys = keys[_least(start, first[keys], last[keys]) <= keys]
+    edge = keys.diff() > 1
+    return Runs(torch.cat([keys[:1], keys[1:][edge]]), torch.cat([keys[:-1][edge], keys[-1:]]) + 1)
+
+
+def _least(values: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """The least of values[first[n]:last[n]] for each n; no range is empty."""
+    least = torch.empty_like(first)
+    size, table = 1, values  # table[i] is the least of values[i:i + size]
+    while True:
+        fits = (last - first >= size) & (last - first < 2 * size)
+        least[fits] = torch.minimum(table[first[fits]], table[last[fits] - size])
+        if 2 * size > values.shape[0]:
+            return least
+        table = torch.minimum(table[:-size], table[size:])
+        size *= 2
