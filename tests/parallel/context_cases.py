@@ -28,8 +28,8 @@ from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
 from tritonpack.parallel.layouts import make_layout
 
-EXCHANGES = ("all_gather", "ring", "ulysses")
-LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
+LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced", "documents")
 
 
 def agrees(family="llama", batch="packed", **options):

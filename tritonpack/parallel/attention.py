@@ -86,8 +86,9 @@ def attend(
             the masks between ranks are cached on the mask.
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
         exchange: one of the names above.
-        heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less memory, and more of
-            the exchange overlaps with computing. None means a quarter of all.
+        heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
+            memory, and more of the exchange overlaps with computing. None means a quarter of all, or all if no rank
+            needs a key of another in "group_cast".
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
@@ -110,16 +111,18 @@ def attend(
         exchange, q.shape[1], k.shape[1], ranks.size, heads_k_stride, alibi_slopes is not None, dropout_p
     )
     if exchange == "group_cast":
-        seen = group_cast.plan_of(mask, layout, ranks.rank).mask
+        plan = group_cast.plan_of(mask, layout, ranks.rank)
+        seen = plan.mask
+        stride = k.shape[1] if plan.silent and heads_k_stride is None else stride
     else:
         seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
     call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
-    if exchange == "ulysses":
-        out, lse = ulysses(call, q, k, v, sinks, return_lse)
-    else:
+    if exchange in EXCHANGED:
         out, lse = Exchanged.apply(EXCHANGED[exchange], call, q, k, v, sinks)
+    else:
+        out, lse = ulysses(call, q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
 
 

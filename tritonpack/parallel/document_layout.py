@@ -2,13 +2,15 @@
 
 A *unit* is a stretch of rows that no visible pair leaves: a document, a tree, a chunk if all layers have chunks, or
 several short ones that follow each other. Each rank holds whole units and fractions of units. A fraction of a unit is
-that fraction of its rows and of its visible pairs, up to a tolerance (`_cut`). So the shares of a rank are sums, and the
-division is vector bin packing in two dimensions, visible pairs and rows. First each unit goes to the rank with most room
-for it; units larger than a rank's share are cut. Then ranks trade units in pairs, and fractions of units where whole
-ones are too coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
+that fraction of its rows and of its visible pairs, up to a tolerance (`_cut`). So a rank's shares are sums, and the
+division is vector bin packing in two dimensions, visible pairs and rows. First each unit goes to the rank with most
+room for it; units larger than a rank's share are cut. Then ranks trade units in pairs, and fractions of units where
+whole ones are too coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,10 +198,10 @@ def _cut(begin: int, end: int, fractions: Floats, passed: Floats) -> list[list[P
             break
         pieces = [[] for _ in fractions]
         edges = begin + np.rint(np.linspace(0, end - begin, segments + 1)).astype(np.int64)
-        for segment, (first, last) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        for segment, (first, last) in enumerate(pairwise(edges)):
             turned = segment % 2 == 1
             cuts = first + np.rint((1 - ends[::-1] if turned else ends) * (last - first)).astype(np.int64)
-            for piece, owner in zip(zip(cuts[:-1], cuts[1:], strict=True), pieces[:: -1 if turned else 1], strict=True):
+            for piece, owner in zip(pairwise(cuts), pieces[:: -1 if turned else 1], strict=True):
                 if piece[0] < piece[1]:
                     owner.append((int(piece[0]), int(piece[1])))
         pairs = np.array([sum(passed[b] - passed[a] for a, b in one) for one in pieces])

@@ -8,6 +8,7 @@ keys is again an interval mask (docs/math.md, section 1).
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,7 +153,7 @@ class Layout:
         bounds, found = host_bounds(mask), []
         for rows in self.rows_on_host:
             seen = seen_runs(bounds, rows)
-            found.append(seen.count() - int(seen.hold(rows).sum()))
+            found.append(seen.size() - int(seen.hold(rows).sum()))
         return found
 
     def _check(self, x: Tensor, dim: int) -> None:
@@ -173,8 +174,8 @@ def make_layout(
     - "stripe": row i to rank i modulo `ranks`. Balances any causal mask; every rank needs nearly every key.
     - "balanced": equal numbers of chunks per rank. The chunk with most work goes to the rank with least work so far.
       Balances any mask with enough rows per rank. Work is counted in visible pairs, so it waits for the mask's device.
-    - "documents": whole documents to ranks, and as few cuts as make pairs and rows even, within about 1% each where the
-      batch allows it. Ranks then see few keys of others, and "group_cast" sends no more. It waits for the mask's device.
+    - "documents": whole documents to ranks, with cuts only where pairs or rows would be uneven by more than 1%. Ranks
+      then see few keys of others, and "group_cast" sends no more. It waits for the mask's device.
 
     Args:
         name: one of the names above.
@@ -235,14 +236,15 @@ def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
 
 def _work(masks: list[BlockDiagonalMask]) -> Tensor:
     """(num_rows,) int64 in host memory: the keys that each row sees, summed over masks."""
-    return sum((host_bounds(one).counts for one in masks[1:]), start=host_bounds(masks[0]).counts)
+    counted = Counter(masks)  # by identity
+    return torch.stack([host_bounds(mask).counts * times for mask, times in counted.items()]).sum(0)
 
 
 def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     """For each rank its rows of the layout "documents"."""
     start = torch.arange(masks[0].num_queries)
     stop = start
-    for bounds in {id(one): host_bounds(one) for one in masks}.values():
+    for bounds in map(host_bounds, set(masks)):
         start = torch.where(bounds.live, torch.minimum(start, bounds.start), start)
         stop = torch.where(bounds.live, torch.maximum(stop, bounds.stop), stop)
     return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks)

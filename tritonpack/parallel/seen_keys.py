@@ -46,7 +46,8 @@ class Runs(NamedTuple):
         run = torch.searchsorted(self.begin, keys, right=True) - 1
         return (run >= 0) & (keys < self.end[run.clamp(min=0)])
 
-    def count(self) -> int:
+    def size(self) -> int:
+        """How many keys lie in the runs."""
         return int((self.end - self.begin).sum())
 
 

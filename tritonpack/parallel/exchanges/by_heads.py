@@ -34,9 +34,7 @@ class ByHeads:
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
         mask = self.mask(call)
-        parts = [
-            call.forward(q[:, heads], ks, vs, mask, heads, sinks) for heads, ks, vs in self._steps(call, q, k, v)
-        ]
+        parts = [call.forward(q[:, heads], ks, vs, mask, heads, sinks) for heads, ks, vs in self._steps(call, q, k, v)]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(lses)
 

@@ -28,25 +28,22 @@ class GroupCastPlan:
     The rank attends over its own rows and the received ones, in the order of the batch.
 
     Attributes:
-        sent: for each rank, (rows,) int64, the places in the own shard of the rows that it gets; none for this rank.
-        received: for each rank, how many rows come from it.
+        sent: (sent,) int64, the places in the own shard of the rows that each rank gets, in the order of ranks.
+        sent_counts: for each rank, how many of these it gets; 0 for this rank.
+        received_counts: for each rank, how many rows come from it.
         own: (n,) int64, the places of the own rows among the keys.
         others: (received,) int64, the places of the received rows among the keys, in the order of ranks.
         mask: the mask between the own queries and these keys.
         silent: whether no rank gets any row.
     """
 
-    sent: tuple[Tensor, ...]
-    received: list[int]
+    sent: Tensor
+    sent_counts: list[int]
+    received_counts: list[int]
     own: Tensor
     others: Tensor
     mask: BlockDiagonalMask
     silent: bool
-
-    @property
-    def counts(self) -> list[int]:
-        """For each rank, how many rows it gets."""
-        return [rows.shape[0] for rows in self.sent]
 
 
 def make_plan(mask: BlockDiagonalMask, layout: Layout, rank: int) -> GroupCastPlan:
@@ -59,11 +56,12 @@ def make_plan(mask: BlockDiagonalMask, layout: Layout, rank: int) -> GroupCastPl
     others = [rows[r][seen[rank].hold(rows[r])] if r != rank else mine[:0] for r in ranks]
     received = torch.cat(others)
     keys = torch.cat([mine, received]).sort().values
-    places = (torch.searchsorted(keys, some).to(mask.device) for some in (mine, received))
     return GroupCastPlan(
-        tuple(one.to(mask.device) for one in sent),
+        torch.cat(sent).to(mask.device),
+        [one.shape[0] for one in sent],
         [one.shape[0] for one in others],
-        *places,
+        torch.searchsorted(keys, mine).to(mask.device),
+        torch.searchsorted(keys, received).to(mask.device),
         _restrict(mask, layout.rows[rank], keys.to(mask.device)),
         silent=not any(layout.remote_keys(mask)),
     )
@@ -79,8 +77,8 @@ def send(call: Call, rows: Tensor) -> Arrival:
     if plan.silent:
         return lambda: rows
     width = rows.shape[1]
-    message = rows.index_select(0, torch.cat(plan.sent))
-    coming = all_to_all(message, _times(plan.counts, width), _times(plan.received, width), call.ranks)
+    message = rows.index_select(0, plan.sent)
+    coming = all_to_all(message, _times(plan.sent_counts, width), _times(plan.received_counts, width), call.ranks)
 
     def arrive() -> Tensor:
         keys = rows.new_empty(plan.mask.num_keys, width)
@@ -99,11 +97,11 @@ def give_back(call: Call, gradients: Tensor) -> Arrival:
     gradients = gradients.to(wide(gradients.dtype))
     message = gradients.index_select(0, plan.others)
     total = gradients.index_select(0, plan.own)
-    coming = all_to_all(message, _times(plan.received, width), _times(plan.counts, width), call.ranks)
+    coming = all_to_all(message, _times(plan.received_counts, width), _times(plan.sent_counts, width), call.ranks)
 
     def arrive() -> Tensor:
-        parts = coming().view(-1, width).split(plan.counts)
-        for places, part in zip(plan.sent, parts, strict=True):
+        parts = coming().view(-1, width).split(plan.sent_counts)
+        for places, part in zip(plan.sent.split(plan.sent_counts), parts, strict=True):
             if places.shape[0]:
                 total.index_add_(0, places, part)  # no place twice, so the order of additions is fixed
         return total
