@@ -193,6 +193,18 @@ def gradients_without_lse(exchange):
     torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-10, atol=1e-10)
 
 
+def whole_documents():
+    return Batch(BlockDiagonalMask.from_seqlens([13, 5] * 8), sinks=True)
+
+
+def group_cast_repeats_itself():
+    """Gradients of rows that several ranks see are sums in a fixed order, so they are the same bits each time."""
+    batch = Batch(BlockDiagonalMask.from_seqlens([51], causal=False))
+    layout = make_layout("stripe", batch.mask, dist.get_world_size())
+    runs = [on_ranks(batch, "group_cast", layout) for _ in range(3)]
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
 SLOPES = torch.tensor([0.5**n for n in range(1, 9)])
 BATCHES = {
     "softcap": lambda: Batch(options={"softcap": 2.0, "scale": 0.7}),
@@ -233,4 +245,8 @@ for exchange in EXCHANGES:
         f"{exchange}, refusals": partial(options_are_refused, exchange),
         f"{exchange}, no lse": partial(gradients_without_lse, exchange),
     }
+CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
+CASES["group_cast, same bits"] = group_cast_repeats_itself
+for name in ("windows", "trees, windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
+    CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
 CASES["groups of two"] = in_groups_of_two

@@ -2,7 +2,7 @@
 
 A *unit* is a stretch of rows that no visible pair leaves: a document, a tree, a chunk if all layers have chunks, or
 several short ones that follow each other. Each rank holds whole units and fractions of units. A fraction of a unit is
-that fraction of its rows and of its visible pairs, up to a tolerance (`_cut`). So a rank's shares are sums, and the
+that fraction of its rows, and nearly of its visible pairs (`Units.cut`). So a rank's shares are sums, and the
 division is vector bin packing in two dimensions, visible pairs and rows. First each unit goes to the rank with most
 room for it; units larger than a rank's share are cut. Then ranks trade units in pairs, and fractions of units where
 whole ones are too coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
@@ -22,7 +22,8 @@ Piece = tuple[int, int]  # the first row, and one past the last one
 EVEN = 0.008  # the excess of the busiest rank over the mean at which pairs, and rows, count as even
 UNITS = 128  # per rank, if documents are shorter than that; then neighbours are joined
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of a unit that is cut
-EXCESS = 0.004  # of a rank's mean pairs: how far a rank's part of a unit may exceed its fraction
+PIECE = 64  # rows that pieces have at least on average, if there are more than two segments
+PAIRS_PER_KEY = 512  # visible pairs that take about as long as a key and its value that come from another rank
 TRADES = 100  # for each rank at most
 CHEAP = 0.1  # of the mean rows: keys that a cut may bring to a rank without being avoided
 LEAST_GAIN = 0.02  # of the squared difference between two ranks, for a trade to be made
@@ -41,10 +42,10 @@ class Units:
         bounds: (units + 1,), the first row of each unit, and the number of all rows.
         shares: (units, 2), the visible pairs and the rows of each, where 1 is the mean of a rank.
         reach: (units,), the keys that a rank may need of others if it holds a fraction, relative to a rank's mean rows.
-        passed: (rows + 1,), the work before each row; its mean over ranks is 1.
     """
 
     def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int) -> None:
+        self.start, self.stop = start, stop
         total = start.shape[0]
         rows = np.arange(total)
         # No pair crosses the edge before a row if the rows before it see no later key, and it and the rows after it
@@ -58,11 +59,48 @@ class Units:
         first[1:] = long[1:] | long[:-1] | (begins[1:] // size != begins[:-1] // size)
         self.bounds: Ints = np.append(begins[first], total)
         pairs = np.concatenate([[0], work.cumsum()])
-        self.passed: Floats = pairs * (ranks / max(int(pairs[-1]), 1))
+        self._passed: Floats = pairs * (ranks / max(int(pairs[-1]), 1))  # the work before each row
         lengths = np.diff(self.bounds) * (ranks / total)
-        self.shares: Floats = np.stack([np.diff(self.passed[self.bounds]), lengths], 1)
-        widest = np.maximum.reduceat(stop - start, self.bounds[:-1])
-        self.reach: Floats = widest * (ranks / total)
+        self.shares: Floats = np.stack([np.diff(self._passed[self.bounds]), lengths], 1)
+        widths = stop - start
+        self.reach: Floats = np.maximum.reduceat(widths, self.bounds[:-1]) * (ranks / total)
+        self._cost_of_key = PAIRS_PER_KEY * ranks / max(int(widths.sum()), 1)  # in means of ranks' pairs
+
+    def cut(self, unit: int, fractions: Floats) -> list[list[Piece]]:
+        """Pieces of a unit, ascending, for several ranks that hold these fractions of it.
+
+        The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward.
+        With one segment, ranks own runs, which is even if all rows see equally many keys, as with windows. Two segments
+        are a zigzag, which is even in a causal document. More segments suit other masks, but then ranks need more keys.
+        """
+        begin, end = int(self.bounds[unit]), int(self.bounds[unit + 1])
+        ends = np.append(0.0, fractions.cumsum() / fractions.sum())
+        choices = []
+        for segments in SEGMENTS:
+            if segments > 2 and end - begin < PIECE * segments * len(fractions):
+                break
+            pieces: list[list[Piece]] = [[] for _ in fractions]
+            edges = begin + np.rint(np.linspace(0, end - begin, segments + 1)).astype(np.int64)
+            for segment, (first, last) in enumerate(pairwise(edges)):
+                turned = segment % 2 == 1
+                cuts = first + np.rint((1 - ends[::-1] if turned else ends) * (last - first)).astype(np.int64)
+                for piece, owner in zip(pairwise(cuts.tolist()), pieces[:: -1 if turned else 1], strict=True):
+                    if piece[0] < piece[1]:
+                        owner.append(piece)
+            pairs = np.array([sum(self._passed[b] - self._passed[a] for a, b in one) for one in pieces])
+            excess = (pairs - fractions * self.shares[unit, 0]).max()
+            keys = [self._other_keys(one) for one in pieces]
+            choices.append((excess + (max(keys) + np.mean(keys)) / 2 * self._cost_of_key, segments, pieces))
+        return min(choices)[-1]
+
+    def _other_keys(self, pieces: list[Piece]) -> int:
+        """About how many keys the rows of these pieces see besides their own."""
+        found, reached = 0, -1
+        for first, last in pieces:
+            stop = int(self.stop[last - 1])
+            found += max(stop - max(int(self.start[first]), reached), 0)
+            reached = max(reached, stop)
+        return max(found - sum(last - first for first, last in pieces), 0)
 
 
 class Division:
@@ -155,7 +193,7 @@ class Division:
 
     def pieces(self) -> list[list[Piece]]:
         """For each rank its pieces of rows, ascending."""
-        bounds = self.units.bounds.tolist()
+        bounds, units = self.units.bounds.tolist(), self.units
         shared = (self.held > 0).sum(1) > 1
         found: list[list[Piece]] = [[] for _ in self.loads]
         for unit, (rank, several) in enumerate(zip(self.held.argmax(1).tolist(), shared.tolist(), strict=True)):
@@ -164,8 +202,7 @@ class Division:
                 continue
             # The first one's pieces are outermost and see most keys, so it should own most of them.
             ranks = np.argsort(-self.held[unit], kind="stable")[: int((self.held[unit] > 0).sum())]
-            parts = _cut(bounds[unit], bounds[unit + 1], self.held[unit, ranks], self.units.passed)
-            for rank, pieces in zip(ranks.tolist(), parts, strict=True):
+            for rank, pieces in zip(ranks.tolist(), units.cut(unit, self.held[unit, ranks]), strict=True):
                 found[rank] += pieces
         return found
 
@@ -182,29 +219,3 @@ def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int) -> list[In
         if not len(rows[rank]) and len(rows[longest]) > 1:
             rows[rank], rows[longest] = rows[longest][-1:], rows[longest][:-1]
     return rows
-
-
-def _cut(begin: int, end: int, fractions: Floats, passed: Floats) -> list[list[Piece]]:
-    """Pieces of the rows from `begin` to `end`, ascending, for several ranks that share them in these fractions.
-
-    The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward. With
-    one segment, ranks own runs, which is even if all rows see equally many keys, as with windows. Two segments are a
-    zigzag, which is even in a causal document. More segments are tried until no rank has more pairs than its fraction.
-    """
-    ends = np.append(0.0, fractions.cumsum() / fractions.sum())
-    pieces: list[list[Piece]] = []
-    for segments in SEGMENTS:
-        if pieces and (end - begin) < 2 * segments * len(fractions):
-            break
-        pieces = [[] for _ in fractions]
-        edges = begin + np.rint(np.linspace(0, end - begin, segments + 1)).astype(np.int64)
-        for segment, (first, last) in enumerate(pairwise(edges)):
-            turned = segment % 2 == 1
-            cuts = first + np.rint((1 - ends[::-1] if turned else ends) * (last - first)).astype(np.int64)
-            for piece, owner in zip(pairwise(cuts), pieces[:: -1 if turned else 1], strict=True):
-                if piece[0] < piece[1]:
-                    owner.append((int(piece[0]), int(piece[1])))
-        pairs = np.array([sum(passed[b] - passed[a] for a, b in one) for one in pieces])
-        if (pairs - fractions * (passed[end] - passed[begin])).max() <= EXCESS:
-            break
-    return pieces

@@ -21,7 +21,7 @@ from torch import Tensor
 from tritonpack.checks import check_choice, describe, is_int, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.document_layout import divide_documents
-from tritonpack.parallel.seen_keys import host_bounds, seen_runs
+from tritonpack.parallel.seen_keys import Runs, host_bounds, seen_runs
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced", "documents"]
 
@@ -150,11 +150,13 @@ class Layout:
 
         The exchange "group_cast" receives as many rows of keys and values in each layer with this mask.
         """
-        bounds, found = host_bounds(mask), []
-        for rows in self.rows_on_host:
-            seen = seen_runs(bounds, rows)
-            found.append(seen.size() - int(seen.hold(rows).sum()))
-        return found
+        seen = self.seen_by_ranks(mask)
+        return [runs.size() - runs.among(rows).shape[0] for runs, rows in zip(seen, self.rows_on_host, strict=True)]
+
+    def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
+        """For each rank the keys that its rows see, in host memory; cached on the mask."""
+        bounds = host_bounds(mask)
+        return mask.cached(("seen", self), lambda: [seen_runs(bounds, rows) for rows in self.rows_on_host])
 
     def _check(self, x: Tensor, dim: int) -> None:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_rows:

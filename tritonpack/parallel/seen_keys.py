@@ -39,16 +39,16 @@ class Runs(NamedTuple):
     begin: Tensor
     end: Tensor
 
-    def hold(self, keys: Tensor) -> Tensor:
-        """Whether each of the given keys lies in a run."""
-        if not self.begin.numel():
-            return torch.zeros_like(keys, dtype=torch.bool)
-        run = torch.searchsorted(self.begin, keys, right=True) - 1
-        return (run >= 0) & (keys < self.end[run.clamp(min=0)])
-
     def size(self) -> int:
         """How many keys lie in the runs."""
         return int((self.end - self.begin).sum())
+
+    def among(self, keys: Tensor) -> Tensor:
+        """The places of those of the given ascending keys that lie in a run, int64."""
+        first, last = torch.searchsorted(keys, self.begin), torch.searchsorted(keys, self.end)
+        counts = last - first
+        before = counts.cumsum(0) - counts
+        return torch.arange(int(counts.sum())) + torch.repeat_interleave(first - before, counts)
 
 
 def host_bounds(mask: BlockDiagonalMask) -> HostBounds:
@@ -81,7 +81,9 @@ def seen_runs(bounds: HostBounds, rows: Tensor) -> Runs:
     before = before.cumsum(0)
     first, last = before[bounds.query_start], before[bounds.query_stop]
     keys = (first < last).nonzero()[:, 0]
-    keys = keys[_least(start, first[keys], last[keys]) <= keys]
+    first, last = first[keys], last[keys]
+    ascends = bool((start.diff() >= 0).all())  # as without windows, and in documents
+    keys = keys[(start[first] if ascends else _least(start, first, last)) <= keys]
     edge = keys.diff() > 1
     return Runs(torch.cat([keys[:1], keys[1:][edge]]), torch.cat([keys[:-1][edge], keys[-1:]]) + 1)
 

@@ -18,7 +18,6 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Arrival, all_to_all, wide
 from tritonpack.parallel.exchanges.call import Call
 from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.seen_keys import host_bounds, seen_runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +47,10 @@ class GroupCastPlan:
 
 def make_plan(mask: BlockDiagonalMask, layout: Layout, rank: int) -> GroupCastPlan:
     """The plan of one rank; waits for the mask's device."""
-    bounds, rows = host_bounds(mask), layout.rows_on_host
-    seen = [seen_runs(bounds, one) for one in rows]
-    ranks = range(layout.ranks)
-    mine = rows[rank]
-    sent = [(seen[r].hold(mine) if r != rank else mine < 0).nonzero()[:, 0] for r in ranks]
-    others = [rows[r][seen[rank].hold(rows[r])] if r != rank else mine[:0] for r in ranks]
+    rows, seen = layout.rows_on_host, layout.seen_by_ranks(mask)
+    mine, nothing = rows[rank], rows[rank][:0]
+    sent = [nothing if r == rank else seen[r].among(mine) for r in range(layout.ranks)]
+    others = [nothing if r == rank else one[seen[rank].among(one)] for r, one in enumerate(rows)]
     received = torch.cat(others)
     keys = torch.cat([mine, received]).sort().values
     return GroupCastPlan(
