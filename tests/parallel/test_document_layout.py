@@ -98,12 +98,11 @@ def test_work_is_even_beside_long_documents():
 def test_a_million_tokens_take_less_than_a_second():
     """Of the processor's time, which is 0.1 seconds for the layout, and again for the plan."""
     masks = [of(drawn(700)), of([MILLION]), of([1] * MILLION)]
-    for ranks in (8, 64):
-        for mask in masks:
-            host_bounds(mask)
-            began = time.process_time()
-            make_layout("documents", mask, ranks)
-            assert time.process_time() - began < 1.0
+    for mask, ranks in zip(masks, (64, 8, 8), strict=True):
+        host_bounds(mask)
+        began = time.process_time()
+        make_layout("documents", mask, ranks)
+        assert time.process_time() - began < 1.0
     layout = make_layout("balanced", masks[0], 8)
     began = time.process_time()
     make_plan(masks[0], layout, 3)

@@ -10,6 +10,7 @@ whole ones are too coarse, until pairs and rows are even. Every rank computes th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -18,12 +19,16 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Piece = tuple[int, int]  # the first row, and one past the last one
+KeysOfUnit = Callable[[int, int], Callable[[Ints], float]]
 
 EVEN = 0.008  # the excess of the busiest rank over the mean at which pairs, and rows, count as even
 UNITS = 128  # per rank, if documents are shorter than that; then neighbours are joined
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of a unit that is cut
 PIECE = 64  # rows that pieces have at least on average, if there are more than two segments
-PAIRS_PER_KEY = 512  # visible pairs that take about as long as a key and its value that come from another rank
+NEGLIGIBLE = 0.001  # excess of a rank's pairs that more segments needn't lower
+# Visible pairs that take about as long as a key and its value from another rank: 400 TFLOP/s, 350 GB/s, bfloat16, four
+# query heads for each key head.
+PAIRS_PER_KEY = 256
 TRADES = 100  # for each rank at most
 CHEAP = 0.1  # of the mean rows: keys that a cut may bring to a rank without being avoided
 LEAST_GAIN = 0.02  # of the squared difference between two ranks, for a trade to be made
@@ -37,6 +42,9 @@ class Units:
             one, at least its own place.
         work: (rows,) how many keys each row sees, summed over layers.
         ranks: the number of ranks.
+        layers: the number of layers whose work was summed.
+        keys_of_unit: from the first row of a unit and one past its last one to a function, which counts the keys that
+            some of its rows, ascending, see in the mean over layers.
 
     Attributes:
         bounds: (units + 1,), the first row of each unit, and the number of all rows.
@@ -44,8 +52,8 @@ class Units:
         reach: (units,), the keys that a rank may need of others if it holds a fraction, relative to a rank's mean rows.
     """
 
-    def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int) -> None:
-        self.start, self.stop = start, stop
+    def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_unit: KeysOfUnit) -> None:
+        self._keys_of_unit = keys_of_unit
         total = start.shape[0]
         rows = np.arange(total)
         # No pair crosses the edge before a row if the rows before it see no later key, and it and the rows after it
@@ -62,9 +70,8 @@ class Units:
         self._passed: Floats = pairs * (ranks / max(int(pairs[-1]), 1))  # the work before each row
         lengths = np.diff(self.bounds) * (ranks / total)
         self.shares: Floats = np.stack([np.diff(self._passed[self.bounds]), lengths], 1)
-        widths = stop - start
-        self.reach: Floats = np.maximum.reduceat(widths, self.bounds[:-1]) * (ranks / total)
-        self._cost_of_key = PAIRS_PER_KEY * ranks / max(int(widths.sum()), 1)  # in means of ranks' pairs
+        self.reach: Floats = np.maximum.reduceat(stop - start, self.bounds[:-1]) * (ranks / total)
+        self._cost_of_key = PAIRS_PER_KEY * layers * ranks / max(int(pairs[-1]), 1)  # in means of ranks' pairs
 
     def cut(self, unit: int, fractions: Floats) -> list[list[Piece]]:
         """Pieces of a unit, ascending, for several ranks that hold these fractions of it.
@@ -75,7 +82,7 @@ class Units:
         """
         begin, end = int(self.bounds[unit]), int(self.bounds[unit + 1])
         ends = np.append(0.0, fractions.cumsum() / fractions.sum())
-        choices = []
+        count, choices = self._keys_of_unit(begin, end), []
         for segments in SEGMENTS:
             if segments > 2 and end - begin < PIECE * segments * len(fractions):
                 break
@@ -89,18 +96,11 @@ class Units:
                         owner.append(piece)
             pairs = np.array([sum(self._passed[b] - self._passed[a] for a, b in one) for one in pieces])
             excess = (pairs - fractions * self.shares[unit, 0]).max()
-            keys = [self._other_keys(one) for one in pieces]
+            keys = [_other_keys(count, one) for one in pieces]
             choices.append((excess + (max(keys) + np.mean(keys)) / 2 * self._cost_of_key, segments, pieces))
+            if excess < NEGLIGIBLE:
+                break
         return min(choices)[-1]
-
-    def _other_keys(self, pieces: list[Piece]) -> int:
-        """About how many keys the rows of these pieces see besides their own."""
-        found, reached = 0, -1
-        for first, last in pieces:
-            stop = int(self.stop[last - 1])
-            found += max(stop - max(int(self.start[first]), reached), 0)
-            reached = max(reached, stop)
-        return max(found - sum(last - first for first, last in pieces), 0)
 
 
 class Division:
@@ -136,11 +136,13 @@ class Division:
         for _ in range(TRADES * ranks):
             busiest = int(self.loads.max(1).argmax())
             over = self.loads[busiest] > 1
-            if self.loads.max() <= 1 + EVEN or stuck[busiest].all():
+            if self.loads.max() <= 1 + EVEN:
                 return
             gaps = self.loads[busiest] - self.loads
-            relief = (np.where(gaps > 0, gaps, gaps / 2) * over).sum(1)
-            other = int(np.where(stuck[busiest], -np.inf, relief).argmax())
+            relief = np.where(stuck[busiest], 0, (np.where(gaps > 0, gaps, gaps / 2) * over).sum(1))
+            other = int(relief.argmax())
+            if relief[other] <= 0:
+                return
             if self._swap(busiest, other) or self._cut(busiest, other):
                 both = [busiest, other]
                 self.loads[both] = (self.held[:, both, None] * self.units.shares[:, None]).sum(0)
@@ -207,11 +209,13 @@ class Division:
         return found
 
 
-def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int) -> list[Ints]:
+def divide_documents(
+    start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_unit: KeysOfUnit
+) -> list[Ints]:
     """For each rank its rows, ascending; arguments as of `Units`. No rank is empty if there are rows for all."""
     if not len(start):
         return [np.arange(0) for _ in range(ranks)]
-    division = Division(Units(start, stop, work, ranks), ranks)
+    division = Division(Units(start, stop, work, ranks, layers, keys_of_unit), ranks)
     division.even_out()
     rows = [np.concatenate([np.arange(0), *(np.arange(*one) for one in pieces)]) for pieces in division.pieces()]
     for rank in range(ranks):  # of a very short batch
@@ -219,3 +223,9 @@ def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int) -> list[In
         if not len(rows[rank]) and len(rows[longest]) > 1:
             rows[rank], rows[longest] = rows[longest][-1:], rows[longest][:-1]
     return rows
+
+
+def _other_keys(count: Callable[[Ints], float], pieces: list[Piece]) -> float:
+    """How many keys the rows of these pieces see besides as many as they are."""
+    rows = np.concatenate([np.arange(0), *(np.arange(*one) for one in pieces)])
+    return count(rows) - len(rows)

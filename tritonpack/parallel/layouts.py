@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -246,10 +246,21 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     """For each rank its rows of the layout "documents"."""
     start = torch.arange(masks[0].num_queries)
     stop = start
-    for bounds in map(host_bounds, set(masks)):
+    counted = Counter(masks)
+    for bounds in map(host_bounds, counted):
         start = torch.where(bounds.live, torch.minimum(start, bounds.start), start)
         stop = torch.where(bounds.live, torch.maximum(stop, bounds.stop), stop)
-    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks)
+
+    def keys_of_unit(begin: int, end: int) -> Callable[[np.ndarray], float]:
+        parts = [(host_bounds(mask).part(begin, end), times) for mask, times in counted.items()]
+
+        def count(rows: np.ndarray) -> float:
+            local = torch.from_numpy(rows - begin)
+            return sum(seen_runs(part, local).size() * times for part, times in parts) / len(masks)
+
+        return count
+
+    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks), keys_of_unit)
 
 
 def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:

@@ -32,6 +32,17 @@ class HostBounds(NamedTuple):
         first = self.depth[self.start.clamp(max=max(self.depth.shape[0] - 1, 0))]
         return torch.where(self.live, self.depth - first + 1, 0)
 
+    def part(self, begin: int, end: int) -> HostBounds:
+        """The bounds of the rows from `begin` to `end`, whose keys lie among the same rows, counted from `begin`."""
+
+        def moved(x: Tensor) -> Tensor:  # a subtree may end later, after rows that don't see its root
+            return (x[begin:end] - begin).clamp(0, end - begin)
+
+        start, stop = moved(self.start), moved(self.stop)
+        if self.query_start is None or self.query_stop is None or self.depth is None:
+            return HostBounds(start, stop, None, None, None)
+        return HostBounds(start, stop, moved(self.query_start), moved(self.query_stop), self.depth[begin:end])
+
 
 class Runs(NamedTuple):
     """Ascending runs of keys: their first keys, and one past their last ones; each (runs,) int64."""
