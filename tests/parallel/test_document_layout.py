@@ -1,11 +1,13 @@
 """The layout "documents", and the keys that ranks need of each other."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.layouts import batches, measure
 from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
@@ -107,6 +109,28 @@ def test_a_million_tokens_take_less_than_a_second():
     began = time.process_time()
     make_plan(masks[0], layout, 3)
     assert time.process_time() - began < 1.0
+
+
+@pytest.mark.slow
+def test_table_of_the_guide():
+    guide = (Path(__file__).parents[2] / "docs/sequence-parallelism.md").read_text(encoding="utf-8")
+    measured = measure(MILLION, RANKS, 1)
+    for name, measures in measured.items():
+        drawn = {what: {layout: numbers[0] for layout, numbers in of.items()} for what, of in measures.items()}
+        keys, pairs, rows = drawn["keys"], drawn["pairs"], drawn["rows"]
+        row = (
+            f"| {name} | {keys['contiguous']:,} (pairs {pairs['contiguous']:.2f}) | {keys['balanced']:,} | "
+            f"{keys['documents']:,} | {pairs['documents']:.2f} | {rows['documents']:.2f} |"
+        )
+        assert row in guide
+        assert keys["documents"] <= ALL_GATHERED
+
+
+def test_windows_and_trees_as_long_as_a_share_are_nearly_even():
+    for _, mask in batches(32768, 1):
+        layout = make_layout("documents", mask, RANKS)
+        assert layout.imbalance(mask) <= 1.1
+        assert row_imbalance(layout) <= 1.03
 
 
 def test_padding_is_divided_evenly():
