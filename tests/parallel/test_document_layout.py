@@ -1,13 +1,11 @@
 """The layout "documents", and the keys that ranks need of each other."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.layouts import batches, measure
 from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
@@ -111,23 +109,13 @@ def test_a_million_tokens_take_less_than_a_second():
     assert time.process_time() - began < 1.0
 
 
-@pytest.mark.slow
-def test_table_of_the_guide():
-    guide = (Path(__file__).parents[2] / "docs/sequence-parallelism.md").read_text(encoding="utf-8")
-    measured = measure(MILLION, RANKS, 1)
-    for name, measures in measured.items():
-        drawn = {what: {layout: numbers[0] for layout, numbers in of.items()} for what, of in measures.items()}
-        keys, pairs, rows = drawn["keys"], drawn["pairs"], drawn["rows"]
-        row = (
-            f"| {name} | {keys['contiguous']:,} (pairs {pairs['contiguous']:.2f}) | {keys['balanced']:,} | "
-            f"{keys['documents']:,} | {pairs['documents']:.2f} | {rows['documents']:.2f} |"
-        )
-        assert row in guide
-        assert keys["documents"] <= ALL_GATHERED
-
-
-def test_windows_and_trees_as_long_as_a_share_are_nearly_even():
-    for _, mask in batches(32768, 1):
+@pytest.mark.parametrize("window", [1024, 4096])
+def test_windows_and_trees_as_long_as_a_share_are_nearly_even(window):
+    """A rank's share is 4,096 tokens, and trees have about 8,000."""
+    for mask in (
+        of(drawn(8000, tokens=32768), window=(window - 1, 0)),
+        BlockDiagonalMask.from_tree(completions(32768)),
+    ):
         layout = make_layout("documents", mask, RANKS)
         assert layout.imbalance(mask) <= 1.1
         assert row_imbalance(layout) <= 1.03

@@ -26,9 +26,9 @@ UNITS = 128  # per rank, if documents are shorter than that; then neighbours are
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of a unit that is cut
 PIECE = 64  # rows that pieces have at least on average, if there are more than two segments
 NEGLIGIBLE = 0.001  # excess of a rank's pairs that more segments needn't lower
-# Visible pairs that take about as long as a key and its value from another rank: 400 TFLOP/s, 350 GB/s, bfloat16, four
-# query heads for each key head.
-PAIRS_PER_KEY = 256
+# Visible pairs that take about as long as a key and its value from another rank: at 400 TFLOP/s, 350 GB/s, in bfloat16
+# and with four query heads for each key head, if three quarters of the keys travel while attention is computed.
+PAIRS_PER_KEY = 64
 TRADES = 100  # for each rank at most
 CHEAP = 0.1  # of the mean rows: keys that a cut may bring to a rank without being avoided
 LEAST_GAIN = 0.02  # of the squared difference between two ranks, for a trade to be made
@@ -73,12 +73,13 @@ class Units:
         self.reach: Floats = np.maximum.reduceat(stop - start, self.bounds[:-1]) * (ranks / total)
         self._cost_of_key = PAIRS_PER_KEY * layers * ranks / max(int(pairs[-1]), 1)  # in means of ranks' pairs
 
-    def cut(self, unit: int, fractions: Floats) -> list[list[Piece]]:
-        """Pieces of a unit, ascending, for several ranks that hold these fractions of it.
+    def cut(self, unit: int, fractions: Floats, before: Floats) -> tuple[list[list[Piece]], Floats]:
+        """Pieces of a unit, ascending, for several ranks that hold these fractions of it, and their excess of pairs.
 
         The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward.
         With one segment, ranks own runs, which is even if all rows see equally many keys, as with windows. Two segments
         are a zigzag, which is even in a causal document. More segments suit other masks, but then ranks need more keys.
+        `before` has each rank's excess of pairs from other units, which this one may make up for.
         """
         begin, end = int(self.bounds[unit]), int(self.bounds[unit + 1])
         ends = np.append(0.0, fractions.cumsum() / fractions.sum())
@@ -95,12 +96,13 @@ class Units:
                     if piece[0] < piece[1]:
                         owner.append(piece)
             pairs = np.array([sum(self._passed[b] - self._passed[a] for a, b in one) for one in pieces])
-            excess = (pairs - fractions * self.shares[unit, 0]).max()
+            excess = pairs - fractions * self.shares[unit, 0]
             keys = [_other_keys(count, one) for one in pieces]
-            choices.append((excess + (max(keys) + np.mean(keys)) / 2 * self._cost_of_key, segments, pieces))
-            if excess < NEGLIGIBLE:
+            cost = (before + excess).max() + (max(keys) + np.mean(keys)) / 2 * self._cost_of_key
+            choices.append((cost, segments, pieces, excess))
+            if excess.max() < NEGLIGIBLE:
                 break
-        return min(choices)[-1]
+        return min(choices, key=lambda choice: choice[:2])[2:]
 
 
 class Division:
@@ -143,7 +145,7 @@ class Division:
             other = int(relief.argmax())
             if relief[other] <= 0:
                 return
-            if self._swap(busiest, other) or self._cut(busiest, other):
+            if self._swap(busiest, other) or self._cut(busiest, other) or self._cut_both(busiest, other):
                 both = [busiest, other]
                 self.loads[both] = (self.held[:, both, None] * self.units.shares[:, None]).sum(0)
                 stuck[both] = stuck[:, both] = False
@@ -183,6 +185,27 @@ class Division:
         self._move(where[best], sources[best], targets[best], fractions[best])
         return True
 
+    def _cut_both(self, one: int, other: int) -> bool:
+        """Trade fractions of two units that make both ranks even, with the fewest keys, if there are such units.
+
+        One rank may have more pairs and the other more rows, so that no single unit is a gain.
+        """
+        x, y = (self.loads[one] - self.loads[other]) / 2
+        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        (a, b), (c, d) = parts.T[:, :, None], back_parts.T[:, None]
+        size = a * d - b * c
+        size = np.where(np.abs(size) < 1e-12, np.nan, size)
+        given, taken = (x * d - y * c) / size, (x * b - y * a) / size  # given (a, b) - taken (c, d) = (x, y)
+        possible = (given > 0) & (given <= 1) & (taken > 0) & (taken <= 1) & (units[:, None] != back_units)
+        if not possible.any():
+            return False
+        keys = np.where(self.held[units, other] == 0, self.units.reach[units], 0)[:, None]
+        keys = keys + np.where(self.held[back_units, one] == 0, self.units.reach[back_units], 0)
+        give, take = divmod(int(np.where(possible, keys, np.inf).argmin()), len(back_units))
+        self._move(units[give], one, other, given[give, take])
+        self._move(back_units[take], other, one, taken[give, take])
+        return True
+
     def _parts(self, rank: int) -> tuple[Ints, Floats]:
         """The units of which a rank holds some, and the shares of what it holds."""
         units = self.held[:, rank].nonzero()[0]
@@ -196,7 +219,7 @@ class Division:
     def pieces(self) -> list[list[Piece]]:
         """For each rank its pieces of rows, ascending."""
         bounds, units = self.units.bounds.tolist(), self.units
-        shared = (self.held > 0).sum(1) > 1
+        shared, excess = (self.held > 0).sum(1) > 1, np.zeros(len(self.loads))
         found: list[list[Piece]] = [[] for _ in self.loads]
         for unit, (rank, several) in enumerate(zip(self.held.argmax(1).tolist(), shared.tolist(), strict=True)):
             if not several:
@@ -204,7 +227,9 @@ class Division:
                 continue
             # The first one's pieces are outermost and see most keys, so it should own most of them.
             ranks = np.argsort(-self.held[unit], kind="stable")[: int((self.held[unit] > 0).sum())]
-            for rank, pieces in zip(ranks.tolist(), units.cut(unit, self.held[unit, ranks]), strict=True):
+            parts, more = units.cut(unit, self.held[unit, ranks], excess[ranks])
+            excess[ranks] += more
+            for rank, pieces in zip(ranks.tolist(), parts, strict=True):
                 found[rank] += pieces
         return found
 

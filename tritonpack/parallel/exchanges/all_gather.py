@@ -13,6 +13,7 @@ from tritonpack.parallel.exchanges.call import Call
 
 
 def mask_of(call: Call) -> BlockDiagonalMask:
+    """The mask between own queries and all keys."""
     return call.rows_mask()
 
 

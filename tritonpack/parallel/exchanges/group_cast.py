@@ -65,6 +65,7 @@ def make_plan(mask: BlockDiagonalMask, layout: Layout, rank: int) -> GroupCastPl
 
 
 def mask_of(call: Call) -> BlockDiagonalMask:
+    """The mask between own queries and the keys that this rank has after `send`."""
     return _plan(call).mask
 
 
