@@ -13,8 +13,8 @@ from tritonpack.parallel import attend, make_layout
 from tritonpack.testing.cases import Case, make_inputs, parents_of
 from tritonpack.testing.tolerance import OUTPUTS, check_outputs
 
-EXCHANGES = ("all_gather", "ring", "ulysses")
-LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
+LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced", "documents")
 LENGTHS = (3, 0, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
 
 
@@ -151,7 +151,7 @@ def options_are_refused(exchange):
             attend(q, k, v, mask, layout, exchange=options.pop("exchange", exchange), **options)
 
     refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
-    refused("exchange must be one of 'all_gather', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
+    refused("exchange must be one of 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
     refused(r"layout is for 3 ranks, and the group has \d", layout=make_layout("balanced", batch.mask, 3))
     refused("layout must be a Layout.*got str", layout="zigzag")
     refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
@@ -159,7 +159,7 @@ def options_are_refused(exchange):
     refused(r"owns 1\d of the layout's|owns 2\d of the layout's", q=torch.cat([q, q]))
     refused("same numbers of tokens and heads", v=v[1:])
     refused("softcap must be", softcap=-1.0)
-    if exchange == "all_gather":
+    if exchange in ("all_gather", "group_cast"):
         refused("heads_k_stride must be an integer from 1 to.*4; got 5", heads_k_stride=5)
         refused("heads_k_stride must be an integer from 1 to.*4; got 0", heads_k_stride=0)
     else:
@@ -191,6 +191,18 @@ def gradients_without_lse(exchange):
     out = attend(layout.shard(q, rank), mine, layout.shard(v, rank), batch.mask, layout, exchange=exchange)
     out.backward(layout.shard(dout, rank))
     torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-10, atol=1e-10)
+
+
+def whole_documents():
+    return Batch(BlockDiagonalMask.from_seqlens([13, 5] * 8), sinks=True)
+
+
+def group_cast_repeats_itself():
+    """Gradients of rows that several ranks see are sums in a fixed order, so they are the same bits each time."""
+    batch = Batch(BlockDiagonalMask.from_seqlens([51], causal=False))
+    layout = make_layout("stripe", batch.mask, dist.get_world_size())
+    runs = [on_ranks(batch, "group_cast", layout) for _ in range(3)]
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
 SLOPES = torch.tensor([0.5**n for n in range(1, 9)])
@@ -233,4 +245,8 @@ for exchange in EXCHANGES:
         f"{exchange}, refusals": partial(options_are_refused, exchange),
         f"{exchange}, no lse": partial(gradients_without_lse, exchange),
     }
+CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
+CASES["group_cast, same bits"] = group_cast_repeats_itself
+for name in ("windows", "trees, windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
+    CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
 CASES["groups of two"] = in_groups_of_two

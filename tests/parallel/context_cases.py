@@ -26,10 +26,12 @@ from tests.parallel.models import (
 )
 from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
+from tritonpack.parallel.forward import _layer_specs
 from tritonpack.parallel.layouts import make_layout
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 
-EXCHANGES = ("all_gather", "ring", "ulysses")
-LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
+LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced", "documents")
 
 
 def agrees(family="llama", batch="packed", **options):
@@ -263,6 +265,29 @@ def layout_beside_a_vision_tower():
             assert got.tolist() == rows.tolist()
 
 
+def layout_counts_all_layers():
+    """Gemma 2 has windows of 5 in every second layer."""
+    batch = {"input_ids": numbers(1, 200), "position_ids": torch.arange(200)[None]}
+    with SequenceParallel(make_model("gemma2"), exchange="group_cast", layout="documents") as context:
+        context.models[0](**batch)
+        layers = [BlockDiagonalMask.from_seqlens([200], window=window) for window in ((4, 0), (-1, 0))]
+        wanted = make_layout("documents", layers, context.state.ranks.size)
+        for got, rows in zip(context.state.sharding.layout.rows, wanted.rows, strict=True):
+            assert got.tolist() == rows.tolist()
+
+
+def specs_of_layers():
+    """The masks that layouts count: windows and chunks, of each layer."""
+    specs = {family: _layer_specs(make_model(family)) for family in ("llama", "mistral", "gemma2")}
+    assert specs["llama"] == (CAUSAL, CAUSAL)
+    assert specs["mistral"] == (MaskSpec((4, 0)),) * 2
+    assert specs["gemma2"] == (MaskSpec((4, 0)), CAUSAL)
+    module = torch.nn.Module()
+    module.config = AutoConfig.for_model("llama4_text", num_hidden_layers=4, attention_chunk_size=8)
+    chunks = MaskSpec((-1, 0), chunk_size=8)
+    assert _layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
+
+
 def in_groups_of_two():
     """Each pair of ranks of a mesh shares a batch; gradients averaged over all ranks are the mean over batches."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
@@ -324,6 +349,8 @@ CASES = {
     "PEFT model": peft_model,
     "tensors in tuples": tensors_in_tuples,
     "layout beside a vision tower": layout_beside_a_vision_tower,
+    "layout of windows and full layers": layout_counts_all_layers,
+    "specs of layers": specs_of_layers,
     "in groups of two": in_groups_of_two,
 }
 

@@ -8,7 +8,9 @@ from tests.parallel.models import BATCHES, alone_on, loss_of, make_model, on_ran
 from tests.parallel.pool import Pool
 
 COLUMNS = [
-    (exchange, layout) for exchange in ("all_gather", "ring", "ulysses") for layout in ("contiguous", "balanced")
+    (exchange, layout)
+    for exchange in ("all_gather", "group_cast", "ring", "ulysses")
+    for layout in ("contiguous", "balanced", "documents")
 ]
 COLUMNS += [("ring", "zigzag"), ("ring", "stripe")]
 ROWS = [("llama", batch) for batch in BATCHES] + [(family, "packed") for family in ("mistral", "gemma2", "gpt_oss")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from tritonpack.checks import check_choice, is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
 from tritonpack.parallel.comm import Ranks, as_ranks
-from tritonpack.parallel.exchanges import all_gather, ring
+from tritonpack.parallel.exchanges import all_gather, group_cast, ring
+from tritonpack.parallel.exchanges.by_heads import ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
 from tritonpack.parallel.exchanges.ulysses import ulysses
 from tritonpack.parallel.layouts import Layout
@@ -20,9 +21,15 @@ from tritonpack.parallel.layouts import Layout
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-Exchange = Literal["all_gather", "ring", "ulysses"]
+Exchange = Literal["all_gather", "group_cast", "ring", "ulysses"]
 
-STEPS = 4  # of "all_gather" by default; three quarters of the bytes then travel while attention is computed
+BY_HEADS = {
+    "all_gather": ByHeads(all_gather.mask_of, all_gather.send, all_gather.give_back),
+    "group_cast": ByHeads(group_cast.mask_of, group_cast.send, group_cast.give_back),
+}
+EXCHANGED: dict[str, Any] = {**BY_HEADS, "ring": ring}
+
+STEPS = 4  # of exchanges by heads, by default; three quarters of the bytes then travel while attention is computed
 
 
 @overload
@@ -63,6 +70,9 @@ def attend(
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
+    - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
+      Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
+      travel is found once per mask, in host memory, which waits for the mask's device.
     - "ring": blocks of keys and values travel from rank to rank. Least memory; partial results are merged.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
@@ -76,8 +86,9 @@ def attend(
             the masks between ranks are cached on the mask.
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
         exchange: one of the names above.
-        heads_k_stride: key heads per step of "all_gather". With fewer of them, a step needs less memory, and more of
-            the exchange overlaps with computing. None means a quarter of all.
+        heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
+            memory, and more of the exchange overlaps with computing. None means a quarter of all, or all if no rank
+            needs a key of another in "group_cast".
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
@@ -99,12 +110,17 @@ def attend(
     stride = _check_exchange(
         exchange, q.shape[1], k.shape[1], ranks.size, heads_k_stride, alibi_slopes is not None, dropout_p
     )
-    seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
+    if exchange == "group_cast":
+        plan = group_cast.plan_of(mask, layout, ranks.rank)
+        seen = plan.mask
+        stride = k.shape[1] if plan.silent and heads_k_stride is None else stride
+    else:
+        seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
     call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
-    if exchange != "ulysses":
-        out, lse = Exchanged.apply(ring if exchange == "ring" else all_gather, call, q, k, v, sinks)
+    if exchange in EXCHANGED:
+        out, lse = Exchanged.apply(EXCHANGED[exchange], call, q, k, v, sinks)
     else:
         out, lse = ulysses(call, q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
@@ -132,7 +148,7 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
 def _check_exchange(
     exchange: str, heads: int, kv_heads: int, ranks: int, stride: int | None, alibi: bool, dropout_p: float
 ) -> int:
-    """The key heads per step of "all_gather"; raises for what an exchange can't compute."""
+    """The key heads per step of an exchange by heads; raises for what an exchange can't compute."""
     check_choice(exchange, get_args(Exchange), "exchange")
     if dropout_p:
         raise ValueError(
@@ -142,12 +158,12 @@ def _check_exchange(
     if exchange == "ring" and alibi:
         raise ValueError(
             "alibi_slopes need the distance of each key, which a block of keys that travels doesn't hold; use "
-            "exchange='all_gather' or 'ulysses'."
+            "exchange='all_gather', 'group_cast' or 'ulysses'."
         )
     if exchange == "ulysses" and heads < ranks:
         raise ValueError(
             f"exchange='ulysses' gives every rank a query head, and there are {heads} for {ranks} ranks; use "
-            "exchange='all_gather' or 'ring', or fewer ranks."
+            "exchange='all_gather', 'group_cast' or 'ring', or fewer ranks."
         )
     check_stride(stride, exchange, kv_heads)
     return -(-kv_heads // STEPS) if stride is None else stride
@@ -157,8 +173,9 @@ def check_stride(stride: int | None, exchange: str, kv_heads: int | None) -> Non
     """Raise for a stride that the exchange doesn't take, or that isn't from 1 to the key heads (None: not known)."""
     if stride is None:
         return
-    if exchange != "all_gather":
-        raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
+    if exchange not in BY_HEADS:
+        allowed = " and ".join(f"exchange={name!r}" for name in BY_HEADS)
+        raise ValueError(f"heads_k_stride is for {allowed}; leave it out for {exchange!r}.")
     if not is_int(stride) or stride < 1 or (kv_heads is not None and stride > kv_heads):
         most = "" if kv_heads is None else f", {kv_heads}"
         raise ValueError(f"heads_k_stride must be an integer from 1 to the number of key heads{most}; got {stride!r}.")

@@ -90,11 +90,14 @@ def scatter_sum(parts: Tensor, ranks: Ranks) -> Arrival:
     return _start(_reduce_scatter, parts.new_empty(parts.shape[1:]), parts, ranks)
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Tensor:
-    """Send parts of a flat tensor, sent[r] numbers to rank r, and receive received[r] numbers from each rank r."""
-    result = x.new_empty(sum(received))
-    dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=ranks.group)
-    return result
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Arrival:
+    """Start to send sent[r] numbers of x, one part after the other, to each rank r, and to receive received[r] from it.
+
+    The result is flat. Any of these numbers may be 0.
+    """
+    result, source = x.new_empty(sum(received)), x.contiguous().view(-1)
+    handle = dist.all_to_all_single(result, source, list(received), list(sent), group=ranks.group, async_op=True)
+    return _arrival(result, [handle])
 
 
 def shift(x: Tensor, received: int, ranks: Ranks) -> Arrival:

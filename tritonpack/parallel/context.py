@@ -69,13 +69,13 @@ class SequenceParallel:
             reference.
         group_or_mesh: the ranks that share a batch: a process group, a one-dimensional DeviceMesh, or None for the
             whole world.
-        exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "all_gather", "ring" or "ulysses".
-            axolotl's names stand for an exchange and a layout: "varlen_llama3" (all_gather, contiguous), "batch_ring"
-            (ring, contiguous), "batch_zigzag" and "batch_stripe" (ring).
-        layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe" or
-            "balanced", which waits for the device once per forward. None means the layout of axolotl's name, or
-            "balanced".
-        heads_k_stride: key heads per step of "all_gather", as in `attend`.
+        exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "all_gather", "group_cast", "ring" or
+            "ulysses". axolotl's names stand for an exchange and a layout: "varlen_llama3" (all_gather, contiguous),
+            "batch_ring" (ring, contiguous), "batch_zigzag" and "batch_stripe" (ring).
+        layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe",
+            "balanced" or "documents"; these two wait for the device once per forward. None means the layout of
+            axolotl's name, or "balanced".
+        heads_k_stride: key heads per step of "all_gather" and "group_cast", as in `attend`.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
         check_batches: compare batches between ranks before each forward, in a small exchange that waits for the device.

@@ -40,7 +40,7 @@ class ShardedForward(InstanceForward):
     def __init__(self, module: PreTrainedModel, state: ContextState) -> None:
         super().__init__(module, PackingContext())
         self.state = state
-        self.spec = _widest_spec(module)
+        self.specs = _layer_specs(module)
         self.rotary = LongestPosition(module)
         hook = own_packing_hook(module)
         self.hook = None if hook is None or hook.deferred else hook
@@ -87,7 +87,7 @@ class ShardedForward(InstanceForward):
         paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
         if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")):
             return None
-        return shard_inputs(self.module, arguments, self.state, self.spec)
+        return shard_inputs(self.module, arguments, self.state, self.specs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward, after the deferred hook."""
@@ -133,12 +133,13 @@ def _is_sharded(mask: Any) -> bool:
     return any(isinstance(one, (ShardedBatch, ShardedMask)) for one in masks)
 
 
-def _widest_spec(module: PreTrainedModel) -> MaskSpec:
-    """The mask of the layers that see most keys of a document."""
-    windows = layer_windows(module.config.get_text_config())
+def _layer_specs(module: PreTrainedModel) -> tuple[MaskSpec, ...]:
+    """The masks of all layers, for layouts."""
+    config = module.config.get_text_config()
     # Only towers that take tokens count: towers of images see both directions in any model.
     if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
-        return MaskSpec((-1, -1))
-    if not windows or None in windows:
-        return CAUSAL
-    return MaskSpec((max(filter(None, windows)) - 1, 0))
+        return (MaskSpec((-1, -1)),)
+    chunk, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None) or ()
+    if chunk and any("chunk" in kind for kind in kinds):
+        return tuple(MaskSpec((-1, 0), chunk if "chunk" in kind else None) for kind in kinds)
+    return tuple(MaskSpec((window - 1, 0)) if window else CAUSAL for window in layer_windows(config)) or (CAUSAL,)

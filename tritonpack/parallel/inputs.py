@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +50,16 @@ class Shard:
     arguments: dict[str, Any]
 
 
-def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: ContextState, spec: MaskSpec) -> Shard:
+def shard_inputs(
+    module: PreTrainedModel, arguments: dict[str, Any], state: ContextState, specs: Sequence[MaskSpec]
+) -> Shard:
     """This rank's share of a forward pass. Every rank calls this with the same full batch.
 
     Args:
         module: the called model.
         arguments: the arguments of the call, by name.
         state: the state of the context.
-        spec: the mask of the layers that see most keys; "balanced" layouts divide the work of these layers evenly.
+        specs: the masks of all layers, whose work layouts divide evenly.
 
     Raises:
         ValueError: on every rank, if one of them can't shard its arguments, or if arguments differ between ranks.
@@ -72,7 +75,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
         require_same_batch(state.ranks, error, arguments, state.compared.next())
     if error is not None:
         raise error
-    batch = shard_batch(packed_batch, spec, state)
+    batch = shard_batch(packed_batch, specs, state)
     sharding = state.sharding = batch.sharding
     kept = None if rows is None else sharding.keep(rows)
     sharded = {name: _own_rows(x, sharding) for name, x in arguments.items() if name not in REPLACED}

@@ -8,17 +8,22 @@ keys is again an interval mask (docs/math.md, section 1).
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tritonpack.checks import check_choice, describe, is_int, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.parallel.document_layout import divide_documents
+from tritonpack.parallel.seen_keys import Runs, host_bounds, seen_runs
 
-LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
+LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced", "documents"]
 
 CHUNK = 256  # rows
 MIN_CHUNKS = 16  # per rank, if chunks of LEAST rows or more suffice for that
@@ -73,6 +78,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def rows_on_host(self) -> tuple[Tensor, ...]:
+        """`rows` in host memory; waits for the device once."""
+        return tuple(rows.cpu() for rows in self.rows)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -131,9 +141,22 @@ class Layout:
 
         1.0 means that all ranks have equal work.
         """
-        work = _work(mask)
-        shares = [int(work[rows.cpu()].sum()) for rows in self.rows]
+        work = host_bounds(mask).counts
+        shares = [int(work[rows].sum()) for rows in self.rows_on_host]
         return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
+
+    def remote_keys(self, mask: BlockDiagonalMask) -> list[int]:
+        """For each rank, how many keys of other ranks its rows see. Waits for the mask's device.
+
+        The exchange "group_cast" receives as many rows of keys and values in each layer with this mask.
+        """
+        seen = self.seen_by_ranks(mask)
+        return [runs.size() - runs.among(rows).shape[0] for runs, rows in zip(seen, self.rows_on_host, strict=True)]
+
+    def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
+        """For each rank the keys that its rows see, in host memory; cached on the mask."""
+        bounds = host_bounds(mask)
+        return mask.cached(("seen", self), lambda: [seen_runs(bounds, rows) for rows in self.rows_on_host])
 
     def _check(self, x: Tensor, dim: int) -> None:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_rows:
@@ -143,7 +166,9 @@ class Layout:
             )
 
 
-def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk: int = CHUNK) -> Layout:
+def make_layout(
+    name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagonalMask], ranks: int, *, chunk: int = CHUNK
+) -> Layout:
     """Divide a batch among ranks. The same arguments give the same layout on every rank.
 
     - "contiguous": one run of rows per rank. Needs the fewest keys of other ranks; work differs most.
@@ -151,36 +176,39 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
     - "stripe": row i to rank i modulo `ranks`. Balances any causal mask; every rank needs nearly every key.
     - "balanced": equal numbers of chunks per rank. The chunk with most work goes to the rank with least work so far.
       Balances any mask with enough rows per rank. Work is counted in visible pairs, so it waits for the mask's device.
+    - "documents": whole documents to ranks, with cuts only where pairs or rows would be uneven by more than 1%. Ranks
+      then see few keys of others, and "group_cast" sends no more. It waits for the mask's device.
 
     Args:
         name: one of the names above.
-        mask: the mask of the batch; its queries and keys are the same rows.
+        mask: the mask of the batch; its queries and keys are the same rows. If layers have different masks, such as
+            windows in some of them, pass a sequence of masks; one that several layers share may be repeated, and counts
+            as often.
         ranks: the number of ranks.
         chunk: the largest number of rows in a chunk of "balanced". Short batches have shorter chunks of at least 128
             rows. A rank with fewer rows than two chunks owns one run of rows.
 
     Raises:
-        ValueError: an unknown name, a mask whose queries aren't its keys, `ranks` or `chunk` below 1.
+        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, `ranks` or
+            `chunk` below 1.
     """
     check_choice(name, get_args(LayoutName), "layout")
-    total, device = mask.num_queries, mask.device
-    if total != mask.num_keys:
-        raise ValueError(
-            f"a layout divides rows that are queries and keys alike; the mask has {total} queries and {mask.num_keys} "
-            "keys. Cross-attention can't be sharded this way."
-        )
+    masks = [mask] if isinstance(mask, BlockDiagonalMask) else list(mask)
+    total, device = _check_masks(masks)
     for value, what in ((ranks, "ranks"), (chunk, "chunk")):
         if not is_int(value) or value < 1:
             raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
     if name == "stripe":
         every = torch.arange(total, device=device)
         return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+    if name == "documents":
+        return Layout(tuple(torch.from_numpy(rows).to(device) for rows in _documents(masks, ranks)))
     owned = [[rank] for rank in range(ranks)]  # the chunks of each rank
     if name == "zigzag":
         owned = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     elif name == "balanced":
         per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // (ranks * min(chunk, LEAST))), 1)
-        owned = _balance(_work(mask), ranks, per_rank) if per_rank > 1 else owned
+        owned = _balance(_work(masks), ranks, per_rank) if per_rank > 1 else owned
     bounds = _bounds(total, sum(map(len, owned)))
     rows = [torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]) for chunks in owned]
     return Layout(tuple(one.to(device) for one in rows))
@@ -191,9 +219,48 @@ def _bounds(total: int, chunks: int) -> list[int]:
     return [total * chunk // chunks for chunk in range(chunks + 1)]
 
 
-def _work(mask: BlockDiagonalMask) -> Tensor:
-    """(num_rows,) int64 in host memory: the keys that each row sees."""
-    return (mask.key_stop - mask.key_start).cpu().long()
+def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
+    """The number of rows of all masks, and their device."""
+    for mask in masks:
+        if not isinstance(mask, BlockDiagonalMask):
+            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(mask)} in it.")
+        if mask.num_queries != mask.num_keys:
+            raise ValueError(
+                f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
+                f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
+            )
+    found = {(mask.num_queries, mask.device) for mask in masks}
+    if len(found) != 1:
+        given = "; ".join(map(repr, masks))
+        raise ValueError(f"the masks of a batch's layers must have equally many rows, on one device; got [{given}].")
+    return found.pop()
+
+
+def _work(masks: list[BlockDiagonalMask]) -> Tensor:
+    """(num_rows,) int64 in host memory: the keys that each row sees, summed over masks."""
+    counted = Counter(masks)  # by identity
+    return torch.stack([host_bounds(mask).counts * times for mask, times in counted.items()]).sum(0)
+
+
+def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
+    """For each rank its rows of the layout "documents"."""
+    start = torch.arange(masks[0].num_queries)
+    stop = start
+    counted = Counter(masks)
+    for bounds in map(host_bounds, counted):
+        start = torch.where(bounds.live, torch.minimum(start, bounds.start), start)
+        stop = torch.where(bounds.live, torch.maximum(stop, bounds.stop), stop)
+
+    def keys_of_unit(begin: int, end: int) -> Callable[[np.ndarray], float]:
+        parts = [(host_bounds(mask).part(begin, end), times) for mask, times in counted.items()]
+
+        def count(rows: np.ndarray) -> float:
+            local = torch.from_numpy(rows - begin)
+            return sum(seen_runs(part, local).size() * times for part, times in parts) / len(masks)
+
+        return count
+
+    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks), keys_of_unit)
 
 
 def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,13 +109,14 @@ class ShardedBatch(PackedBatch):
         )
 
 
-def shard_batch(whole: PackedBatch, spec: MaskSpec, state: ContextState) -> ShardedBatch:
-    """This rank's rows of a batch without a cache. The layout counts the work of layers with this `spec`."""
+def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextState) -> ShardedBatch:
+    """This rank's rows of a batch without a cache. The layout counts the work of layers with these `specs`."""
     assert not whole.cached
     batch, length = whole.tokens
     columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
     padded = _pad_rows(whole, columns)
-    layout = make_layout(state.layout, padded.interval_mask(length + columns, 0, 0, spec).mask, state.ranks.size)
+    masks = [padded.interval_mask(length + columns, 0, 0, spec).mask for spec in specs]
+    layout = make_layout(state.layout, masks, state.ranks.size)
     sharding = Sharding(
         state.ranks, layout, whole.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
     )

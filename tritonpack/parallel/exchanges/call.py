@@ -28,7 +28,7 @@ class Call:
         mask: the mask of the whole batch.
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
-        stride: the key heads per step of "all_gather".
+        stride: the key heads per step of "all_gather" and "group_cast".
     """
 
     ranks: Ranks
@@ -71,7 +71,7 @@ class Call:
 class Exchanged(torch.autograd.Function):
     """(exchange, call, q, k, v, sinks) -> out (n, H, D_v), lse (H, n) of this rank's n rows.
 
-    `exchange` is the module `all_gather` or `ring`.
+    `exchange` has the functions `forward` and `backward`, as the module `ring` and each `ByHeads`.
     """
 
     @staticmethod

@@ -124,6 +124,6 @@ def _exchange(
     sent = [sum(x.numel() for x in piece) for piece in pieces]
     counts = [[math.prod(shape) for shape in some] for some in shapes]
     message = torch.cat([x.flatten() for piece in pieces for x in piece])
-    result = all_to_all(message, sent, [sum(count) for count in counts], call.ranks)
+    result = all_to_all(message, sent, [sum(count) for count in counts], call.ranks)()
     flat = iter(result.split([n for count in counts for n in count]))
     return [[next(flat).view(shape) for shape in some] for some in shapes]

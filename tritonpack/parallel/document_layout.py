@@ -1,0 +1,256 @@
+"""The layout "documents": whole documents to ranks, and cuts where they are needed, so that ranks need few other keys.
+
+A *unit* is a stretch of rows that no visible pair leaves: a document, a tree, a chunk if all layers have chunks, or
+several short ones that follow each other. Each rank holds whole units and fractions of units. A fraction of a unit is
+that fraction of its rows, and nearly of its visible pairs (`Units.cut`). So a rank's shares are sums, and the
+division is vector bin packing in two dimensions, visible pairs and rows. First each unit goes to the rank with most
+room for it; units larger than a rank's share are cut. Then ranks trade units in pairs, and fractions of units where
+whole ones are too coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Piece = tuple[int, int]  # the first row, and one past the last one
+KeysOfUnit = Callable[[int, int], Callable[[Ints], float]]
+
+EVEN = 0.008  # the excess of the busiest rank over the mean at which pairs, and rows, count as even
+UNITS = 128  # per rank, if documents are shorter than that; then neighbours are joined
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of a unit that is cut
+PIECE = 64  # rows that pieces have at least on average, if there are more than two segments
+NEGLIGIBLE = 0.001  # excess of a rank's pairs that more segments needn't lower
+# Visible pairs that take about as long as a key and its value from another rank: at 400 TFLOP/s, 350 GB/s, in bfloat16
+# and with four query heads for each key head, if three quarters of the keys travel while attention is computed.
+PAIRS_PER_KEY = 64
+TRADES = 100  # for each rank at most
+CHEAP = 0.1  # of the mean rows: keys that a cut may bring to a rank without being avoided
+LEAST_GAIN = 0.02  # of the squared difference between two ranks, for a trade to be made
+
+
+class Units:
+    """The units of a batch, in its order.
+
+    Args:
+        start, stop: (rows,) the first key that each row sees in any layer, at most its own place, and one past the last
+            one, at least its own place.
+        work: (rows,) how many keys each row sees, summed over layers.
+        ranks: the number of ranks.
+        layers: the number of layers whose work was summed.
+        keys_of_unit: from the first row of a unit and one past its last one to a function, which counts the keys that
+            some of its rows, ascending, see in the mean over layers.
+
+    Attributes:
+        bounds: (units + 1,), the first row of each unit, and the number of all rows.
+        shares: (units, 2), the visible pairs and the rows of each, where 1 is the mean of a rank.
+        reach: (units,), the keys that a rank may need of others if it holds a fraction, relative to a rank's mean rows.
+    """
+
+    def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_unit: KeysOfUnit) -> None:
+        self._keys_of_unit = keys_of_unit
+        total = start.shape[0]
+        rows = np.arange(total)
+        # No pair crosses the edge before a row if the rows before it see no later key, and it and the rows after it
+        # see no earlier key.
+        before = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]])
+        after = np.minimum.accumulate(start[::-1])[::-1]
+        begins = rows[(before <= rows) & (after >= rows)]
+        size = max(total // (ranks * UNITS), 1)
+        long = np.diff(np.append(begins, total)) >= size
+        first = np.ones(len(begins), dtype=bool)
+        first[1:] = long[1:] | long[:-1] | (begins[1:] // size != begins[:-1] // size)
+        self.bounds: Ints = np.append(begins[first], total)
+        pairs = np.concatenate([[0], work.cumsum()])
+        self._passed: Floats = pairs * (ranks / max(int(pairs[-1]), 1))  # the work before each row
+        lengths = np.diff(self.bounds) * (ranks / total)
+        self.shares: Floats = np.stack([np.diff(self._passed[self.bounds]), lengths], 1)
+        self.reach: Floats = np.maximum.reduceat(stop - start, self.bounds[:-1]) * (ranks / total)
+        self._cost_of_key = PAIRS_PER_KEY * layers * ranks / max(int(pairs[-1]), 1)  # in means of ranks' pairs
+
+    def cut(self, unit: int, fractions: Floats, before: Floats) -> tuple[list[list[Piece]], Floats]:
+        """Pieces of a unit, ascending, for several ranks that hold these fractions of it, and their excess of pairs.
+
+        The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward.
+        With one segment, ranks own runs, which is even if all rows see equally many keys, as with windows. Two segments
+        are a zigzag, which is even in a causal document. More segments suit other masks, but then ranks need more keys.
+        `before` has each rank's excess of pairs from other units, which this one may make up for.
+        """
+        begin, end = int(self.bounds[unit]), int(self.bounds[unit + 1])
+        ends = np.append(0.0, fractions.cumsum() / fractions.sum())
+        count, choices = self._keys_of_unit(begin, end), []
+        for segments in SEGMENTS:
+            if segments > 2 and end - begin < PIECE * segments * len(fractions):
+                break
+            pieces: list[list[Piece]] = [[] for _ in fractions]
+            edges = begin + np.rint(np.linspace(0, end - begin, segments + 1)).astype(np.int64)
+            for segment, (first, last) in enumerate(pairwise(edges)):
+                turned = segment % 2 == 1
+                cuts = first + np.rint((1 - ends[::-1] if turned else ends) * (last - first)).astype(np.int64)
+                for piece, owner in zip(pairwise(cuts.tolist()), pieces[:: -1 if turned else 1], strict=True):
+                    if piece[0] < piece[1]:
+                        owner.append(piece)
+            pairs = np.array([sum(self._passed[b] - self._passed[a] for a, b in one) for one in pieces])
+            excess = pairs - fractions * self.shares[unit, 0]
+            keys = [_other_keys(count, one) for one in pieces]
+            cost = (before + excess).max() + (max(keys) + np.mean(keys)) / 2 * self._cost_of_key
+            choices.append((cost, segments, pieces, excess))
+            if excess.max() < NEGLIGIBLE:
+                break
+        return min(choices, key=lambda choice: choice[:2])[2:]
+
+
+class Division:
+    """Which fraction of each unit each rank holds.
+
+    Sums here are of NumPy's own, in a fixed order, because a matrix product may round differently on another machine.
+
+    Attributes:
+        units: the units.
+        held: (units, ranks), the fractions, which sum to 1 for each unit.
+        loads: (ranks, 2), the shares of each rank's pairs and rows.
+    """
+
+    def __init__(self, units: Units, ranks: int) -> None:
+        """Place each unit, the largest first."""
+        self.units, self.held, self.loads = units, np.zeros((len(units.shares), ranks)), np.zeros((ranks, 2))
+        sizes = units.shares.max(1)
+        for unit in np.argsort(-sizes, kind="stable"):
+            left = 1.0
+            while left > 0:
+                part = min(left, 1 / sizes[unit])
+                left = left - part if left - part > 1e-9 else 0.0
+                room = (self.loads * units.shares[unit]).sum(1)  # smallest where the sum of squared loads grows least
+                rank = np.where(self.held[unit] > 0, np.inf, room).argmin()
+                self.held[unit, rank] += part
+                self.loads[rank] += part * units.shares[unit]
+
+    def even_out(self) -> None:
+        """Let the busiest rank trade with another one, again and again, until pairs and rows are even."""
+        ranks = len(self.loads)
+        stuck = np.zeros((ranks, ranks), dtype=bool)
+        np.fill_diagonal(stuck, True)
+        for _ in range(TRADES * ranks):
+            busiest = int(self.loads.max(1).argmax())
+            over = self.loads[busiest] > 1
+            if self.loads.max() <= 1 + EVEN:
+                return
+            gaps = self.loads[busiest] - self.loads
+            relief = np.where(stuck[busiest], 0, (np.where(gaps > 0, gaps, gaps / 2) * over).sum(1))
+            other = int(relief.argmax())
+            if relief[other] <= 0:
+                return
+            if self._swap(busiest, other) or self._cut(busiest, other) or self._cut_both(busiest, other):
+                both = [busiest, other]
+                self.loads[both] = (self.held[:, both, None] * self.units.shares[:, None]).sum(0)
+                stuck[both] = stuck[:, both] = False
+                np.fill_diagonal(stuck, True)
+            else:
+                stuck[busiest, other] = stuck[other, busiest] = True
+
+    def _swap(self, one: int, other: int) -> bool:
+        """Move all that one rank holds of a unit to the other, or back, or both, if it halves their difference."""
+        wanted = (self.loads[one] - self.loads[other]) / 2
+        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        nothing = np.zeros((1, 2))
+        given, taken = np.concatenate([nothing, parts]), np.concatenate([nothing, back_parts])
+        rest = ((wanted - given[:, None] + taken) ** 2).sum(-1)
+        give, take = divmod(int(rest.argmin()), len(taken))
+        if rest[give, take] >= (wanted**2).sum() / 4:
+            return False
+        if give:
+            self._move(units[give - 1], one, other, 1.0)
+        if take:
+            self._move(back_units[take - 1], other, one, 1.0)
+        return True
+
+    def _cut(self, one: int, other: int) -> bool:
+        """Move a fraction of a unit from one rank to the other or back, with most gain for the keys it brings."""
+        wanted = (self.loads[one] - self.loads[other]) / 2
+        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        parts, where = np.concatenate([parts, -back_parts]), np.concatenate([units, back_units])
+        sources = np.repeat([one, other], [len(units), len(back_units)])
+        targets = one + other - sources
+        fractions = np.clip((parts * wanted).sum(1) / np.maximum((parts**2).sum(1), 1e-30), 0, 1)
+        gains = 1 - ((wanted - fractions[:, None] * parts) ** 2).sum(1) / (wanted**2).sum()
+        keys = np.where(self.held[where, targets] == 0, self.units.reach[where], 0)
+        best = int((gains / (keys + CHEAP)).argmax())
+        if gains[best] < LEAST_GAIN:
+            return False
+        self._move(where[best], sources[best], targets[best], fractions[best])
+        return True
+
+    def _cut_both(self, one: int, other: int) -> bool:
+        """Trade fractions of two units that make both ranks even, with the fewest keys, if there are such units.
+
+        One rank may have more pairs and the other more rows, so that no single unit is a gain.
+        """
+        x, y = (self.loads[one] - self.loads[other]) / 2
+        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        (a, b), (c, d) = parts.T[:, :, None], back_parts.T[:, None]
+        size = a * d - b * c
+        size = np.where(np.abs(size) < 1e-12, np.nan, size)
+        given, taken = (x * d - y * c) / size, (x * b - y * a) / size  # given (a, b) - taken (c, d) = (x, y)
+        possible = (given > 0) & (given <= 1) & (taken > 0) & (taken <= 1) & (units[:, None] != back_units)
+        if not possible.any():
+            return False
+        keys = np.where(self.held[units, other] == 0, self.units.reach[units], 0)[:, None]
+        keys = keys + np.where(self.held[back_units, one] == 0, self.units.reach[back_units], 0)
+        give, take = divmod(int(np.where(possible, keys, np.inf).argmin()), len(back_units))
+        self._move(units[give], one, other, given[give, take])
+        self._move(back_units[take], other, one, taken[give, take])
+        return True
+
+    def _parts(self, rank: int) -> tuple[Ints, Floats]:
+        """The units of which a rank holds some, and the shares of what it holds."""
+        units = self.held[:, rank].nonzero()[0]
+        return units, self.held[units, rank, None] * self.units.shares[units]
+
+    def _move(self, unit: int, source: int, target: int, fraction: float) -> None:
+        part = self.held[unit, source] * fraction
+        self.held[unit, target] += part
+        self.held[unit, source] = 0.0 if fraction == 1 else self.held[unit, source] - part
+
+    def pieces(self) -> list[list[Piece]]:
+        """For each rank its pieces of rows, ascending."""
+        bounds, units = self.units.bounds.tolist(), self.units
+        shared, excess = (self.held > 0).sum(1) > 1, np.zeros(len(self.loads))
+        found: list[list[Piece]] = [[] for _ in self.loads]
+        for unit, (rank, several) in enumerate(zip(self.held.argmax(1).tolist(), shared.tolist(), strict=True)):
+            if not several:
+                found[rank].append((bounds[unit], bounds[unit + 1]))
+                continue
+            # The first one's pieces are outermost and see most keys, so it should own most of them.
+            ranks = np.argsort(-self.held[unit], kind="stable")[: int((self.held[unit] > 0).sum())]
+            parts, more = units.cut(unit, self.held[unit, ranks], excess[ranks])
+            excess[ranks] += more
+            for rank, pieces in zip(ranks.tolist(), parts, strict=True):
+                found[rank] += pieces
+        return found
+
+
+def divide_documents(
+    start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_unit: KeysOfUnit
+) -> list[Ints]:
+    """For each rank its rows, ascending; arguments as of `Units`. No rank is empty if there are rows for all."""
+    if not len(start):
+        return [np.arange(0) for _ in range(ranks)]
+    division = Division(Units(start, stop, work, ranks, layers, keys_of_unit), ranks)
+    division.even_out()
+    rows = [np.concatenate([np.arange(0), *(np.arange(*one) for one in pieces)]) for pieces in division.pieces()]
+    for rank in range(ranks):  # of a very short batch
+        longest = max(range(ranks), key=lambda one: len(rows[one]))
+        if not len(rows[rank]) and len(rows[longest]) > 1:
+            rows[rank], rows[longest] = rows[longest][-1:], rows[longest][:-1]
+    return rows
+
+
+def _other_keys(count: Callable[[Ints], float], pieces: list[Piece]) -> float:
+    """How many keys the rows of these pieces see besides as many as they are."""
+    rows = np.concatenate([np.arange(0), *(np.arange(*one) for one in pieces)])
+    return count(rows) - len(rows)
