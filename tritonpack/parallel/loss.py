@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.shard_and_gather import Sharding
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.labels import IGNORED, takes_targets
+from tritonpack.patches.tiled_loss import TiledTargets
 
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
@@ -33,7 +33,7 @@ def shifts(loss_function: Any) -> bool:
     name = getattr(loss_function, "__name__", "")
     if name in PER_TOKEN:
         return False
-    if not {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters):
+    if not takes_targets(loss_function):
         raise UnsupportedModelError(
             f"the model's loss function {name or loss_function!r} must take shift_labels and num_items_in_batch, as "
             f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {REMEDY}"
@@ -56,8 +56,10 @@ class ShardedLoss:
         self.own, self.sharding, self.targets, self.whole = own, sharding, targets, whole
         self.used = False
 
-    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if logits.shape[:-1] != self.targets.shape or labels.shape != self.targets.shape:
+    def __call__(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tiled = isinstance(labels, TiledTargets)  # it stands for this rank's targets; logits are of one token
+        shapes = {logits.shape[:-1], labels.shape, self.targets.shape}
+        if not tiled and len(shapes) > 1:
             raise UnsupportedModelError(
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
@@ -66,9 +68,10 @@ class ShardedLoss:
         items = kwargs.pop("num_items_in_batch", None)
         if items is None:
             items = (self.whole != kwargs.get("ignore_index", IGNORED)).sum()
+        targets = labels if tiled else self.targets
         if shifts(self.own):
-            kwargs["shift_labels"] = self.targets
-        return self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
+            kwargs["shift_labels"] = targets
+        return self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class HeadTargets(TensorLike):
         keep: K, of how many last tokens in a row the caller wants logits.
         whole: whether the head runs on the caller's rows in any case, with the labels as they are.
         narrow: whether the head runs on other rows than the caller's.
+        placed: whether `wanted` is known, so that `place` can be called.
         chosen: (S,) int64, on which tokens of the row, or of the flattened batch, the head runs; None for all.
         rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
         labels: (M,) int64.
@@ -50,7 +51,7 @@ class HeadTargets(TensorLike):
         output: what the head got.
     """
 
-    narrow = False
+    narrow, placed = False, True
     chosen: Tensor | None
     rows: Tensor
     labels: Tensor
@@ -229,18 +230,39 @@ def targets_of(
 
 
 def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bool:
-    """Whether a head gives the same loss from the tokens alone that predict a label.
+    """Whether a head gives the same loss from the tokens alone that predict a label."""
+    loss = head.loss_function
+    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
+    if not causal or why_not_by_token(head, forward, base) is not None:
+        return False
+    return not torch.is_grad_enabled() or _computes_later(head, base)
+
+
+def why_not_by_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> str | None:
+    """Why a head isn't known to compute the logits of each token by itself, and one loss of them; None if it is.
 
     It must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`, its
     loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+
+    Args:
+        head: the model that the user called.
+        forward: its forward.
+        base: the model in it that gives it its states.
     """
-    inner = {name for name, _ in base.named_children()}
     own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
-    if not HARMLESS.issuperset(_packages(function)) or inspect.unwrap(function) is not own:
-        return False
-    if not _has_causal_loss(head, own) or not inner.isdisjoint(own.__code__.co_names):
-        return False
-    return not torch.is_grad_enabled() or _computes_later(head, base)
+    foreign = sorted(set(_packages(function)) - HARMLESS)
+    if foreign or inspect.unwrap(function) is not own:
+        return f"its forward isn't transformers' own, but of {' and '.join(foreign) or 'another class'}"
+    code = own.__code__
+    if "loss_function" not in code.co_names:
+        return "it computes no loss by its loss function"
+    if "logits_to_keep" not in code.co_varnames:
+        return "it takes no logits_to_keep, so its head may not compute each token by itself"
+    if "logsumexp" in code.co_names:
+        return "it has another loss of all logits"
+    if reached := {name for name, _ in base.named_children()}.intersection(code.co_names):
+        return f"its forward reaches into its base model ({', '.join(sorted(reached))})"
+    return None
 
 
 def _packages(forward: Any) -> Iterator[str]:
@@ -250,19 +272,6 @@ def _packages(forward: Any) -> Iterator[str]:
         home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
         yield home.partition(".")[0]
         forward = getattr(forward, "__wrapped__", None)
-
-
-def _has_causal_loss(head: PreTrainedModel, forward: Any) -> bool:
-    """Whether transformers' forward of a head computes the logits of each token by itself, as `logits_to_keep` needs,
-    and its causal loss of them, and no other loss of all logits."""
-    loss, names = head.loss_function, forward.__code__.co_names
-    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-    return (
-        causal
-        and "loss_function" in names
-        and "logits_to_keep" in forward.__code__.co_varnames
-        and "logsumexp" not in names
-    )
 
 
 def _computes_later(head: nn.Module, base: nn.Module) -> bool:
