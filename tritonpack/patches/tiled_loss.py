@@ -169,6 +169,7 @@ class TiledTargets(HeadTargets):
         self.output = type(output)(**{STATES: states[:1, :1], **rest})
         return self.output
 
+    @torch.compiler.disable(reason="the head and the loss run tile by tile here")
     def loss_of(self, own: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """The loss of all targets by the model's own loss function.
 

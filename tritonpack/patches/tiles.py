@@ -46,6 +46,8 @@ def tiled_sum(tiles: Tiles, states: Tensor, parameters: Sequence[Tensor]) -> Ten
     Raises:
         UnsupportedModelError: `part` reads another tensor with a gradient, which would get none.
     """
+    if not torch.is_grad_enabled():  # which `ctx.needs_input_grad` doesn't say
+        return _TiledSum.apply(tiles, states.detach())
     return _TiledSum.apply(tiles, states, *parameters)
 
 
@@ -57,7 +59,7 @@ class _TiledSum(torch.autograd.Function):
         gradient = torch.empty_like(states) if of_states else None
         sums: list[Tensor | None] = [None] * len(wanted)
         parts = []
-        for a in range(0, states.shape[0], tiles.rows):
+        for a in range(0, max(states.shape[0], 1), tiles.rows):  # one tile without rows tells the dtype of the sum
             tile, targets = states[a : a + tiles.rows].detach(), tiles.targets[a : a + tiles.rows]
             # Hooks that store activations elsewhere would also move logits, which are needed again at once.
             with torch.set_grad_enabled(of_states or bool(wanted)), saved_tensors_hooks(_same, _same):
@@ -79,7 +81,7 @@ class _TiledSum(torch.autograd.Function):
         ctx.save_for_backward(tiles.counts, gradient, *sums)
         ctx.of_parameters, ctx.rows = of_parameters, tiles.rows
         ctx.dtypes = [x.dtype for x in wanted]
-        return torch.stack(parts).sum() if parts else states.new_zeros((), dtype=torch.float32)
+        return torch.stack(parts).sum()
 
     @staticmethod
     @once_differentiable
