@@ -17,7 +17,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tests.patches.test_every_model import BUILT, state
-from tests.patches.test_head_targets import completions
+from tests.patches.test_head_targets import completions, rows_of_head
 from tests.patches.test_unpad import LIMIT, padded, real, results
 from tritonpack.patches.tiled_loss import TILE_ROWS
 from tritonpack.patches.trial.comparison import apart, tolerance
@@ -159,16 +159,19 @@ class TestCalls:
                 model(**batch)
             assert model.model(**batch).last_hidden_state.shape[:2] == want.shape[:2]  # the base alone
 
-    def test_evaluation_with_labels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No gradients are computed."""
+    @WAYS
+    def test_evaluation_with_labels(self, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+        """No gradients are computed, and logits if they are read."""
         model = tiny_model("llama")
         monkeypatch.delattr(torch.autograd, "grad")
-        with torch.no_grad():
-            want = model(**padded()).loss
-            tritonpack.patch(model, tiled_loss=4)
+        with torch.no_grad(), rows_of_head(model) as rows:
+            want = model(**padded())
+            tritonpack.patch(model, tiled_loss=4, **options)
             output = model(**padded())
-        assert output.logits is None
-        assert apart([want], [output.loss]) < FLOAT32
+            assert max(rows[1:]) == 4
+            assert apart([real(want.logits, padded())], [real(output.logits + 0, padded())]) < LIMIT
+            assert max(rows[1:]) == 45
+        assert apart([want.loss], [output.loss]) < FLOAT32
         assert not output.loss.requires_grad
 
     @pytest.mark.parametrize(

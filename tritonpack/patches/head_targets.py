@@ -63,6 +63,11 @@ class HeadTargets(TensorLike):
         self.given, self.wanted, self.keep, self.whole = given, wanted, keep, whole
         self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
 
+    @property
+    def kept(self) -> tuple[int, int]:
+        """(B, K), the shape of the tokens whose logits the caller wants."""
+        return self.wanted.shape[0], self.keep
+
     # As labels, in the loss function
 
     def to_tensor(self) -> Tensor:
@@ -190,9 +195,13 @@ class HeadTargets(TensorLike):
             assert self.placement is not None
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
         else:
-            kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-            output["logits"] = Reading(self, output["logits"], head, path.split(".")[0], kept).logits()
+            output["logits"] = self.later(output["logits"], head, path, arguments)
         return output
+
+    def later(self, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Tensor:
+        """The caller's logits, computed when they are read. The given ones are of some tokens."""
+        kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
+        return Reading(self, logits, head, path.split(".")[0], kept).logits()
 
 
 def targets_of(
@@ -235,7 +244,7 @@ def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bo
     causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
     if not causal or why_not_by_token(head, forward, base) is not None:
         return False
-    return not torch.is_grad_enabled() or _computes_later(head, base)
+    return not torch.is_grad_enabled() or computes_later(head, base)
 
 
 def why_not_by_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> str | None:
@@ -274,7 +283,7 @@ def _packages(forward: Any) -> Iterator[str]:
         forward = getattr(forward, "__wrapped__", None)
 
 
-def _computes_later(head: nn.Module, base: nn.Module) -> bool:
+def computes_later(head: nn.Module, base: nn.Module) -> bool:
     """Whether logits computed later are the same: layers of torch and transformers alone, without state or dropout.
 
     And nothing that wraps the model may need them in the call: DDP with a static graph watches the tensors of the first

@@ -30,7 +30,7 @@ class Reading:
     def __init__(
         self, targets: HeadTargets, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]
     ) -> None:
-        self.shape = torch.Size((targets.wanted.shape[0], targets.keep, *logits.shape[2:]))
+        self.shape = torch.Size((*targets.kept, *logits.shape[2:]))
         self.dtype, self.device = logits.dtype, logits.device
         self.targets, self.head, self.path, self.call = targets, head, path, arguments
         self.parameters = list(own_parameters(head, getattr(head, path)))

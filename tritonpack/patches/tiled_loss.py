@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from tritonpack.checks import describe, is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.head_alone import STATES, own_tensors, run_head
-from tritonpack.patches.head_targets import HeadTargets, why_not_by_token
+from tritonpack.patches.head_targets import HeadTargets, computes_later, why_not_by_token
 from tritonpack.patches.labels import IGNORED, takes_targets
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward, Part
@@ -112,7 +112,7 @@ class TiledLoss(Part):
         wanted = None
         if compacted and not packed_batch.shared and not packed_batch.cached:
             wanted = _in_batch(targets, packed_batch.tokens, arguments.get("logits_to_keep"), ignored)
-        return TiledTargets(self, arguments, targets, wanted)
+        return TiledTargets(self, arguments, targets, wanted, shared=packed_batch.shared)
 
 
 class TiledTargets(HeadTargets):
@@ -126,16 +126,19 @@ class TiledTargets(HeadTargets):
         keep: K by the call's `logits_to_keep`: how many of the last tokens, or which tokens. 0 for all.
         chosen: (M,), in the row, or in the flattened batch, the tokens that predict a label; None for all of `given`.
         labels: (M,), their labels.
+        shared: whether the call is one rank's part of a batch.
     """
 
     narrow = True
 
-    def __init__(self, loss: TiledLoss, call: Mapping[str, Any], given: Tensor, wanted: Tensor | None) -> None:
+    def __init__(
+        self, loss: TiledLoss, call: Mapping[str, Any], given: Tensor, wanted: Tensor | None, *, shared: bool
+    ) -> None:
         keep = call.get("logits_to_keep")
         super().__init__(given, given if wanted is None else wanted, 0 if keep is None else keep)
         self.tiled, self.placed = loss, wanted is not None
         self.chosen = None
-        self.used = False
+        self.used, self.shared = False, shared
         left_out = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch", "ignore_index")
         self.call = {name: x for name, x in call.items() if name not in left_out}
         if "output_router_logits" in inspect.signature(type(loss.module).forward).parameters:
@@ -165,6 +168,7 @@ class TiledTargets(HeadTargets):
         if placement is not None:
             rest = {name: placement.lay_back_all(x, name) for name, x in rest.items()}
             states = states if self.chosen is not None else placement.lay_back(states)
+            self.placement = None if self.chosen is None else placement
         self.states = states
         self.output = type(output)(**{STATES: states[:1, :1], **rest})
         return self.output
@@ -212,13 +216,21 @@ class TiledTargets(HeadTargets):
             )
         return states.flatten(0, 1), self.given.flatten()
 
-    def finish(self, output: Any, *_: Any) -> Any:
-        """The head's output without logits."""
+    @property
+    def kept(self) -> Any:
+        return self.given.shape
+
+    def finish(self, output: Any, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Any:
+        """The head's output without logits. In evaluation logits are computed if they are read, as for metrics."""
         if not self.used:
             raise UnsupportedModelError(
                 f"{type(self.tiled.module).__name__} computes its loss without its loss function, so it isn't tiled. "
                 f"{REMEDY}"
             )
+        reads = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.shared)
+        if reads and computes_later(head, getattr(head, path.split(".")[0])):
+            output["logits"] = self.later(output["logits"], head, path, arguments)
+            return output
         return type(output)(**{name: x for name, x in output.items() if name != "logits"})
 
 
