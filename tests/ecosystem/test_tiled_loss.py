@@ -23,7 +23,7 @@ def make_trainer(folder: Path, model: Any = None, *, metrics: Any = None, **opti
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"unpad": True}], ids=["", "unpad"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"unpad": True}], ids=["", "unpad"])
 def test_training_and_evaluation(options: dict[str, bool], tmp_path: Path) -> None:
     """Windows of gradient accumulation with unequal numbers of tokens."""
     outcomes, losses = [], []
@@ -37,7 +37,9 @@ def test_training_and_evaluation(options: dict[str, bool], tmp_path: Path) -> No
     assert abs(losses[0] - losses[1]) < EXACT * losses[0]
 
 
-@pytest.mark.parametrize("option", ["label_smoothing_factor", "compute_loss_func"])
+@pytest.mark.parametrize(
+    "option", ["label_smoothing_factor", pytest.param("compute_loss_func", marks=pytest.mark.slow)]
+)
 def test_losses_of_the_trainer_read_logits(option: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **({option: 0.1} if option == "label_smoothing_factor" else {}))
     if option == "compute_loss_func":
@@ -64,6 +66,7 @@ def test_metrics_of_logits(tmp_path: Path) -> None:
     assert abs((seen[0] - seen[1]) * mask).max() < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["patch", "trainer"])
 def test_the_fused_head_of_sft_trainer_is_refused(first: str, tmp_path: Path) -> None:
     """SFTTrainer replaces the model's forward by one that makes no logits either."""

@@ -16,6 +16,10 @@ from tritonpack.patches.tiled_loss import TiledTargets
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
+FUSED = (
+    "A fused loss, as Liger-Kernel and TRL's SFTTrainer put into a model, reads labels past it: leave it out and use "
+    "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For other losses:"
+)
 REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
 
 
@@ -91,5 +95,6 @@ def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
             model.__dict__["_loss_function"] = before
     if not loss.used:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {REMEDY}"
+            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {FUSED} "
+            f"{REMEDY}"
         )
