@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.patches.test_unpad import LIMIT, padded, real, results
 from tritonpack.patches.tiled_loss import TILE_ROWS
 from tritonpack.patches.trial.comparison import apart, tolerance
 
+ROOT = Path(__file__).parents[2]
 QUICK = ("gemma2", "gpt2", "gpt_oss", "llama", "qwen3_next")
 FLOAT32 = tolerance(torch.float32)  # transformers' causal loss is in float32
 # Heads without `logits_to_keep`, with a loss of their own or of all logits, that call a part of the base model, or
@@ -69,6 +71,11 @@ def test_every_type_is_exact_or_refused(name: str) -> None:
     if name != "rwkv":  # its backward pass fails in stock
         equal_as_untiled(model, padded())
     assert state(model) == before
+
+
+def test_guide_counts_the_types() -> None:
+    said = f"Of {len(BUILT)} causal model types, {len(BUILT) - len(REFUSED)} are tiled and {len(REFUSED)} refused."
+    assert said in " ".join((ROOT / "docs" / "long-context.md").read_text(encoding="utf-8").split())
 
 
 def exact_loss(
@@ -267,6 +274,8 @@ class TestHeads:
         model = peft.get_peft_model(tiny_model("llama"), config).double().eval()
         assert sum("lm_head" in name for name, p in model.named_parameters() if p.requires_grad) == 2
         equal_as_untiled(model, padded())
+        with torch.no_grad(), tritonpack.patch(model, tiled_loss=4):
+            assert model(**padded()).logits is None
         if dropout:
             model.train()
             tritonpack.patch(model, tiled_loss=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,18 @@ from torch.utils._pytree import tree_map
 
 from tritonpack.patches.head_alone import own_parameters, run_head
 
-if TYPE_CHECKING:
-    from tritonpack.patches.head_targets import HeadTargets
-
 
 class Reading:
     """How the logits of a call are computed when they are read: the head runs once more, on the states of all tokens.
 
     Attributes:
+        targets: the HeadTargets of the call.
         states: (1, N, ...) or (B, T, ...), of all tokens that the model ran on.
         dtype: of the logits.
         data: the logits, after they were read.
     """
 
-    def __init__(
-        self, targets: HeadTargets, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, targets: Any, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> None:
         self.shape = torch.Size((*targets.kept, *logits.shape[2:]))
         self.dtype, self.device = logits.dtype, logits.device
         self.targets, self.head, self.path, self.call = targets, head, path, arguments

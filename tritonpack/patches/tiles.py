@@ -108,7 +108,7 @@ def _added(total: Tensor | None, one: Tensor | None) -> Tensor | None:
 
 
 def _scaled(x: Tensor, factor: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """A tensor times a number, computed in at least float32. A product with 16 bits would round the number first."""
+    """A tensor times a number, computed in at least float32. A product with 16 bits may round the number first."""
     out = torch.empty_like(x, dtype=dtype)
     number = factor.to(x.device)
     for a in range(0, x.shape[0] if x.ndim else 0, rows):
