@@ -138,12 +138,16 @@ def trains_as_stock(name: str, first: str) -> None:
 
 
 def refuses_a_head_that_is_sharded_by_itself() -> None:
-    model = WRAPPERS["FSDP, a sharded head"](training_model())
-    with patch(model, tiled_loss=5):
+    for frozen in (True, False):
+        whole = training_model()
+        whole.lm_head.requires_grad_(not frozen)
+        model = WRAPPERS["FSDP, a sharded head"](whole)
+        handle = patch(model, tiled_loss=5)
         with pytest.raises(ValueError, match=r"fully_shard\(layer\) for each layer and fully_shard\(model\), but not"):
             model(**padded_batch(0))
         with torch.no_grad():
             loss = model(**padded_batch(0)).loss
+        handle.unpatch()
     torch.testing.assert_close(loss, training_model()(**padded_batch(0)).loss)
 
 

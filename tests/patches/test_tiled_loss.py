@@ -320,6 +320,22 @@ class TestLosses:
         equal_as_untiled(model, padded(), limit=LIMIT)
         assert vars(model)["_loss_function"] is with_z
 
+    def test_a_loss_that_is_an_object(self) -> None:
+        """Its attributes stay its own."""
+
+        class Loss:
+            rows = path = None
+
+            def __init__(self) -> None:
+                self.rows, self.path, self.own = 1, "nowhere", None
+
+            def __call__(self, logits: Any, labels: Any, vocab_size: Any, num_items_in_batch=None, shift_labels=None):
+                return exact_loss(logits, labels, vocab_size, num_items_in_batch, shift_labels)
+
+        model = tiny_model("llama")
+        model.loss_function = Loss()
+        equal_as_untiled(model, padded(), limit=LIMIT)
+
     def test_a_loss_without_targets_is_refused(self) -> None:
         model = tiny_model("llama")
         model.loss_function = lambda logits, labels, **_: logits.mean()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import describe, is_int
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.head_alone import STATES, own_tensors, run_head
+from tritonpack.patches.head_alone import STATES, own_parameters, own_tensors, run_head
 from tritonpack.patches.head_targets import HeadTargets, computes_later, why_not_by_token
 from tritonpack.patches.labels import IGNORED, takes_targets
 from tritonpack.patches.packed_batch import PackedBatch
@@ -64,7 +64,7 @@ class TiledLoss(Part):
     def install(self) -> None:
         if not self.in_place:
             self.own, self._before = self.module.loss_function, self.module.__dict__.get("_loss_function")
-            functools.update_wrapper(self, self.own)
+            functools.update_wrapper(self, self.own, updated=())
             self.module.loss_function = self
 
     def remove(self) -> None:
@@ -91,7 +91,7 @@ class TiledLoss(Part):
             compacted: whether the model may run on one row in place of the batch.
 
         Raises:
-            ValueError: labels that aren't a tensor of integers, or without `shift_labels` where they are needed.
+            ValueError: labels that aren't a tensor of integers, or a loss function that was replaced.
         """
         labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
         given = labels if shifted is None else shifted
@@ -196,7 +196,7 @@ class TiledTargets(HeadTargets):
 
         parameters = list(own_tensors(head, getattr(head, path)))
         if torch.is_grad_enabled():
-            _require_whole(parameters, type(head).__name__)
+            _require_whole(head, getattr(head, path))
         tiles = Tiles(part, targets, count > 0, self.tiled.rows, type(head).__name__)
         total = tiled_sum(tiles, states, parameters)
         items = count if num_items_in_batch is None else num_items_in_batch
@@ -270,13 +270,13 @@ def _require_known_head(head: PreTrainedModel, path: str) -> None:
         raise UnsupportedModelError(f"the loss of {name} can't be computed in tiles: {why}. {REMEDY}")
 
 
-def _require_whole(parameters: list[Tensor], name: str) -> None:
-    """Refuse weights of which this rank holds a part."""
-    for parameter in parameters:
+def _require_whole(head: nn.Module, base: nn.Module) -> None:
+    """Refuse weights of a head of which this rank holds a part."""
+    for parameter in own_parameters(head, base):
         if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
             raise UnsupportedModelError(
-                f"a weight of the head of {name}, {tuple(parameter.shape)}, is sharded by itself during the model's "
-                "forward pass, and tiled_loss needs it whole. With FSDP2 shard it together with the model: "
+                f"a weight of the head of {type(head).__name__}, {tuple(parameter.shape)}, is sharded by itself during "
+                "the model's forward pass, and tiled_loss needs it whole. With FSDP2 shard it together with the model: "
                 "fully_shard(layer) for each layer and fully_shard(model), but not the head. Otherwise patch the model "
                 "without tiled_loss."
             )
