@@ -465,7 +465,7 @@ def test_logits_stay_where_they_are() -> None:
     with tritonpack.patch(model, tiled_loss=5), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model(**packed(20)).loss.backward()
     assert moved
-    assert not [shape for shape in moved if shape[-1:] == (1009,) and shape[0] > 1 and len(shape) == 3]
+    assert not [shape for shape in moved if 1009 in shape and 32 not in shape]  # but for the head's weights
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
 from tritonpack.checks import describe, is_int
@@ -206,7 +206,8 @@ class TiledTargets(HeadTargets):
         """The states that predict targets, (N, ...), and these targets, (N,)."""
         if self.chosen is not None:
             states = self.states.flatten(0, 1)
-            return states.index_select(0, self.chosen.to(states.device)), self.labels
+            # In the backward pass of `embedding` the gradients of a shared token add up in a fixed order.
+            return embedding(self.chosen.to(states.device), states), self.labels
         keep = self.keep
         states = self.states[:, slice(-keep, None) if isinstance(keep, int) else keep]
         if states.shape[:2] != self.given.shape:
