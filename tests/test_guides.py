@@ -11,7 +11,7 @@ import torch
 import tritonpack
 
 DOCS = Path(__file__).parents[1] / "docs"
-GUIDES = ("fine-tuning", "backends")
+GUIDES = ("fine-tuning", "backends", "long-context")
 
 
 def blocks(guide: str) -> list[str]:
@@ -45,7 +45,16 @@ def for_fine_tuning(folder: Path) -> dict[str, Any]:
     }
 
 
-CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {"fine-tuning": for_fine_tuning, "backends": for_backends}
+def for_long_context(folder: Path) -> dict[str, Any]:
+    given = for_fine_tuning(folder)
+    return {**given, "batch": tritonpack.PackingCollator()([given["dataset"][i] for i in range(4)])}
+
+
+CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "fine-tuning": for_fine_tuning,
+    "backends": for_backends,
+    "long-context": for_long_context,
+}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def test_ranks_agree_on_padded_batches(run_on, module, name):
     run_on(2, module, name)
 
 
+@each_case(2, "tiled_cases")
+@pytest.mark.sampled(
+    "tiled: packed, llama", "tiled: largest tensor", "tiled: DDP, patch first", "tiled: FSDP, wrapper first"
+)
+def test_ranks_agree_on_tiled_losses(run_on, module, name):
+    run_on(2, module, name)
+
+
 @pytest.mark.slow
 def test_readme_counts_the_types_that_ranks_can_share():
     root = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from tests.patches import zoo
 from tests.patches.models import COMMON, VOCAB, tiny_model
 from tests.patches.test_every_model import BUILT
 from tests.patches.test_unpad import LIMIT, WAYS, padded, real, results
-from tritonpack.patches.head_targets import LaterLogits
+from tritonpack.patches.later_logits import LaterLogits
 from tritonpack.patches.trial.comparison import apart, tolerance
 
 QUICK = ("bamba", "gemma3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", "qwen3_next")

@@ -218,6 +218,7 @@ def setup(
     attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
     backend: Backend = "auto",
     unpad: bool = True,
+    tiled_loss: bool | int = False,
     **options: Any,
 ) -> TrainerSetup:
     """Let a Trainer train on packed rows of at most `tokens` tokens per rank.
@@ -238,7 +239,7 @@ def setup(
         trainer: a transformers.Trainer or TRL's SFTTrainer, with an indexed train_dataset of tokenized documents.
         tokens: the tokens of a row, from 1 to 2**30.
         labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
-        attention, backend, unpad: see `patch`.
+        attention, backend, unpad, tiled_loss: see `patch`.
         options: `lengths`, `objective`, `cost_model`, `tail`, `lookahead`, `steps_together`, `overlong`, `per_token`,
             `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`.
 
@@ -262,7 +263,7 @@ def setup(
             raise ValueError(f"there is no option {name!r}; the options are {', '.join(_OPTIONS)}.")
     if labels is not None:
         check_choice(labels, get_args(LabelObjective), "labels")
-    patching = {"attention": attention, "backend": backend, "unpad": unpad}
+    patching = {"attention": attention, "backend": backend, "unpad": unpad, "tiled_loss": tiled_loss}
     return TrainerSetup(trainer, tokens, patching, {"labels": labels, **options})
 
 

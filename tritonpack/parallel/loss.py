@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +10,16 @@ from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.shard_and_gather import Sharding
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.labels import IGNORED, takes_targets
+from tritonpack.patches.tiled_loss import TiledTargets
 
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
+FUSED = (
+    "A fused loss, as Liger-Kernel and TRL's SFTTrainer put into a model, reads labels past it: leave it out and use "
+    "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For other losses:"
+)
 REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
 
 
@@ -33,7 +37,7 @@ def shifts(loss_function: Any) -> bool:
     name = getattr(loss_function, "__name__", "")
     if name in PER_TOKEN:
         return False
-    if not {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters):
+    if not takes_targets(loss_function):
         raise UnsupportedModelError(
             f"the model's loss function {name or loss_function!r} must take shift_labels and num_items_in_batch, as "
             f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {REMEDY}"
@@ -56,8 +60,10 @@ class ShardedLoss:
         self.own, self.sharding, self.targets, self.whole = own, sharding, targets, whole
         self.used = False
 
-    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if logits.shape[:-1] != self.targets.shape or labels.shape != self.targets.shape:
+    def __call__(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tiled = isinstance(labels, TiledTargets)  # it stands for this rank's targets; logits are of one token
+        shapes = {logits.shape[:-1], labels.shape, self.targets.shape}
+        if not tiled and len(shapes) > 1:
             raise UnsupportedModelError(
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
@@ -66,9 +72,10 @@ class ShardedLoss:
         items = kwargs.pop("num_items_in_batch", None)
         if items is None:
             items = (self.whole != kwargs.get("ignore_index", IGNORED)).sum()
+        targets = labels if tiled else self.targets
         if shifts(self.own):
-            kwargs["shift_labels"] = self.targets
-        return self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
+            kwargs["shift_labels"] = targets
+        return self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
 
 
 @contextmanager
@@ -88,5 +95,6 @@ def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
             model.__dict__["_loss_function"] = before
     if not loss.used:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {REMEDY}"
+            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {FUSED} "
+            f"{REMEDY}"
         )

@@ -32,6 +32,7 @@ from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
 from tritonpack.patches.report import Report, holds, make_report
 from tritonpack.patches.rope import rope_limits
+from tritonpack.patches.tiled_loss import TiledLoss
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
@@ -44,6 +45,7 @@ class Options(NamedTuple):
     backend: Backend = "auto"
     unpad: bool = False
     share_prefixes: bool = False
+    tiled_loss: int = 0
 
     def __str__(self) -> str:
         chosen = {name: value for name, value in self._asdict().items() if value != Options._field_defaults[name]}
@@ -125,7 +127,8 @@ class AppliedPatch:
         guards = [Guard(module, self) for module in guarded.values()]
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
         self._managers = [ContinuousBatching(module, self.context, self.hooks) for module in generating]
-        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers]
+        tiled = [head.tiled for head in self.heads if head.tiled is not None]
+        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *tiled]
 
     def _unpack(
         self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout
@@ -177,6 +180,8 @@ class AppliedPatch:
             if hook is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
                 self.heads.append(kind(module, self.context, hook))
+        if asked.tiled_loss:
+            self._tile(asked.tiled_loss)
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
         names = [hook.name for hook in self.hooks]
@@ -184,6 +189,13 @@ class AppliedPatch:
         running = [Running(module, self.context) for module in modules if layers]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
         return names, [*layers, *running, *images, *self.heads]
+
+    def _tile(self, rows: int) -> None:
+        """Compute the losses of the models that users call on tiles of rows."""
+        for head in self.heads:
+            if not any(other is not head and holds(other.module, head.module) for other in self.heads):
+                head.tiled = TiledLoss(head.module, head.path, rows)
+        self.report = replace(self.report, tile_rows=rows)
 
     def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
         """Make models whose own loss mixes documents refuse packed rows with labels.

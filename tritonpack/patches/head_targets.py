@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,26 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, log_softmax, pad
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.head_alone import STATES, own_parameters
 from tritonpack.patches.labels import IGNORED, predicts_own_tokens, shifts_labels
+from tritonpack.patches.later_logits import Reading
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.tensor_like import TensorLike
 
-STATES = "last_hidden_state"
 SHAPING = ("flatten", "to")  # beside those that `TensorLike` has
-# What stands between a call of a module and its forward.
-WAY_IN: dict[str, Any] = {
-    "_forward_hooks": {}, "_forward_pre_hooks": {}, "_backward_hooks": {}, "_backward_pre_hooks": {},
-    "_compiled_call_impl": None,
-}  # fmt: skip
-
 
 # Packages whose wrappers leave labels and logits as they are. TRL's head computes the loss itself.
 HARMLESS = {"accelerate", "torch", "transformers"}
@@ -51,6 +42,7 @@ class HeadTargets(TensorLike):
         keep: K, of how many last tokens in a row the caller wants logits.
         whole: whether the head runs on the caller's rows in any case, with the labels as they are.
         narrow: whether the head runs on other rows than the caller's.
+        placed: whether `wanted` is known, so that `place` can be called.
         chosen: (S,) int64, on which tokens of the row, or of the flattened batch, the head runs; None for all.
         rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
         labels: (M,) int64.
@@ -59,7 +51,7 @@ class HeadTargets(TensorLike):
         output: what the head got.
     """
 
-    narrow = False
+    narrow, placed = False, True
     chosen: Tensor | None
     rows: Tensor
     labels: Tensor
@@ -70,6 +62,11 @@ class HeadTargets(TensorLike):
     def __init__(self, given: Tensor, wanted: Tensor, keep: int, *, whole: bool = False) -> None:
         self.given, self.wanted, self.keep, self.whole = given, wanted, keep, whole
         self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """(B, K), the shape of the tokens whose logits the caller wants."""
+        return self.wanted.shape[0], self.keep
 
     # As labels, in the loss function
 
@@ -198,9 +195,13 @@ class HeadTargets(TensorLike):
             assert self.placement is not None
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
         else:
-            kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-            output["logits"] = Reading(self, output["logits"], head, path.split(".")[0], kept).logits()
+            output["logits"] = self.later(output["logits"], head, path, arguments)
         return output
+
+    def later(self, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Tensor:
+        """The caller's logits, computed when they are read. The given ones are of some tokens."""
+        kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
+        return Reading(self, logits, head, path.split(".")[0], kept).logits()
 
 
 def targets_of(
@@ -238,18 +239,39 @@ def targets_of(
 
 
 def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bool:
-    """Whether a head gives the same loss from the tokens alone that predict a label.
+    """Whether a head gives the same loss from the tokens alone that predict a label."""
+    loss = head.loss_function
+    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
+    if not causal or why_not_by_token(head, forward, base) is not None:
+        return False
+    return not torch.is_grad_enabled() or computes_later(head, base)
+
+
+def why_not_by_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> str | None:
+    """Why a head isn't known to compute the logits of each token by itself, and one loss of them; None if it is.
 
     It must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`, its
     loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+
+    Args:
+        head: the model that the user called.
+        forward: its forward.
+        base: the model in it that gives it its states.
     """
-    inner = {name for name, _ in base.named_children()}
     own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
-    if not HARMLESS.issuperset(_packages(function)) or inspect.unwrap(function) is not own:
-        return False
-    if not _has_causal_loss(head, own) or not inner.isdisjoint(own.__code__.co_names):
-        return False
-    return not torch.is_grad_enabled() or _computes_later(head, base)
+    foreign = sorted(set(_packages(function)) - HARMLESS)
+    if foreign or inspect.unwrap(function) is not own:
+        return f"its forward isn't transformers' own, but of {' and '.join(foreign) or 'another class'}"
+    code = own.__code__
+    if "loss_function" not in code.co_names:
+        return "it computes no loss by its loss function"
+    if "logits_to_keep" not in code.co_varnames:
+        return "it takes no logits_to_keep, so its head may not compute each token by itself"
+    if "logsumexp" in code.co_names:
+        return "it has another loss of all logits"
+    if reached := {name for name, _ in base.named_children()}.intersection(code.co_names):
+        return f"its forward reaches into its base model ({', '.join(sorted(reached))})"
+    return None
 
 
 def _packages(forward: Any) -> Iterator[str]:
@@ -261,164 +283,7 @@ def _packages(forward: Any) -> Iterator[str]:
         forward = getattr(forward, "__wrapped__", None)
 
 
-def _has_causal_loss(head: PreTrainedModel, forward: Any) -> bool:
-    """Whether transformers' forward of a head computes the logits of each token by itself, as `logits_to_keep` needs,
-    and its causal loss of them, and no other loss of all logits."""
-    loss, names = head.loss_function, forward.__code__.co_names
-    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-    return (
-        causal
-        and "loss_function" in names
-        and "logits_to_keep" in forward.__code__.co_varnames
-        and "logsumexp" not in names
-    )
-
-
-class Reading:
-    """How the logits of a call are computed when they are read: the head runs once more, on the states of all tokens.
-
-    Attributes:
-        states: (1, N, ...) or (B, T, ...), of all tokens that the model ran on.
-        dtype: of the logits.
-        data: the logits, after they were read.
-    """
-
-    def __init__(
-        self, targets: HeadTargets, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]
-    ) -> None:
-        self.shape = torch.Size((targets.wanted.shape[0], targets.keep, *logits.shape[2:]))
-        self.dtype, self.device = logits.dtype, logits.device
-        self.targets, self.head, self.path, self.call = targets, head, path, arguments
-        self.parameters = list(own_parameters(head, getattr(head, path)))
-        self.fingerprints = [_fingerprint(parameter) for parameter in self.parameters]
-        kind = self.device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.data: Tensor | None = None
-
-    @property
-    def states(self) -> Tensor:
-        return self.targets.states
-
-    def logits(self) -> LaterLogits:
-        return _Read.apply(self, self.states, *self.parameters)
-
-    def cast(self, dtype: torch.dtype) -> Reading:
-        """The same logits in another dtype, read by themselves."""
-        other = copy.copy(self)
-        other.dtype, other.data = dtype, None
-        return other
-
-    def read(self) -> Tensor:
-        if self.data is None:
-            with torch.no_grad():
-                self.data = self.run(self.states).detach()
-        return self.data
-
-    def run(self, states: Tensor) -> Tensor:
-        """Run the head's own forward on a stand-in that gives the states in place of the base model."""
-        self._require_same_head()
-        placement = self.targets.placement
-        states = states if placement is None else placement.lay_back(states)
-        output = type(self.targets.output)(**{**self.targets.output, STATES: states})
-        base = _twin(getattr(self.head, self.path), forward=lambda *_, **__: output, **WAY_IN)
-        head = _twin(self.head, _modules={**self.head._modules, self.path: base})
-        kind, dtype, enabled = self.autocast
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return type(head).forward(head, **self.call)["logits"].to(self.dtype)
-
-    def _require_same_head(self) -> None:
-        now = list(own_parameters(self.head, getattr(self.head, self.path)))
-        same = len(now) == len(self.parameters) and all(map(operator.is_, now, self.parameters))
-        if not same or any(bool(_fingerprint(x) != before) for x, before in zip(now, self.fingerprints, strict=True)):
-            raise ValueError(
-                "logits of a call with labels are computed when they are read, and the weights of the model's head "
-                "have changed since the call. Read them before the optimizer's step."
-            )
-
-
-class LaterLogits(Tensor):
-    """The logits (B, K, vocabulary) of a call whose head ran on a part of the tokens: computed when they are read.
-
-    It is a tensor without memory of its own, with a node in the graph of gradients. Each operator on it gets the
-    logits themselves.
-    """
-
-    reading: Reading
-
-    @staticmethod
-    def __new__(cls, reading: Reading) -> LaterLogits:
-        made = Tensor._make_wrapper_subclass(cls, reading.shape, dtype=reading.dtype, device=reading.device)
-        made.reading = reading
-        return made
-
-    def float(self) -> Tensor:
-        """In float32, also computed when it is read: accelerate asks for it in mixed precision, whoever reads it."""
-        return self if self.dtype == torch.float32 else self.reading.cast(torch.float32).logits()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        out = function(*tree_map(_read, args), **tree_map(_read, kwargs or {}))
-        return args[0] if function._schema.is_mutable and isinstance(args[0], LaterLogits) else out
-
-    def tolist(self) -> Any:
-        return self.detach().tolist()
-
-    def data_ptr(self) -> int:
-        return self.reading.read().data_ptr()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.detach())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # a pickle is that of the logits
-
-
-def _read(value: Any) -> Any:
-    return value.reading.read() if isinstance(value, LaterLogits) else value
-
-
-class _Read(torch.autograd.Function):
-    """The node of logits that are read later, between them and the states and the weights of the head."""
-
-    @staticmethod
-    def forward(ctx: Any, reading: Reading, states: Tensor, *parameters: Tensor) -> LaterLogits:
-        ctx.reading = reading
-        ctx.save_for_backward(states, *parameters)
-        return LaterLogits(reading)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        states, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
-            states = states.detach().requires_grad_(ctx.needs_input_grad[1])
-            logits = ctx.reading.run(states)
-        wanted = [
-            x if needed else None for x, needed in zip((states, *parameters), ctx.needs_input_grad[1:], strict=True)
-        ]
-        found = torch.autograd.grad(logits, [x for x in wanted if x is not None], gradient, allow_unused=True)
-        gradients = iter(found)
-        return None, *(None if x is None else next(gradients) for x in wanted)
-
-
-def own_parameters(head: nn.Module, base: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a model's head, around its base model; tied weights are of both."""
-    for _, module in head.named_modules(memo={base}):
-        yield from module.parameters(recurse=False)
-
-
-def _fingerprint(parameter: Tensor) -> Tensor:
-    """The sum of the bits of a parameter, as integers. A change in place needn't change its `_version`."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return parameter.detach().view(integers).sum()
-
-
-def _computes_later(head: nn.Module, base: nn.Module) -> bool:
+def computes_later(head: nn.Module, base: nn.Module) -> bool:
     """Whether logits computed later are the same: layers of torch and transformers alone, without state or dropout.
 
     And nothing that wraps the model may need them in the call: DDP with a static graph watches the tensors of the first
@@ -436,10 +301,3 @@ def _computes_later(head: nn.Module, base: nn.Module) -> bool:
     group = getattr(state(), "_fsdp_param_group", None) if state is not None else None
     resharded = state is not None and getattr(group, "post_forward_mesh_info", "unknown") is not None
     return not resharded and not (ddp is not None and ddp.static_graph)
-
-
-def _twin(module: nn.Module, **changes: Any) -> nn.Module:
-    """A module with the parts and the class of another, some attributes changed. The class's `__init__` doesn't run."""
-    twin = object.__new__(type(module))
-    twin.__dict__ = {**module.__dict__, **changes}
-    return twin

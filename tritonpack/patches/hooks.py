@@ -137,7 +137,8 @@ class PackingHook(PreHook):
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.placement is None:
             self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
-            packed_batch = self.compaction(packed_batch, arguments, self.context.state.targets)
+            targets = self.context.state.targets
+            packed_batch = self.compaction(packed_batch, arguments, targets if targets and targets.placed else None)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False  # its keys would be those of the one row
         if packed_batch is not None:

@@ -89,6 +89,11 @@ def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBa
         )
 
 
+def takes_targets(loss_function: Any) -> bool:
+    """Whether a loss function takes the target of each token, and the number to divide the sum of losses by."""
+    return {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters)
+
+
 def predicts_own_tokens(model: PreTrainedModel) -> bool:
     """Whether a model compares each label with its prediction at the same place, as encoder-decoder models do."""
     return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)

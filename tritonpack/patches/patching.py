@@ -16,6 +16,7 @@ from tritonpack.patches.compaction import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
+from tritonpack.patches.tiled_loss import check_tiled_loss
 
 
 class Patch:
@@ -65,6 +66,7 @@ def patch(
     backend: Backend = "auto",
     unpad: bool = False,
     share_prefixes: bool = False,
+    tiled_loss: bool | int = False,
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
@@ -95,6 +97,9 @@ def patch(
         share_prefixes: whether documents that begin with the same tokens share them, so that each distinct token runs
             once; includes `unpad`. Their outputs are copied to each document, and their gradients add up. Dropout
             draws once for a shared token.
+        tiled_loss: whether a causal model's head and loss run on tiles of rows, so that no tensor holds the logits of
+            all tokens: True for tiles of 1,024 rows, or the rows of a tile. Loss and gradients stay the same. A call
+            with labels then has no logits, and training without labels is refused.
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
@@ -108,7 +113,8 @@ def patch(
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)
     register()
-    asked = Options(attention, backend, check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes"))
+    flags = check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes")
+    asked = Options(attention, backend, *flags, check_tiled_loss(tiled_loss))
     if attention != "tritonpack" and (unpad or share_prefixes):
         raise ValueError(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "

@@ -31,6 +31,7 @@ class Report:
         left: names of the parts of the model that stay unchanged, such as a vision tower.
         replaced: the attention implementation that the model had before.
         saves: what of a padded batch isn't computed, as `unpad` and `share_prefixes` ask for; empty without them.
+        tile_rows: the rows of a tile in which head and loss are computed, as `tiled_loss` asks for; 0 without it.
     """
 
     model_type: str
@@ -44,6 +45,7 @@ class Report:
     left: tuple[str, ...]
     replaced: str | None
     saves: tuple[str, ...] = ()
+    tile_rows: int = 0
 
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
@@ -58,6 +60,8 @@ class Report:
         ):
             if names:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
+        if self.tile_rows:
+            lines.append(f"  head and loss: in tiles of {self.tile_rows:,} rows")
         return "\n".join(lines)
 
     def _runs(self) -> str:

@@ -1,0 +1,222 @@
+"""The head and the loss on tiles of rows, under DDP, FSDP2 and SequenceParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from tests.parallel.composition_cases import full
+from tests.parallel.models import (
+    BATCHES,
+    alone,
+    alone_on,
+    close,
+    loss_of,
+    make_float32_model,
+    make_model,
+    on_ranks,
+    packed,
+    same,
+)
+from tests.parallel.padded_cases import WRAPPERS, stock
+from tests.patches.padded_batches import padded_batch, training_model
+from tests.patches.test_every_model import state
+from tests.patches.test_tiled_loss import Largest
+from tritonpack import SequenceParallel, patch
+
+STEPS = 2
+
+
+def shares_batches(batch: str, family: str, **options: Any) -> None:
+    """The loss and all gradients of one process without tiles, in float64."""
+    model = make_model(family)
+    with patch(model, tiled_loss=4):
+        got = on_ranks(model, loss_of, BATCHES[batch](), **options)
+    same(got, alone_on(family, batch))
+
+
+def shares_batches_in_float32() -> None:
+    """With transformers' own loss, and the number of targets of several batches."""
+    for more in ({}, {"num_items_in_batch": 100}, {"num_items_in_batch": torch.tensor(100)}):
+        want = alone(make_float32_model(), loss_of, packed(), **more)
+        model = make_float32_model()
+        with patch(model, tiled_loss=4):
+            got = on_ranks(model, partial(loss_of, **more), packed())
+        close(got.loss, want.loss, "loss", 1e-6)
+        for name, gradient in want.gradients.items():
+            close(got.gradients[name], gradient, name, 1e-5)
+
+
+def keeps_logits_of(keep: Any, wanted: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Targets of chosen tokens; some ranks may own none of them."""
+    batch = packed()
+    targets = wanted(nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100))
+    batch |= {"labels": targets, "shift_labels": targets}
+    want = alone(make_model(), loss_of, batch, logits_to_keep=keep)
+    model = make_model()
+    with patch(model, tiled_loss=2):
+        got = on_ranks(model, partial(loss_of, logits_to_keep=keep), batch)
+    same(got, want)
+
+
+def ranks_without_targets() -> None:
+    for keep in (0, 51):  # only the first token predicts something, or none does
+        batch = packed()
+        batch["labels"] = batch["labels"].new_full((1, 51), -100)
+        batch["labels"][0, 1 : 2 - bool(keep)] = 7
+        model = make_model()
+        with patch(model, tiled_loss=4):
+            got = on_ranks(model, partial(loss_of, num_items_in_batch=3), batch)
+        same(got, alone(make_model(), loss_of, batch, num_items_in_batch=3))
+
+
+def largest_tensor(gather_outputs: bool) -> None:
+    """No rank makes a tensor with more numbers than a tile times the vocabulary; outputs have no logits to gather."""
+    model = make_model(vocab_size=1009)
+    batch = packed((30, 34))
+    with SequenceParallel(model), Largest(model) as seen:
+        model(**batch).loss.backward()
+    assert seen.numel >= 64 // dist.get_world_size() * 1009
+    with patch(model, tiled_loss=5), SequenceParallel(model, gather_outputs=gather_outputs), Largest(model) as seen:
+        output = model(**batch)
+        output.loss.backward()
+    assert seen.numel == 5 * 1009, seen.shape
+    assert output.logits is None
+
+
+def recomputes_layers() -> None:
+    model = make_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with patch(model, tiled_loss=4):
+        same(on_ranks(model, loss_of, packed()), alone_on("llama", "packed"))
+
+
+def shards_under(name: str) -> None:
+    """SequenceParallel around a wrapped model."""
+    want = alone(make_model(), loss_of, packed())
+    model = make_model()
+    patch(model, tiled_loss=4)
+    wrapped = WRAPPERS[name](model)
+    with SequenceParallel(wrapped):
+        loss = wrapped(**packed()).loss
+        loss.backward()
+    close(loss.detach(), want.loss[0], "loss")
+    for parameter, p in model.named_parameters():
+        close(full(p.grad), want.gradients[parameter], parameter)
+
+
+def trains_as_stock(name: str, first: str) -> None:
+    """Steps of training and of evaluation, a batch for each rank."""
+    model = training_model()
+    handle = patch(model, tiled_loss=5) if first == "patch" else None
+    wrapped = WRAPPERS[name](model)
+    if handle is None:
+        handle = patch(wrapped, tiled_loss=5)
+    for number in range(STEPS):
+        batch = padded_batch(number + dist.get_rank())
+        want = stock(number, "loss")
+        model.zero_grad()
+        output = wrapped(**batch)
+        output.loss.backward()
+        assert output.logits is None
+        close(output.loss.detach().double(), want.values["loss"].double(), "loss", 1e-6)
+        for parameter, p in model.named_parameters():
+            torch.testing.assert_close(full(p.grad), want.gradients[parameter], rtol=0, atol=1e-6)
+        with torch.no_grad():
+            close(wrapped.eval()(**batch).loss.double(), want.values["loss"].double(), "loss in evaluation", 1e-6)
+        wrapped.train()
+        if hasattr(wrapped, "reshard"):
+            wrapped.reshard()
+
+
+def refuses_a_head_that_is_sharded_by_itself() -> None:
+    for frozen in (True, False):
+        whole = training_model()
+        whole.lm_head.requires_grad_(not frozen)
+        model = WRAPPERS["FSDP, a sharded head"](whole)
+        handle = patch(model, tiled_loss=5)
+        with pytest.raises(ValueError, match=r"fully_shard\(layer\) for each layer and fully_shard\(model\), but not"):
+            model(**padded_batch(0))
+        with torch.no_grad():
+            loss = model(**padded_batch(0)).loss
+        handle.unpatch()
+    torch.testing.assert_close(loss, training_model()(**padded_batch(0)).loss)
+
+
+def fsdp1() -> None:
+    """FullyShardedDataParallel puts views of a flat parameter in the place of weights."""
+    want = stock(0, "loss")
+    model = FullyShardedDataParallel(training_model(), use_orig_params=True, device_id=torch.device("cpu"))
+    batch = padded_batch(dist.get_rank())
+    with patch(model, tiled_loss=5):
+        output = model(**batch)
+        output.loss.backward()
+    assert output.logits is None
+    close(output.loss.detach().double(), want.values["loss"].double(), "loss", 1e-6)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for parameter, p in model.module.named_parameters():
+            torch.testing.assert_close(p.grad, want.gradients[parameter], rtol=0, atol=1e-6)
+
+
+def leaves_models_as_they_were() -> None:
+    model = training_model()
+    before = state(model)
+    with patch(model, tiled_loss=5), SequenceParallel(model):
+        model(**padded_batch(0)).loss.backward()
+    assert state(model) == before
+
+
+def refuses_fused_losses_of_others() -> None:
+    """TRL's and Liger's read labels themselves, so they would shift those of one rank."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel.transformers.model import llama
+    from trl.trainer.utils import add_fused_lm_head
+
+    message = r"without its loss function, .* A fused loss, .* tritonpack.patch\(model, tiled_loss=True"
+    model = make_float32_model()
+    add_fused_lm_head(model)
+    with SequenceParallel(model), pytest.raises(ValueError, match=message):
+        model(**packed(), fused_lm_head=True)
+    model = make_float32_model()
+    apply_liger_kernel_to_llama(
+        rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True, model=model
+    )
+    its_loss = mock.patch.object(llama, "LigerForCausalLMLoss", return_value=torch.zeros(()))  # takes a GPU
+    with its_loss, SequenceParallel(model), pytest.raises(ValueError, match=message):
+        model(**packed())
+
+
+CASES = {
+    "fused losses of others": refuses_fused_losses_of_others,
+    "FSDP, a sharded head": refuses_a_head_that_is_sharded_by_itself,
+    "FullyShardedDataParallel": fsdp1,
+    "unpatched": leaves_models_as_they_were,
+    **{f"{batch}, llama": partial(shares_batches, batch, "llama") for batch in BATCHES},
+    "packed, gemma2": partial(shares_batches, "packed", "gemma2"),
+    "packed, gpt_oss": partial(shares_batches, "packed", "gpt_oss"),
+    "packed, ring, zigzag, summed": partial(
+        shares_batches, "packed", "llama", exchange="ring", layout="zigzag", grad_reduce="sum"
+    ),
+    "float32": shares_batches_in_float32,
+    "logits_to_keep=3": partial(keeps_logits_of, 3, lambda x: x[:, -3:]),
+    "logits_to_keep=places": partial(keeps_logits_of, torch.tensor([1, 7, 50]), lambda x: x[:, [1, 7, 50]]),
+    "ranks without targets": ranks_without_targets,
+    "largest tensor": partial(largest_tensor, False),
+    "largest tensor, gathered": partial(largest_tensor, True),
+    "checkpointing": recomputes_layers,
+    **{f"SequenceParallel around {name}": partial(shards_under, name) for name in ("DDP", "FSDP")},
+    **{
+        f"{name}, {first} first": partial(trains_as_stock, name, first)
+        for name in ("DDP", "DDP, unused parameters", "DDP, static graph", "FSDP", "FSDP, resharded",
+                     "FSDP, checkpointing")
+        for first in ("patch", "wrapper")
+    },
+}  # fmt: skip
