@@ -156,7 +156,7 @@ class TrainerSetup:
         dataset = trainer.train_dataset
         known = self._measured is not None and self._measured.dataset is dataset and packing.get("lengths") is None
         if known:
-            packing["lengths"] = self._measured.lengths
+            packing["lengths"] = self._measured
         strategy = getattr(args, "train_sampling_strategy", "random")
         packing |= {
             "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
