@@ -23,14 +23,19 @@ _NONE = -1
 
 
 @compiled
-def balance(lengths: Any, costs: Any, rows: Any, ranks: int, fills: Any) -> None:
+def balance(
+    lengths: Any, others: Any, kinds: Any, costs: Any, rows: Any, ranks: int, fills: Any, budgets: Any
+) -> None:  # fmt: skip
     """Narrow the gap between the costliest and the cheapest row of each step by trading documents.
 
     Args:
         lengths: (documents,) int32.
-        costs: (documents,) int64, the longer the higher.
+        others: (documents, resources) int64, what they take of other resources.
+        kinds: (documents,) int64, from long to short; documents of one kind are interchangeable.
+        costs: (documents,) int64.
         rows: (documents,) int64, `step * ranks + rank` of each document; changed in place.
         fills: (steps,) int64, tokens up to which rows of each step may grow; a row that is longer already doesn't grow.
+        budgets: (resources,) int64, what a row holds of other resources.
     """
     steps = len(fills)
     starts = np.zeros(steps + 1, dtype=np.int64)
@@ -42,26 +47,38 @@ def balance(lengths: Any, costs: Any, rows: Any, ranks: int, fills: Any) -> None
     by_step = np.empty(len(rows), dtype=np.int64)
     for document in range(len(rows)):
         step = rows[document] // ranks
-        by_step[cursor[step]] = (np.int64(2**31) - lengths[document]) << 32 | document
+        by_step[cursor[step]] = kinds[document] << 32 | document
         cursor[step] += 1
-    # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost.
-    offers = np.empty((ranks, _GROUPS, 4), dtype=np.int64)
+    # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost, other resources.
+    offers = np.empty((ranks, _GROUPS, 4 + len(budgets)), dtype=np.int64)
     for step in range(steps):
         keys = by_step[starts[step] : starts[step + 1]]
         keys.sort()
         documents = keys & (2**32 - 1)  # from long to short
-        _trade(lengths[documents], costs[documents], documents, rows, step * ranks, ranks, fills[step], offers)
+        own = np.empty((len(documents), len(budgets)), dtype=np.int64)
+        for place in range(len(documents)):
+            for resource in range(len(budgets)):
+                own[place, resource] = others[documents[place], resource]
+        _trade(
+            lengths[documents], own, kinds[documents], costs[documents], documents, rows, step * ranks, ranks,
+            fills[step], budgets, offers,
+        )  # fmt: skip
 
 
 @compiled
-def _trade(lengths: Any, costs: Any, documents: Any, rows: Any, first: int, ranks: int, fill: int, offers: Any) -> None:
+def _trade(
+    lengths: Any, others: Any, kinds: Any, costs: Any, documents: Any, rows: Any, first: int, ranks: int, fill: int,
+    budgets: Any, offers: Any,
+) -> None:  # fmt: skip
     """Balance the rows of one step, the first of which is `first`.
 
     Args:
-        lengths, costs, documents: (documents,) those of the step, from long to short.
+        lengths, others, kinds, costs, documents: (documents, ...) those of the step, from long to short.
     """
     room, cost = np.full(ranks, fill, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     size = np.zeros(ranks, dtype=np.int64)  # documents of each row
+    spare = np.empty((ranks, len(budgets)), dtype=np.int64)  # the room for other resources
+    spare[:] = budgets
     for document in documents:
         size[rows[document] - first] += 1
     # The documents of each row come first, ascending, so from long to short; the rest is spare.
@@ -73,6 +90,8 @@ def _trade(lengths: Any, costs: Any, documents: Any, rows: Any, first: int, rank
         size[row] += 1
         room[row] -= lengths[document]
         cost[row] += costs[document]
+        for resource in range(len(budgets)):
+            spare[row, resource] -= others[document, resource]
     by_cost = np.argsort(cost, kind="mergesort")
     num_offers = np.zeros(ranks, dtype=np.int64)  # 0: not made yet
     deal = np.empty(4, dtype=np.int64)
@@ -87,9 +106,9 @@ def _trade(lengths: Any, costs: Any, documents: Any, rows: Any, first: int, rank
                 continue
             for row in (dear, cheap):
                 if num_offers[row] == 0:
-                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, costs, offers[row])
+                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, others, kinds, costs, offers[row])
             dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
-            if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
+            if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], spare[dear], spare[cheap], gap, deal):
                 continue
             for place in range(4):
                 document = deal[place]
@@ -101,6 +120,9 @@ def _trade(lengths: Any, costs: Any, documents: Any, rows: Any, first: int, rank
                     room[taker] -= lengths[document]
                     cost[giver] -= costs[document]
                     cost[taker] += costs[document]
+                    for resource in range(len(budgets)):
+                        spare[giver, resource] += others[document, resource]
+                        spare[taker, resource] -= others[document, resource]
             num_offers[dear] = num_offers[cheap] = 0
             _settle(by_cost, cost)
             break
@@ -109,12 +131,12 @@ def _trade(lengths: Any, costs: Any, documents: Any, rows: Any, first: int, rank
 
 
 @compiled
-def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
-    """Write the groups of up to two documents that a row offers to `offers`, (groups, 4); return their number."""
-    different = np.empty(len(documents), dtype=np.int32)  # of equal lengths only two
+def _make_offers(documents: Any, lengths: Any, others: Any, kinds: Any, costs: Any, offers: Any) -> int:
+    """Write the groups of up to two documents that a row offers to `offers`, (groups, ...); return their number."""
+    different = np.empty(len(documents), dtype=np.int32)  # of one kind only two
     count = 0
     for document in documents:
-        if count < 2 or lengths[different[count - 2]] != lengths[document]:
+        if count < 2 or kinds[different[count - 2]] != kinds[document]:
             different[count] = document
             count += 1
     num_offered = min(count, _OFFERED)
@@ -141,11 +163,18 @@ def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
         offers[group, 1] = offered[second]
         offers[group, 2] = keys[group] >> 16
         offers[group, 3] = cost[first] + cost[second]
+        for resource in range(others.shape[1]):
+            offers[group, 4 + resource] = 0
+            for member in (first, second):
+                if member < num_offered:
+                    offers[group, 4 + resource] += others[offered[member], resource]
     return count
 
 
 @compiled
-def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int, deal: Any) -> bool:
+def _find_deal(
+    dear: Any, cheap: Any, dear_room: int, cheap_room: int, dear_spare: Any, cheap_spare: Any, gap: int, deal: Any
+) -> bool:  # fmt: skip
     """Write the trade that brings the costs of two rows closest to each other to `deal`; False if none does."""
     best = gap  # the gap after the trade
     looks = 0
@@ -158,7 +187,7 @@ def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int,
         theirs = lowest
         while theirs < len(cheap) and cheap[theirs, 2] <= most:
             distance = abs(gap - 2 * (dear[mine, 3] - cheap[theirs, 3]))
-            if distance < best:
+            if distance < best and _fits(dear[mine], cheap[theirs], dear_spare, cheap_spare):
                 best = distance
                 deal[0], deal[1], deal[2], deal[3] = dear[mine, 0], dear[mine, 1], cheap[theirs, 0], cheap[theirs, 1]
             theirs += 1
@@ -166,6 +195,16 @@ def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int,
         if best <= gap >> 3 or looks > _LOOKS:
             break
     return best < gap
+
+
+@compiled
+def _fits(mine: Any, theirs: Any, own_spare: Any, their_spare: Any) -> bool:
+    """Whether two rows have room for each other's groups in every resource but tokens."""
+    for resource in range(len(own_spare)):
+        more = theirs[4 + resource] - mine[4 + resource]
+        if more > own_spare[resource] or -more > their_spare[resource]:
+            return False
+    return True
 
 
 @compiled
