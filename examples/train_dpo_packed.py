@@ -22,11 +22,11 @@ NOT_FOR_THE_MODEL = ("labels", "completion_mask")
 def counting_pairs(count: int) -> list[dict[str, list[int]]]:
     """Prompts of 3 to 20 tokens that count upwards; the chosen answer counts on, the rejected one counts back."""
     pairs = []
-    for start, length, *sizes in torch.randint(3, 21, (count, 4)).tolist():
-        prompt = [(start + i) % VOCABULARY for i in range(length)]
-        last = prompt[-1]
-        chosen, rejected = ([(last + sign * (i + 1)) % VOCABULARY for i in range(n)] for sign, n in zip((1, -1), sizes))
-        pairs.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
+    for start, length, longer, shorter in torch.randint(3, 21, (count, 4)).tolist():
+        end = start + length
+        prompt, chosen, rejected = range(start, end), range(end, end + longer), range(end - 2, end - 2 - shorter, -1)
+        columns = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+        pairs.append({name: [token % VOCABULARY for token in tokens] for name, tokens in columns.items()})
     return pairs
 
 
@@ -92,7 +92,7 @@ def main(steps: int = 20, tokens: int = 512) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(pairs.mean().item())
-            print(f"step {len(losses)}: {len(pairs)} pairs, {batch['input_ids'].shape[1]} tokens, loss {losses[-1]:.3f}")
+            print(f"step {len(losses)}: {len(pairs)} pairs, loss {losses[-1]:.3f}")
             if len(losses) == steps:
                 break
     return losses

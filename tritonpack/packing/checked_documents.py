@@ -68,7 +68,9 @@ class CheckedDocuments(Dataset):
         self.measured = measure(dataset, lengths, documents, resources, self._dropped)
         # Units of a collator of one's own need not be the sums of lengths, such as those of trees.
         self._checks_lengths = collate is not None or self.measured.source != GIVEN
-        self._by_example = {name: each for name, each in (resources or {}).items() if isinstance(each, str) or callable(each)}
+        self._by_example: dict[str, Any] = {
+            name: each for name, each in (resources or {}).items() if isinstance(each, str) or callable(each)
+        }
         self._checked(first, 0)
 
     def __len__(self) -> int:

@@ -50,7 +50,7 @@ class PackedDataLoader(DataLoader):
         documents: CheckedDocuments,
         rows: MultipackDistributedBatchSampler,
         rank: int,
-        collate: Callable[[Sequence[Any]], Any],
+        collate: Callable[[Any], Any],
         shard: bool,
         **options: Any,
     ) -> None:
@@ -222,19 +222,19 @@ def dataloader(
     the answers of a preference pair:
 
     >>> pairs = [{"prompt": [1, 2], "chosen": [3] * n, "rejected": [4]} for n in (1, 2, 3, 4)]
-    >>> loader = dataloader(pairs, tokens=14, seed=0, documents=lambda pair: [
+    >>> loader = dataloader(pairs, tokens=15, seed=0, documents=lambda pair: [
     ...     {"input_ids": pair["prompt"] + pair[name], "completion_mask": [0, 0] + [1] * len(pair[name])}
     ...     for name in ("chosen", "rejected")])
     >>> sorted(batch["cu_seq_lens_q"].diff().tolist() for batch in loader)
-    [[3, 3, 5, 3], [4, 3, 6, 3]]
+    [[4, 3, 5, 3], [6, 3, 3, 3]]
 
     Args:
         dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
             takes, or lists of such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
-            `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads no
-            tokens.
+            `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
+            no tokens.
         documents: a function of an example that returns its documents, a list of mappings. It is called once for each
             example to measure it, and again at each loading. With `num_workers` it must be a function that pickle can
             send to the workers, if they are spawned.
@@ -384,10 +384,9 @@ def _check_collate_fn(collate_fn: Any, packing: Mapping[str, Any]) -> None:
             "collate_fn=PackingCollator(...) is what dataloader makes itself. Leave it out, and pass its options: "
             "labels (its objective), per_token, max_document_length, pad_to_multiple_of, pad_token_id."
         )
+    options = {"labels" if name == "objective" else name: value for name, value in packing.items()}
     defaults = inspect.signature(dataloader).parameters
-    names = {"objective": "labels"}
-    given = [names.get(name, name) for name, value in packing.items() if value != defaults[names.get(name, name)].default]
-    if given:
+    if given := [name for name, value in options.items() if value != defaults[name].default]:
         raise ValueError(f"{given[0]} is an option of PackingCollator, in whose place collate_fn comes; leave one out.")
 
 

@@ -91,7 +91,7 @@ def measure(
         return lengths
     resources = _checked_resources(resources)
     known = {name: _given(dataset, name, resource) for name, resource in resources.items()}
-    by_example = {name: resources[name] for name, values in known.items() if values is None}
+    by_example: dict[str, Any] = {name: resources[name] for name, values in known.items() if values is None}
     is_table = hasattr(dataset, "with_format") and TOKENS in (getattr(dataset, "column_names", None) or ())
     own: list[list[int]] | None = None
     if lengths is not None:
@@ -115,7 +115,7 @@ def measure(
         if both := sorted(set(known) & set(lengths.resources)):
             raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
         resources_of_units = {**lengths.resources, **known}
-        units = Units(lengths.tokens, lengths.squares, resources_of_units)  # type: ignore[arg-type]
+        units = Units(lengths.tokens, lengths.squares, resources_of_units)
         flat, counts = None, np.ones(len(units), dtype=np.int64)
     else:
         flat = whole_lengths(np.concatenate(own) if own is not None else lengths).astype(np.int64)
@@ -123,7 +123,7 @@ def measure(
     if len(counts) != len(dataset):
         raise ValueError(f"{len(counts)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
     if flat is not None:
-        units = Units(*_sums(flat, counts), known)  # type: ignore[arg-type]
+        units = Units(*_sums(flat, counts), known)
     return Measured(units, flat, counts, source)
 
 

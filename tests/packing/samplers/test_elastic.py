@@ -196,8 +196,9 @@ def test_a_rest_of_fewer_documents_than_ranks(tail):
 
 
 def test_the_rest_has_as_many_steps_as_it_needs():
-    options = {"tail": "keep", "epochs": 20}
-    (plain, *_), (equal, *_) = samplers(2, tail="keep"), samplers(2, **options)
+    alone = {"tail": "keep", "steps_together": 1}
+    options = alone | {"epochs": 12}
+    plain, equal = samplers(2, **alone)[0], samplers(2, **options)[0]
     assert len(plain) < len(equal)
     seen, state = broken_off(2, len(plain) - 5, **options)
     ranks = resumed(state, 2, **options)

@@ -242,7 +242,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             "shard": self._shard,
         }
 
-    def _select(self, numbers: Any) -> NDArray[np.int64] | Units:
+    def _select(self, numbers: Any) -> NDArray[Any] | Units:
         """The lengths of these documents, or these units if they aren't one document each."""
         return self._units.tokens[numbers] if are_documents(self._units) else self._units.select(numbers)
 
@@ -271,8 +271,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if not same(state["lengths"], self._lengths_summary):
             raise ValueError(
                 f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
-                f"of {self._lengths_summary!r}. Pass the lengths of the same {self._noun} in the same order, or start an "
-                "epoch anew with set_epoch."
+                f"of {self._lengths_summary!r}. Pass the lengths of the same {self._noun} in the same order, or start "
+                "an epoch anew with set_epoch."
             )
         legs = read_legs(state["legs"], self._settings())
         last = legs[-1]
@@ -327,8 +327,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if changes and found[3] == made.steps_before * self._batches_per_step and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",
-                f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} {self._noun} that were "
-                "left are planned anew.",
+                f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} {self._noun} that "
+                "were left are planned anew.",
             )
 
     @property

@@ -52,6 +52,7 @@ class ResumableSampler(ABC, Generic[Made]):
         self.epoch = 0
         self.seed = check_integer(seed, "seed", 0, None)
         fitted: FittedLengths | FittedUnits
+        tokens: NDArray[Any]
         if isinstance(lengths, Units):
             fitted = fit_units(lengths, capacity, budgets, overlong, name=name)
             tokens = fitted.units.tokens
