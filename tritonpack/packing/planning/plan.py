@@ -239,7 +239,7 @@ def _plan_in_order(
     if tail == "spread":
         step_of, rank_of = spread(steps, stream, num_ranks, least_steps)
     else:
-        step_of, rank_of = steps(target=capacity, other_targets=stream.budgets)
+        step_of, rank_of = steps(target=capacity)
     rows = step_of * np.int64(num_ranks) + rank_of
     if tail == "drop":
         kept_steps = drop_last_step(step_of, stream, num_ranks)
@@ -305,8 +305,7 @@ def _choose(demands: Demands, num_ranks: int, objective: str, cost_model: CostMo
     found: list[tuple[int, float, float]] = []
     for together in candidates:
         options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
-        options |= {"target": demands.capacity, "other_targets": demands.budgets}
-        step_of, rank_of = plan_steps(demands, costs, num_ranks, **options)
+        step_of, rank_of = plan_steps(demands, costs, num_ranks, target=demands.capacity, **options)
         steps = int(step_of.max())  # without the last one, which isn't full
         if steps < _GROUPS * together:
             break

@@ -49,7 +49,6 @@ def plan_steps(
     ranks: int,
     *,
     target: int,
-    other_targets: NDArray[np.int64],
     lookahead: float,
     together: int,
     level: bool,
@@ -62,7 +61,6 @@ def plan_steps(
         costs: (units,) at least 1.
         ranks: rows of a step.
         target: tokens up to which rows are filled, at most the capacity; a single unit may be longer.
-        other_targets: (resources,) what a step is offered of each other resource, per row; at most the budget.
         lookahead: the share of its tokens that a step is offered in addition.
         together: how many steps are planned as one large step; its rows are then divided among them.
         level: a row takes no more units once it has its share of the step's cost, even if it has room.
@@ -74,7 +72,7 @@ def plan_steps(
     last = _UNLIMITED if last_step is None else last_step
     lengths, others, budgets = demands.lengths, demands.others, demands.budgets
     rows, fills = _rows(
-        lengths, others, demands.sizes, costs, ranks, demands.capacity, budgets, target, other_targets,
+        lengths, others, demands.sizes, costs, ranks, demands.capacity, budgets, target,
         float(lookahead), together, level, last,
     )  # fmt: skip
     if ranks > 1:
@@ -86,7 +84,7 @@ def plan_steps(
 @compiled
 def _rows(
     lengths: Any, others: Any, sizes: Any, costs: Any, ranks: int, capacity: int, budgets: Any, target: int,
-    other_targets: Any, lookahead: float, together: int, level: bool, last_step: int,
+    lookahead: float, together: int, level: bool, last_step: int,
 ) -> Any:  # fmt: skip
     """The row of each unit, (units,), and the tokens up to which the rows of each step may grow, (steps,).
 
@@ -108,10 +106,10 @@ def _rows(
         fill = capacity if last else target
         steps = left // (ranks * fill)  # the steps that the remaining units fill
         for resource in range(len(budgets)):
-            steps = max(steps, others_left[resource] // (ranks * other_targets[resource]))
+            steps = max(steps, others_left[resource] // (ranks * budgets[resource]))
         steps = max(1, min(together, steps, last_step - step, waiting + count - cursor))
         rows = ranks * steps
-        whole, wholes = rows * fill, rows * other_targets
+        whole, wholes = rows * fill, rows * budgets
         spare, spares = int(lookahead * whole), (lookahead * wholes).astype(np.int64)
         offer = _UNLIMITED if last else whole + spare
         offers = np.full(len(budgets), _UNLIMITED, dtype=np.int64) if last else wholes + spares
@@ -248,8 +246,12 @@ def _fuller(
     """
     whole = rows * full
     if taken < whole - whole // _WIDE_OPEN:
-        packed, held, empty = _first_fit(lengths, others, amounts, overdue, rows, fill, budgets)
-        if not empty and held > taken:
+        if len(budgets):
+            packed = _match(lengths, others, overdue, rows, fill, budgets)
+        else:
+            packed = _first_fit(lengths, overdue, rows, fill)
+        held = _placed_sum(amounts, packed)
+        if held > taken and len(np.unique(packed[packed >= 0])) == rows:
             held += _exchange(lengths, others, amounts, overdue, packed, rows, fill, budgets, full)
             if held > taken + whole // _WIDE_OPEN:
                 return packed
@@ -258,9 +260,7 @@ def _fuller(
 
 
 @compiled
-def _first_fit(
-    lengths: Any, others: Any, amounts: Any, overdue: Any, rows: int, fill: int, budgets: Any
-) -> Any:  # fmt: skip
+def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
     """Put each unit into the first row with room, overdue units first, and the largest first among both."""
     leaves = 1
     while leaves < rows:
@@ -270,10 +270,7 @@ def _first_fit(
     room[leaves : leaves + rows] = fill
     for node in range(leaves - 1, 0, -1):
         room[node] = max(room[2 * node], room[2 * node + 1])
-    used = np.zeros((rows, len(budgets)), dtype=np.int64)
     row_of = np.full(len(lengths), -1, dtype=np.int32)
-    held = np.int64(0)
-    highest = -1
     for turn in (True, False):
         for unit in range(len(lengths)):
             length = lengths[unit]
@@ -284,21 +281,42 @@ def _first_fit(
                 node *= 2
                 if room[node] < length:
                     node += 1
-            row = node - leaves
-            while row < rows and (room[leaves + row] < length or not _has_room(used, row, others, unit, budgets)):
-                row += 1
-            if row == rows:
-                continue
-            row_of[unit] = row
-            highest = max(highest, row)
-            held += amounts[unit]
-            _use(used, row, others, unit, 1)
-            node = leaves + row
+            row_of[unit] = node - leaves
             room[node] -= length
             while node > 1:
                 node //= 2
                 room[node] = max(room[2 * node], room[2 * node + 1])
-    return row_of, held, highest < rows - 1
+    return row_of
+
+
+@compiled
+def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budgets: Any) -> Any:
+    """Put each unit into the row whose room resembles it most; the order is that of `_first_fit`.
+
+    The resemblance is the product of the unit's shares of a row and the row's open shares, summed over resources.
+    """
+    row_of = np.full(len(lengths), -1, dtype=np.int32)
+    room = np.full(rows, fill, dtype=np.int64)
+    used = np.zeros((rows, len(budgets)), dtype=np.int64)
+    weights = 1.0 / budgets**2.0
+    for turn in (True, False):
+        for unit in range(len(lengths)):
+            if overdue[unit] != turn:
+                continue
+            best, chosen = -1.0, -1
+            for row in range(rows):
+                if lengths[unit] <= room[row] and _has_room(used, row, others, unit, budgets):
+                    alike = lengths[unit] * room[row] / float(fill) ** 2
+                    for resource in range(len(budgets)):
+                        left = budgets[resource] - used[row, resource]
+                        alike += float(others[unit, resource]) * left * weights[resource]
+                    if alike > best:
+                        best, chosen = alike, row
+            if chosen >= 0:
+                row_of[unit] = chosen
+                room[chosen] -= lengths[unit]
+                _use(used, chosen, others, unit, 1)
+    return row_of
 
 
 @compiled
@@ -328,7 +346,7 @@ def _exchange(
     out.sort()
     held, first = _group(row_of, 1, rows)
     for row in range(rows):
-        while held_in[row] < full and tokens[row] < fill:
+        while held_in[row] < full:
             best = best_out = best_place = np.int64(0)
             for place in range(first[row], first[row + 1]):
                 own = held[place]

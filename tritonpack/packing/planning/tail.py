@@ -57,25 +57,22 @@ def drop_last_step(step_of: NDArray[np.int32], demands: Demands, num_ranks: int)
 def spread(
     steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Plan all units in as few steps as found, but at least `least_steps`, about equally full.
+    """Plan all units in as few steps as found, but at least `least_steps`, with about equally many tokens.
+
+    Of other resources a row may hold its budget, because what steps hold of them differs much more than their tokens.
 
     Args:
-        steps: `plan_steps` without `target`, `other_targets` and `last_step`.
+        steps: `plan_steps` without `target` and `last_step`.
 
     Returns:
         step_of and rank_of, as `plan_steps` returns them.
     """
-    tokens, *others = demands.totals
-    capacity, budgets = demands.capacity, demands.budgets
+    tokens, capacity = demands.totals[0], demands.capacity
     num_steps = max(demands.fewest_steps(num_ranks), min(least_steps, len(demands) // num_ranks))
     while True:
         part = -(-tokens // (num_ranks * num_steps))
-        other_parts = -(-np.array(others, dtype=np.int64) // (num_ranks * num_steps))
-        # Steps get equal parts of each resource. Rows needn't: they are limited by the budgets alone.
-        for slack in [slack for slack in _SLACK if part * slack < capacity] + [None]:
-            target = capacity if slack is None else int(part * slack)
-            others_at_most = budgets if slack is None else np.minimum((other_parts * slack).astype(np.int64), budgets)
-            step_of, rank_of = steps(target=target, other_targets=others_at_most, last_step=num_steps - 1)
+        for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
+            step_of, rank_of = steps(target=target, last_step=num_steps - 1)
             needed = int(step_of.max()) + 1
             if needed <= num_steps:
                 return step_of, rank_of
