@@ -99,26 +99,6 @@ def ranks_that_agree_get_their_parts(rank):
 
 
 @case
-def ranks_agree_on_units(rank):
-    one = sampler(lengths=units(), budgets={"patches": 9}, epochs=2, tail="keep")
-    one.verify_ranks()
-    parts = on_all_ranks(list(one))
-    assert len({len(part) for part in parts}) == 1
-    rows = [batch for part in parts for batch in part]
-    assert max(units().resources["patches"][row].sum() for row in rows) <= 9
-    assert sorted(unit for row in rows for unit in row) == list(range(len(LENGTHS)))
-    states = on_all_ranks(one.state_dict(batches_done=2))
-    assert states == [states[0]] * 3
-    before = [unit for step in range(2) for part in parts for unit in part[step]]
-    more = sampler(lengths=units(), budgets={"patches": 12}, tail="keep")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        more.load_state_dict(states[0])
-    after = [unit for part in on_all_ranks(list(more)) for batch in part for unit in batch]
-    assert sorted(before + after) == list(range(len(LENGTHS)))
-
-
-@case
 def seed_is_that_of_rank_0(rank):
     torch.manual_seed(100 + rank)
     one = sampler()
@@ -178,6 +158,26 @@ def rank_0_says_what_changed(rank):
     documents = [document for part in on_all_ranks(list(one)) for batch in part for document in batch]
     done = before.plan.items[: before.plan.offsets[6]].tolist()
     assert sorted(done + documents) == list(range(len(LENGTHS)))
+
+
+@case
+def ranks_agree_on_units(rank):
+    one = sampler(lengths=units(), budgets={"patches": 9}, epochs=2, tail="keep")
+    one.verify_ranks()
+    parts = on_all_ranks(list(one))
+    assert len({len(part) for part in parts}) == 1
+    rows = [batch for part in parts for batch in part]
+    assert max(units().resources["patches"][row].sum() for row in rows) <= 9
+    assert sorted(unit for row in rows for unit in row) == list(range(len(LENGTHS)))
+    states = on_all_ranks(one.state_dict(batches_done=2))
+    assert states == [states[0]] * 3
+    before = [unit for step in range(2) for part in parts for unit in part[step]]
+    more = sampler(lengths=units(), budgets={"patches": 12}, tail="keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        more.load_state_dict(states[0])
+    after = [unit for part in on_all_ranks(list(more)) for batch in part for unit in batch]
+    assert sorted(before + after) == list(range(len(LENGTHS)))
 
 
 class Worker(IterableDataset):

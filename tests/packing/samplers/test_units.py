@@ -182,9 +182,7 @@ class TestStates:
         else:
             resources["pixels"] = resources.pop("patches")
         other = samplers(2, Units(tokens, squares, resources), budgets=dict.fromkeys(resources, 10**6))[0]
-        with pytest.raises(
-            ValueError, match=r"saved with other lengths: they were those of '300 units with .* patches"
-        ):
+        with pytest.raises(ValueError, match=r"saved with other lengths: .* of '300 units with .* patches"):
             other.load_state_dict(samplers(2)[0].state_dict())
 
 
@@ -250,7 +248,7 @@ def test_every_unit_once_over_any_legs(case):
 
 @pytest.mark.slow
 @given(interruptions(), st.integers(0, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_every_unit_once_over_many_legs(case, epoch):
     check_legs(*case, epoch)
 
