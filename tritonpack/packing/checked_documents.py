@@ -15,6 +15,7 @@ from tritonpack.packing.measured import (
     LENGTH_COLUMNS,
     DocumentsOf,
     Resource,
+    checked_resources,
     documents_of,
     measure,
     resource_of,
@@ -56,11 +57,12 @@ class CheckedDocuments(Dataset):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
+        resources = checked_resources(resources)
         self.dataset = dataset
         self._documents = documents
         self._dropped = self._unused = frozenset(drop_columns)
         if collate is not None:
-            of_resources = {each for each in (resources or {}).values() if isinstance(each, str)}
+            of_resources = {each for each in resources.values() if isinstance(each, str)}
             self._unused = self._unused.union(LENGTH_COLUMNS, of_resources)
         first = fetch(dataset, [0])[0]
         found = documents_of(first, 0, documents)
@@ -69,7 +71,7 @@ class CheckedDocuments(Dataset):
         # Units of a collator of one's own need not be the sums of lengths, such as those of trees.
         self._checks_lengths = collate is not None or self.measured.source != GIVEN
         self._by_example: dict[str, Any] = {
-            name: each for name, each in (resources or {}).items() if isinstance(each, str) or callable(each)
+            name: each for name, each in resources.items() if isinstance(each, str) or callable(each)
         }
         self._checked(first, 0)
 

@@ -43,6 +43,7 @@ class PackedDataLoader(DataLoader):
             epoch of the next pass.
         rank: the rank whose rows this loader yields.
         rows: the sampler of the rows of all ranks, with the plan, the lengths and the efficiency of the epoch.
+        documents: the dataset that it loads, with what was measured of each example.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PackedDataLoader(DataLoader):
         self._done = 0  # batches of the current epoch that this loader has handed out
         self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
         self._offered = self._own if shard else _Rows(rows, None)
-        self._documents = documents
+        self.documents = documents
         super().__init__(documents, batch_sampler=self._offered, collate_fn=collate, **options)
 
     @property
@@ -138,7 +139,7 @@ class PackedDataLoader(DataLoader):
         self._offered.begin_at(epoch)
 
     def __str__(self) -> str:
-        rows, measured = self.rows, self._documents.measured
+        rows, measured = self.rows, self.documents.measured
         plan, lengths, units = rows.plan, rows.lengths, measured.units
         lines = [
             f"PackedDataLoader of {_described(measured)}, {_counted(units.tokens.sum(), 'token')} (lengths from "
@@ -167,7 +168,7 @@ class PackedDataLoader(DataLoader):
         ]
         nothing = "no document" if rows._order is None else "no document of the order"
         lines.append(f"  left out: {'; '.join(left_out) or nothing}")
-        used, unused = self._documents.columns
+        used, unused = self.documents.columns
         lines.append(f"  columns: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
 
@@ -209,7 +210,7 @@ def dataloader(
     (PackingCollator). Each pass over it is the next epoch, in another order.
 
     >>> documents = [{"input_ids": [5] * length} for length in (5, 3, 4, 4, 2, 6, 8, 8)]
-    >>> loader = dataloader(documents, tokens=8, seed=0)
+    >>> loader = dataloader(documents, tokens=8, seed=1)
     >>> print(loader)
     PackedDataLoader of 8 documents, 40 tokens (lengths from input_ids)
       epoch 0: 5 steps of 1 rank with 8 tokens each, 100.0% full

@@ -68,10 +68,10 @@ class Measured:
 
 def measure(
     dataset: Any,
-    lengths: Any = None,
-    documents: DocumentsOf | None = None,
-    resources: Mapping[str, Resource] | None = None,
-    dropped: Collection[str] = (),
+    lengths: Any,
+    documents: DocumentsOf | None,
+    resources: Mapping[str, Resource],
+    dropped: Collection[str],
 ) -> Measured:
     """Measure the examples of a dataset, reading as little as possible.
 
@@ -89,7 +89,6 @@ def measure(
     """
     if isinstance(lengths, Measured):
         return lengths
-    resources = _checked_resources(resources)
     known = {name: _given(dataset, name, resource) for name, resource in resources.items()}
     by_example: dict[str, Any] = {name: resources[name] for name, values in known.items() if values is None}
     is_table = hasattr(dataset, "with_format") and TOKENS in (getattr(dataset, "column_names", None) or ())
@@ -201,7 +200,8 @@ def described(example: Any) -> str:
     return f"the type {type(example).__name__}"
 
 
-def _checked_resources(resources: Any) -> dict[str, Resource]:
+def checked_resources(resources: Any) -> dict[str, Resource]:
+    """The resources by name; ValueError unless they are a mapping."""
     if resources is None:
         return {}
     if not isinstance(resources, Mapping) or not all(isinstance(name, str) for name in resources):

@@ -234,12 +234,21 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 def describe_units(units: Units) -> str:
     """How many units there are, what they take together, and a digest of what each of them takes."""
-    amounts: dict[str, NDArray[np.int64]] = {"tokens": units.tokens}
-    if not are_documents(units):
-        amounts |= {"squares": units.squares, **{name: units.resources[name] for name in sorted(units.resources)}}
-    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
+    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in _amounts(units).items())
     noun = "documents" if are_documents(units) else "units"
-    return f"{len(units)} {noun} with {totals}, digest {digest(*amounts.values())}"
+    return f"{len(units)} {noun} with {totals}, digest {digest_units(units)}"
+
+
+def digest_units(units: Units) -> str:
+    """A digest of what each unit takes: that of their lengths, if they are one document each."""
+    return digest(*_amounts(units).values())
+
+
+def _amounts(units: Units) -> dict[str, NDArray[np.int64]]:
+    if are_documents(units):
+        return {"tokens": units.tokens}
+    resources = {name: units.resources[name] for name in sorted(units.resources)}
+    return {"tokens": units.tokens, "squares": units.squares, **resources}
 
 
 def are_documents(units: Units) -> bool:
