@@ -21,9 +21,8 @@ class Demands:
         lengths: (units,) int32, tokens, from 1 to `capacity`.
         squares: (units,) int64, sums of squared lengths.
         others: (units, resources) int64, of each other resource, at most its budget.
-        sizes: (units,) int64, the largest share of a row that a unit takes, in tokens of a row; `lengths` without
-            other resources.
-        kinds: (units,) int64, from 0 to 2**31 and equal for units that take the same; a longer unit has a smaller one.
+        kinds: (units,) int64, from 0 to 2**31. Units of one kind take the same. Larger units have smaller kinds, where
+            the size of a unit is the largest share of a row that it takes, of any resource.
         capacity: tokens of a row.
         budgets: (resources,) int64, at least 1, what a row holds of each other resource.
     """
@@ -31,7 +30,6 @@ class Demands:
     lengths: NDArray[np.int32]
     squares: NDArray[np.int64]
     others: NDArray[np.int64]
-    sizes: NDArray[np.int64]
     kinds: NDArray[np.int64]
     capacity: int
     budgets: NDArray[np.int64]
@@ -45,7 +43,7 @@ class Demands:
             tokens = fit_lengths(lengths, capacity).lengths
             wide = tokens.astype(np.int64)
             nothing = np.zeros((len(tokens), 0), dtype=np.int64)
-            return cls(tokens, wide * wide, nothing, wide, 2**31 - wide, capacity, nothing[0])
+            return cls(tokens, wide * wide, nothing, capacity - wide, capacity, nothing[0])
         units = fit_units(lengths, capacity, budgets).units
         taken = [name for name, values in units.resources.items() if values.any()]
         others = np.zeros((len(units), len(taken)), dtype=np.int64)
@@ -54,7 +52,8 @@ class Demands:
             others[:, column] = units.resources[name]
         shares = -(-others * capacity // np.maximum(limits, 1))
         sizes = np.maximum(units.tokens, shares.max(axis=1, initial=0))
-        return cls(units.tokens.astype(np.int32), units.squares, others, sizes, _kinds(units, others), capacity, limits)
+        kinds = _numbered([*others.T, units.squares, -units.tokens, -sizes])
+        return cls(units.tokens.astype(np.int32), units.squares, others, kinds, capacity, limits)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,8 +61,8 @@ class Demands:
     def select(self, numbers: NDArray[Any]) -> Demands:
         """The demands of these units, in this order; a mask also selects."""
         return Demands(
-            self.lengths[numbers], self.squares[numbers], self.others[numbers], self.sizes[numbers],
-            self.kinds[numbers], self.capacity, self.budgets,
+            self.lengths[numbers], self.squares[numbers], self.others[numbers], self.kinds[numbers], self.capacity,
+            self.budgets,
         )  # fmt: skip
 
     @property
@@ -81,12 +80,12 @@ class Demands:
         return max(-(-total // (num_ranks * most)) for total, most in zip(self.totals, self.limits, strict=True))
 
 
-def _kinds(units: Units, others: NDArray[np.int64]) -> NDArray[np.int64]:
-    columns = [*others.T, units.squares, -units.tokens]
+def _numbered(columns: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The place of each row of values among all different rows, sorted by the last column first."""
     order = np.lexsort(columns)
-    differs = np.zeros(len(units), dtype=bool)
+    differs = np.zeros(len(order), dtype=np.int64)
     for column in columns:
         differs[1:] |= column[order[1:]] != column[order[:-1]]
-    kinds = np.empty(len(units), dtype=np.int64)
-    kinds[order] = np.cumsum(differs)
-    return kinds
+    numbers = np.empty(len(order), dtype=np.int64)
+    numbers[order] = np.cumsum(differs)
+    return numbers

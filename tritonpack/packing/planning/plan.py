@@ -228,7 +228,7 @@ def _plan_in_order(
 ) -> Plan:
     """Plan units that come in the given order; `demands` and `costs` are by unit number."""
     from tritonpack.packing.heuristics import group_by_bin
-    from tritonpack.packing.planning.planner import plan_steps  # imports numba, which is slow
+    from tritonpack.packing.planning.steps import plan_steps  # imports numba, which is slow
 
     capacity = demands.capacity
     nothing = Plan(order[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
@@ -236,13 +236,9 @@ def _plan_in_order(
         return nothing
     stream = demands.select(order)
     steps = partial(plan_steps, stream, costs[order], num_ranks, **options)
-    if tail == "spread":
-        step_of, rank_of = spread(steps, stream, num_ranks, least_steps)
-    else:
-        step_of, rank_of = steps(target=capacity)
-    rows = step_of * np.int64(num_ranks) + rank_of
+    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(target=capacity)
     if tail == "drop":
-        kept_steps = drop_last_step(step_of, stream, num_ranks)
+        kept_steps = drop_last_step(rows, stream, num_ranks)
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
         kept = rows < kept_steps * num_ranks
@@ -287,7 +283,7 @@ def choose_steps_together(
 
 def _choose(demands: Demands, num_ranks: int, objective: str, cost_model: CostModel | None, lookahead: float) -> int:
     """`choose_steps_together` of units that were checked."""
-    from tritonpack.packing.planning.planner import plan_steps  # imports numba, which is slow
+    from tritonpack.packing.planning.steps import plan_steps  # imports numba, which is slow
 
     whole = [num_ranks * most for most in demands.limits]  # what a step holds, by resource
     per_step = min(each * len(demands) // total for each, total in zip(whole, demands.totals, strict=True)) + 1  # units
@@ -305,14 +301,13 @@ def _choose(demands: Demands, num_ranks: int, objective: str, cost_model: CostMo
     found: list[tuple[int, float, float]] = []
     for together in candidates:
         options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
-        step_of, rank_of = plan_steps(demands, costs, num_ranks, target=demands.capacity, **options)
-        steps = int(step_of.max())  # without the last one, which isn't full
+        rows = plan_steps(demands, costs, num_ranks, target=demands.capacity, **options)
+        steps = int(rows.max()) // num_ranks  # without the last one, which isn't full
         if steps < _GROUPS * together:
             break
-        rows = step_of * np.int64(num_ranks) + rank_of
         held = np.bincount(rows, weights=demands.lengths)[: steps * num_ranks]
         loads = (np.bincount(rows, weights=costs) if level else held)[: steps * num_ranks].reshape(steps, num_ranks)
-        placed = demands.select(step_of < steps)
+        placed = demands.select(rows < steps * num_ranks)
         full = max(total / (steps * each) for each, total in zip(whole, placed.totals, strict=True))
         busy = float(loads.sum()) / (num_ranks * float(loads.max(axis=1).sum()))
         found.append((together, full, busy))

@@ -1,107 +1,67 @@
-"""Plans the steps of an epoch, one after the other: full rows with about equal costs.
+"""Chooses the units of each step of an epoch, one step after the other, and fills its rows at about equal costs.
 
-The planner offers each step a little more than it holds: first the documents that earlier steps deferred, then the
-next ones of the shuffled stream. It passes over documents that would exceed the offer, so every step is offered the
-same number of tokens. The longest documents of the offer are placed first, each in the cheapest row with room. The
-documents that fit nowhere are deferred to the next step. Documents that were deferred twice are placed before all
-others. So a document moves by two steps at most. Packing a whole epoch at once would destroy the order.
+The planner offers each step a little more than it holds: first the units that earlier steps deferred, then the next
+ones of the shuffled stream. It passes over units that would exceed the offer, so every step is offered the same number
+of tokens, and no more of any other resource than it holds. The largest units of the offer are placed first, each in the
+cheapest row with room. The units that fit nowhere are deferred to the next step. Units that were deferred twice are
+placed before all others. So a unit moves by two steps at most. Packing a whole epoch at once would destroy the order.
 
-Rows that aren't full then exchange documents for longer ones that would be deferred. If they still leave much open,
-first-fit packs the offer anew. If documents can't fill the rows of a step, their tokens are evened out. In the end the
-rows of each step trade documents until their costs are about equal (trades.py).
+Rows that aren't full then exchange units for larger ones that would be deferred. If they still leave much open, the
+offer is packed anew: by first-fit, or, if units take several resources, each unit into the row whose room resembles it.
 
-Several steps can be planned as one group, which has more documents to combine. Its rows are divided among its steps.
+Several steps can be planned as one group, which has more units to combine. Then its rows are divided among its steps
+(dealing.py), and the rows of each step trade units until their costs are about equal (trades.py).
 
 Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonpack.packing.heuristics import compiled
-from tritonpack.packing.planning.demands import Demands
-from tritonpack.packing.planning.trades import balance
 
-PATIENCE = 2  # how many steps a document may be deferred
-# Documents longer than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
+PATIENCE = 2  # how many steps a unit may be deferred
+# Units of more than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
 _HALF_ROWS = 1.25
 _CLOSE = 2.0**-11  # the share of a step that its offer may lack
 _BEYOND = 0.1  # the largest share of a step that is passed over to complete its offer
-_UNLIMITED = 2**62
+UNLIMITED = 2**62
 _CHOICES = 64  # deferred units that are looked at to exchange one of a row
-# Shares of a step's tokens, as divisors:
-_OPEN = 1024  # rows that leave more open exchange documents for longer ones
-_WIDE_OPEN = 128  # rows that leave more open are packed by first-fit, if that gains as much
-_UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened out
-_HALF_EMPTY = 16  # groups of steps that leave more open are evened out before they are divided
-# The steps of a group may differ in their mean lengths by this many times the variance of random steps.
-_CHANCE = 1.0
-
-
-def plan_steps(
-    demands: Demands,
-    costs: NDArray[np.int64],
-    ranks: int,
-    *,
-    target: int,
-    lookahead: float,
-    together: int,
-    level: bool,
-    last_step: int | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Plan steps until every unit is placed.
-
-    Args:
-        demands: what the units take, in the shuffled order.
-        costs: (units,) at least 1.
-        ranks: rows of a step.
-        target: tokens up to which rows are filled, at most the capacity; a single unit may be longer.
-        lookahead: the share of its tokens that a step is offered in addition.
-        together: how many steps are planned as one large step; its rows are then divided among them.
-        level: a row takes no more units once it has its share of the step's cost, even if it has room.
-        last_step: the step that is offered all remaining units; its rows are filled up to the capacity.
-
-    Returns:
-        step_of and rank_of, (units,) int32 each.
-    """
-    last = _UNLIMITED if last_step is None else last_step
-    lengths, others, budgets = demands.lengths, demands.others, demands.budgets
-    rows, fills = _rows(
-        lengths, others, demands.sizes, costs, ranks, demands.capacity, budgets, target,
-        float(lookahead), together, level, last,
-    )  # fmt: skip
-    if ranks > 1:
-        balance(lengths, others, demands.kinds, costs, rows, ranks, fills, budgets)
-    step_of, rank_of = np.divmod(rows, ranks)
-    return step_of.astype(np.int32), rank_of.astype(np.int32)
+# Shares of a step, as divisors:
+_OPEN = 1024  # rows that leave more open exchange units for larger ones
+_WIDE_OPEN = 128  # rows that leave more open are packed anew, if that gains as much
+_LOW = 2**32 - 1
 
 
 @compiled
-def _rows(
-    lengths: Any, others: Any, sizes: Any, costs: Any, ranks: int, capacity: int, budgets: Any, target: int,
+def fill_steps(
+    lengths: Any, others: Any, kinds: Any, costs: Any, ranks: int, capacity: int, budgets: Any, target: int,
     lookahead: float, together: int, level: bool, last_step: int,
 ) -> Any:  # fmt: skip
-    """The row of each unit, (units,), and the tokens up to which the rows of each step may grow, (steps,).
+    """The row of each unit. The arguments are those of `plan_steps`.
 
-    The arguments are those of `plan_steps`.
+    Returns:
+        rows: (units,) int64, `step * ranks + rank`; the ranks of a group of steps aren't divided among its steps yet.
+        order: (units,) int32, the units of one group after the other, in each from large to small.
+        groups: (groups, 4) int64: where each group begins in `order`, its first step, the number of its steps, the
+            tokens up to which its rows may be filled.
     """
     count = len(lengths)
-    placed_in = np.full(count, -1, dtype=np.int64)
+    rows_of = np.full(count, -1, dtype=np.int64)
+    order = np.empty(count, dtype=np.int32)
+    groups = np.empty((count, 4), dtype=np.int64)
     arrived = np.empty(count, dtype=np.int32)  # the turn that read a unit from the stream
     pool = np.empty(count, dtype=np.int32)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
-    left = np.int64(0)
-    for length in lengths:
-        left += length
-    others_left = _sums(others)
-    fills = np.empty(count, dtype=np.int64)  # by step; no step is empty
-    waiting = cursor = turn = step = 0
-    while waiting or cursor < count:
+    left, others_left = lengths.sum(), _sums(others)
+    digits = 1
+    while kinds.max() >> 8 * digits:
+        digits += 1
+    done = waiting = cursor = turn = step = 0
+    while done < count:
         last = step == last_step
         fill = capacity if last else target
         steps = left // (ranks * fill)  # the steps that the remaining units fill
@@ -111,18 +71,22 @@ def _rows(
         rows = ranks * steps
         whole, wholes = rows * fill, rows * budgets
         spare, spares = int(lookahead * whole), (lookahead * wholes).astype(np.int64)
-        offer = _UNLIMITED if last else whole + spare
-        offers = np.full(len(budgets), _UNLIMITED, dtype=np.int64) if last else wholes + spares
+        offer, offers = (UNLIMITED, np.full(len(budgets), UNLIMITED)) if last else (whole + spare, wholes + spares)
         for final in (False, True):
             pooled, stop = _offer(
                 lengths, others, budgets, pool, offered, waiting, cursor, rows, fill, whole, wholes, offer, offers
             )
             arrived[cursor:stop] = turn
-            units = _largest_first(sizes, pool[:pooled], offered)
-            own_lengths = lengths[units].astype(np.int64)
-            own_others = _rows_of(others, units)
-            own_costs = costs[units]
-            overdue = turn - arrived[units] >= PATIENCE
+            units = _largest_first(kinds, pool[:pooled], offered, digits)
+            size = len(units)
+            own_lengths, own_costs = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+            own_others, overdue = np.empty((size, len(budgets)), dtype=np.int64), np.empty(size, dtype=np.bool_)
+            for place in range(size):
+                unit = units[place]
+                own_lengths[place], own_costs[place] = lengths[unit], costs[unit]
+                overdue[place] = turn - arrived[unit] >= PATIENCE
+                for resource in range(len(budgets)):
+                    own_others[place, resource] = others[unit, resource]
             # Whether rows are full is said by the resource of which the offer has most, relative to what rows hold.
             scarce = _scarcest(own_lengths, own_others, fill, budgets)
             amounts = own_lengths if scarce < 0 else own_others[:, scarce].copy()
@@ -131,13 +95,11 @@ def _rows(
             # The share of a row is the cost of a full row of units like the offered ones. If one unit costs more, the
             # share is the cost of that unit. The end of an epoch needs no limit.
             limited = level and (stop < count or held >= rows * full)
-            share = max(int(cost / held * full), own_costs.max()) if limited else _UNLIMITED
+            share = max(int(cost / held * full), own_costs.max()) if limited else UNLIMITED
             row_of = _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share)
             taken = _placed_sum(amounts, row_of)
-            if final or not limited:
-                break
             margin = spare if scarce < 0 else spares[scarce]
-            if (offer if scarce < 0 else offers[scarce]) <= taken + margin + margin // 8:
+            if final or not limited or (offer if scarce < 0 else offers[scarce]) <= taken + margin + margin // 8:
                 break
             # Rows that stop at their share hold less: offer as much.
             offer = _placed_sum(own_lengths, row_of) + spare
@@ -146,34 +108,24 @@ def _rows(
         waiting, cursor = pooled, stop
         if not level and taken < held and taken < rows * full - rows * full // _OPEN:
             row_of = _fuller(own_lengths, own_others, amounts, overdue, row_of, rows, fill, budgets, full, taken)
-        taken = _placed_sum(own_lengths, row_of)
-        if steps > 1:
-            if not level and taken < whole - whole // _HALF_EMPTY:
-                _even_out(own_lengths, own_others, row_of, np.flatnonzero(row_of >= 0), 0, rows, fill, budgets)
-            _deal(own_lengths, units, row_of, rows, ranks)
-        fills[step : step + steps] = fill
-        if not level and ranks > 1 and taken < whole - whole // _UNEVEN:
-            by_step, starts = _group(row_of, ranks, steps)
-            for number in range(steps):
-                own = by_step[starts[number] : starts[number + 1]]
-                fills[step + number] = _even_out(
-                    own_lengths, own_others, row_of, own, number * ranks, ranks, fill, budgets
-                )
-        for place in range(len(units)):
+        groups[turn, 0], groups[turn, 1], groups[turn, 2], groups[turn, 3] = done, step, steps, fill
+        for place in range(size):
             if row_of[place] >= 0:
-                placed_in[units[place]] = step * ranks + row_of[place]
+                rows_of[units[place]] = step * ranks + row_of[place]
+                order[done] = units[place]
+                done += 1
+                left -= own_lengths[place]
                 for resource in range(len(budgets)):
                     others_left[resource] -= own_others[place, resource]
         kept = 0
         for place in range(waiting):
-            if placed_in[pool[place]] < 0:
+            if rows_of[pool[place]] < 0:
                 pool[kept] = pool[place]
                 kept += 1
         waiting = kept
-        left -= taken
         turn += 1
         step += steps
-    return placed_in, fills[: placed_in.max() // ranks + 1]
+    return rows_of, order, groups[:turn]
 
 
 @compiled
@@ -184,16 +136,6 @@ def _sums(others: Any) -> Any:
         for resource in range(others.shape[1]):
             sums[resource] += others[unit, resource]
     return sums
-
-
-@compiled
-def _rows_of(others: Any, units: Any) -> Any:
-    """The rows of these units."""
-    own = np.empty((len(units), others.shape[1]), dtype=np.int64)
-    for place in range(len(units)):
-        for resource in range(others.shape[1]):
-            own[place, resource] = others[units[place], resource]
-    return own
 
 
 @compiled
@@ -251,7 +193,10 @@ def _fuller(
         else:
             packed = _first_fit(lengths, overdue, rows, fill)
         held = _placed_sum(amounts, packed)
-        if held > taken and len(np.unique(packed[packed >= 0])) == rows:
+        used = np.zeros(rows, dtype=np.bool_)
+        for row in packed:
+            used[row] |= row >= 0
+        if held > taken and used.all():
             held += _exchange(lengths, others, amounts, overdue, packed, rows, fill, budgets, full)
             if held > taken + whole // _WIDE_OPEN:
                 return packed
@@ -362,7 +307,7 @@ def _exchange(
                         high = middle
                 _use(used, row, others, own, -1)
                 for turn in range(low, min(left, low + _CHOICES)):
-                    new = out[turn] & (2**32 - 1)
+                    new = out[turn] & _LOW
                     gain = amounts[new] - amounts[own]
                     if gain <= best:
                         break
@@ -372,7 +317,7 @@ def _exchange(
                 _use(used, row, others, own, 1)
             if best == 0:
                 break
-            own, new = held[best_place], out[best_out] & (2**32 - 1)
+            own, new = held[best_place], out[best_out] & _LOW
             row_of[new], row_of[own] = row, -1
             held[best_place] = new
             tokens[row] += lengths[new] - lengths[own]
@@ -390,86 +335,38 @@ def _exchange(
 
 
 @compiled
-def _largest_first(sizes: Any, pool: Any, offered: Any) -> Any:
-    """The offered units of the pool from large to small; equal sizes keep their order."""
-    keys = np.empty(len(pool), dtype=np.int64)
+def _largest_first(kinds: Any, pool: Any, offered: Any, digits: int) -> Any:
+    """The offered units of the pool from large to small; those of one kind keep their order.
+
+    Args:
+        digits: the bytes of the largest kind; each is a pass of a radix sort.
+    """
+    keys, sorted_keys = np.empty(len(pool), dtype=np.int64), np.empty(len(pool), dtype=np.int64)
     count = 0
     for place in range(len(pool)):
         if offered[place]:
-            keys[count] = (np.int64(2**31) - sizes[pool[place]]) << 32 | pool[place]
+            keys[count] = kinds[pool[place]] << 32 | pool[place]
             count += 1
-    keys = keys[:count]
-    keys.sort()
-    return (keys & (2**32 - 1)).astype(np.int32)
-
-
-@compiled
-def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> None:
-    """Divide the rows of a group among its steps, in place, so that steps differ in their mean lengths as by chance.
-
-    Similar rows in one step have similar costs, but make steps of long documents and steps of short ones. So divisions
-    are tried in this order, until one is as even as chance: first by the rows' mean lengths, then more and more by
-    their places in the stream, at last with equally many rows of each stratum, where strata are ranges of mean lengths.
-    A row's place is that of one of its documents, drawn by a hash: the mean place, or that of the longest document,
-    would collect rows of some lengths at the begin or in the middle.
-
-    Args:
-        lengths, documents: (documents,) from long to short, and their places in the stream.
-    """
-    steps = rows // ranks
-    size, place_of = np.zeros(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    tokens, drawn = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    squares = 0.0
-    for place in range(len(row_of) - 1, -1, -1):
-        row = row_of[place]
-        if row >= 0:
-            size[row] += 1
-            tokens[row] += lengths[place]
-            hashed = (documents[place] * 2654435761) % 2**32
-            if hashed >= drawn[row]:
-                drawn[row], place_of[row] = hashed, documents[place]
-            squares += float(lengths[place]) * lengths[place]
-    if size.min() == 0:  # fewer documents than rows: the last rows are empty
-        return
-    count = size.sum()
-    mean = tokens.sum() / count
-    by_mean = np.argsort(tokens / size, kind="mergesort")
-    rank_by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    rank_by_mean[by_mean] = np.arange(rows)
-    rank_by_place[np.argsort(place_of, kind="mergesort")] = np.arange(rows)
-    number = np.empty(rows, dtype=np.int64)
-    strata, weight = 1, 32 if ranks > 1 else 0
-    while True:
-        for stratum in range(strata):
-            first, last = stratum * ranks // strata, (stratum + 1) * ranks // strata  # the ranks that get its rows
-            own = by_mean[first * steps : last * steps]
-            own = own[np.argsort(8 * rank_by_place[own] + weight * rank_by_mean[own], kind="mergesort")]
-            for place in range(len(own)):
-                number[own[place]] = place // (last - first) * ranks + first + place % (last - first)
-        sums, held = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
-        for row in range(rows):
-            sums[number[row] // ranks] += tokens[row]
-            held[number[row] // ranks] += size[row]
-        between = chance = 0.0
-        for step in range(steps):
-            between += (sums[step] / held[step] - mean) ** 2
-            chance += 1 / held[step]
-        chance *= (squares / count - mean * mean) * (steps - 1) / steps
-        if between <= _CHANCE * chance or strata == ranks:
-            break
-        if weight:
-            weight //= 2
-        else:
-            strata = min(2 * strata, ranks)
-    places = np.zeros(steps, dtype=np.int64)  # steps come in the order of the stream, too
-    for row in range(rows):
-        places[number[row] // ranks] += rank_by_place[row]
-    step_of = np.empty(steps, dtype=np.int64)
-    step_of[np.argsort(places, kind="mergesort")] = np.arange(steps)
-    for place in range(len(row_of)):
-        if row_of[place] >= 0:
-            row = number[row_of[place]]
-            row_of[place] = step_of[row // ranks] * ranks + row % ranks
+    if count < 64:
+        keys[:count].sort()
+    else:
+        starts = np.empty(257, dtype=np.int64)
+        for digit in range(digits):
+            shift = 32 + 8 * digit
+            starts[:] = 0
+            for place in range(count):
+                starts[(keys[place] >> shift & 255) + 1] += 1
+            for value in range(256):
+                starts[value + 1] += starts[value]
+            for place in range(count):
+                value = keys[place] >> shift & 255
+                sorted_keys[starts[value]] = keys[place]
+                starts[value] += 1
+            keys, sorted_keys = sorted_keys, keys
+    units = np.empty(count, dtype=np.int32)
+    for place in range(count):
+        units[place] = keys[place] & _LOW
+    return units
 
 
 @compiled
@@ -536,44 +433,72 @@ def _place(
     row above `share`. A row that has too many tokens for a unit is parked until units are short enough.
     """
     row_of = np.full(len(lengths), -1, dtype=np.int32)
-    cost = np.zeros(ranks, dtype=np.int64)
-    tokens = np.zeros(ranks, dtype=np.int64)
+    cost, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     used = np.zeros((ranks, len(budgets)), dtype=np.int64)
-    aside = np.empty(ranks, dtype=np.int64)  # rows that have room for the tokens of a unit, but not for the unit
+    aside = np.empty(ranks, dtype=np.int32)  # rows that have room for the tokens of a unit, but not for the unit
+    leaves = 1
+    while leaves < ranks:
+        leaves *= 2
+    # Of two trees, each node holds the row below it with the smallest key, and of equal ones the first. Keys are the
+    # costs of open rows, and the tokens of parked ones.
+    open_keys, parked_keys = np.empty(leaves, dtype=np.int64), np.empty(leaves, dtype=np.int64)
+    cheapest, emptiest = np.empty(2 * leaves, dtype=np.int32), np.empty(2 * leaves, dtype=np.int32)
     for turn in (True, False):
-        open_rows = [(cost[row], row) for row in range(ranks)]  # the cheapest on top
-        heapify(open_rows)
-        parked = [(tokens[row], row) for row in range(0)]  # the emptiest on top
+        if turn and not overdue.any():
+            continue
+        open_keys[:ranks], open_keys[ranks:], parked_keys[:] = cost, UNLIMITED, UNLIMITED
+        for row in range(leaves):
+            cheapest[leaves + row] = emptiest[leaves + row] = row
+        for node in range(leaves - 1, 0, -1):
+            left, right = cheapest[2 * node], cheapest[2 * node + 1]
+            cheapest[node] = left if open_keys[left] <= open_keys[right] else right
+            emptiest[node] = emptiest[2 * node]
         for unit in range(len(lengths)):
             if overdue[unit] != turn:
                 continue
             length = lengths[unit]
-            while parked and parked[0][0] + length <= fill:
-                row = heappop(parked)[1]
-                heappush(open_rows, (cost[row], row))
+            while parked_keys[emptiest[1]] + length <= fill:
+                row = emptiest[1]
+                open_keys[row], parked_keys[row] = cost[row], UNLIMITED
+                _update(cheapest, open_keys, row)
+                _update(emptiest, parked_keys, row)
             put_aside = 0
-            while open_rows and tokens[open_rows[0][1]]:
-                row = open_rows[0][1]
+            while True:
+                row = cheapest[1]
+                if open_keys[row] == UNLIMITED or not tokens[row]:
+                    break
                 if tokens[row] + length > fill:
-                    heappop(open_rows)
-                    heappush(parked, (tokens[row], row))
+                    parked_keys[row] = tokens[row]
+                    _update(emptiest, parked_keys, row)
                 elif not _has_room(used, row, others, unit, budgets):
-                    heappop(open_rows)
                     aside[put_aside] = row
                     put_aside += 1
                 else:
                     break
-            if open_rows:
-                row = open_rows[0][1]
-                if turn or not tokens[row] or cost[row] + costs[unit] <= share:
-                    row_of[unit] = row
-                    tokens[row] += length
-                    cost[row] += costs[unit]
-                    _use(used, row, others, unit, 1)
-                    heapreplace(open_rows, (cost[row], row))
+                open_keys[row] = UNLIMITED
+                _update(cheapest, open_keys, row)
+            row = cheapest[1]
+            if open_keys[row] < UNLIMITED and (turn or not tokens[row] or cost[row] + costs[unit] <= share):
+                row_of[unit] = row
+                tokens[row] += length
+                cost[row] += costs[unit]
+                _use(used, row, others, unit, 1)
+                open_keys[row] = cost[row]
+                _update(cheapest, open_keys, row)
             for place in range(put_aside):
-                heappush(open_rows, (cost[aside[place]], aside[place]))
+                open_keys[aside[place]] = cost[aside[place]]
+                _update(cheapest, open_keys, aside[place])
     return row_of
+
+
+@compiled
+def _update(tree: Any, keys: Any, row: int) -> None:
+    """Set the nodes above a row whose key has changed."""
+    node = (len(tree) // 2 + row) >> 1
+    while node:
+        left, right = tree[2 * node], tree[2 * node + 1]
+        tree[node] = left if keys[left] <= keys[right] else right
+        node >>= 1
 
 
 @compiled
@@ -593,35 +518,3 @@ def _group(row_of: Any, ranks: int, steps: int) -> Any:
             grouped[cursor[step]] = document
             cursor[step] += 1
     return grouped, starts
-
-
-@compiled
-def _even_out(lengths: Any, others: Any, row_of: Any, own: Any, first: int, rows: int, fill: int, budgets: Any) -> int:
-    """Place documents of rows that aren't full anew, so that rows hold more equal numbers of tokens, in place.
-
-    The ranks of a step wait for the fullest row.
-
-    Args:
-        own: (documents,) those of the rows from `first` on, from long to short.
-
-    Returns:
-        The tokens up to which rows may grow.
-    """
-    tokens = np.zeros(rows, dtype=np.int64)
-    for document in own:
-        tokens[row_of[document] - first] += lengths[document]
-    fullest = tokens.max()
-    if rows * fullest - tokens.sum() <= rows * fullest // _UNEVEN or len(own) <= rows:
-        return fullest
-    own_lengths = lengths[own]
-    everything = np.ones(len(own), dtype=np.bool_)
-    placed = _place(own_lengths, _rows_of(others, own), own_lengths, everything, rows, fill, budgets, _UNLIMITED)
-    if placed.min() < 0:
-        return fullest
-    tokens[:] = 0
-    for place in range(len(own)):
-        tokens[placed[place]] += own_lengths[place]
-    if tokens.max() < fullest:
-        for place in range(len(own)):
-            row_of[own[place]] = first + placed[place]
-    return min(tokens.max(), fullest)

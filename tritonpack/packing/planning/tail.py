@@ -47,16 +47,14 @@ def _is_full(amounts: Iterable[tuple[int, int]], num_ranks: int) -> bool:
     return any(total >= FULL * num_ranks * most > 0 for total, most in amounts)
 
 
-def drop_last_step(step_of: NDArray[np.int32], demands: Demands, num_ranks: int) -> int:
+def drop_last_step(rows: NDArray[np.int64], demands: Demands, num_ranks: int) -> int:
     """The number of steps without a last one that isn't full; at least 1 after `check_tail`."""
-    last = int(step_of.max())
-    held = demands.select(step_of == last)
+    last = int(rows.max()) // num_ranks
+    held = demands.select(rows >= last * num_ranks)
     return last + _is_full(zip(held.totals, held.limits, strict=True), num_ranks)
 
 
-def spread(
-    steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
     """Plan all units in as few steps as found, but at least `least_steps`, with about equally many tokens.
 
     Of other resources a row may hold its budget, because what steps hold of them differs much more than their tokens.
@@ -65,17 +63,17 @@ def spread(
         steps: `plan_steps` without `target` and `last_step`.
 
     Returns:
-        step_of and rank_of, as `plan_steps` returns them.
+        The row of each unit, as `plan_steps` returns them.
     """
     tokens, capacity = demands.totals[0], demands.capacity
     num_steps = max(demands.fewest_steps(num_ranks), min(least_steps, len(demands) // num_ranks))
     while True:
         part = -(-tokens // (num_ranks * num_steps))
         for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
-            step_of, rank_of = steps(target=target, last_step=num_steps - 1)
-            needed = int(step_of.max()) + 1
+            rows = steps(target=target, last_step=num_steps - 1)
+            needed = int(rows.max()) // num_ranks + 1
             if needed <= num_steps:
-                return step_of, rank_of
+                return rows
         num_steps = needed  # the number of steps with full rows
 
 

@@ -24,16 +24,17 @@ _NONE = -1
 
 @compiled
 def balance(
-    lengths: Any, others: Any, kinds: Any, costs: Any, rows: Any, ranks: int, fills: Any, budgets: Any
+    lengths: Any, others: Any, kinds: Any, costs: Any, rows: Any, order: Any, ranks: int, fills: Any, budgets: Any
 ) -> None:  # fmt: skip
     """Narrow the gap between the costliest and the cheapest row of each step by trading documents.
 
     Args:
         lengths: (documents,) int32.
         others: (documents, resources) int64, what they take of other resources.
-        kinds: (documents,) int64, from long to short; documents of one kind are interchangeable.
+        kinds: (documents,) int64; documents of one kind are interchangeable.
         costs: (documents,) int64.
         rows: (documents,) int64, `step * ranks + rank` of each document; changed in place.
+        order: (documents,) int32, all documents; those of a step come from large to small.
         fills: (steps,) int64, tokens up to which rows of each step may grow; a row that is longer already doesn't grow.
         budgets: (resources,) int64, what a row holds of other resources.
     """
@@ -45,16 +46,14 @@ def balance(
         starts[step + 1] += starts[step]
     cursor = starts.copy()
     by_step = np.empty(len(rows), dtype=np.int64)
-    for document in range(len(rows)):
+    for document in order:
         step = rows[document] // ranks
-        by_step[cursor[step]] = kinds[document] << 32 | document
+        by_step[cursor[step]] = document
         cursor[step] += 1
     # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost, other resources.
     offers = np.empty((ranks, _GROUPS, 4 + len(budgets)), dtype=np.int64)
     for step in range(steps):
-        keys = by_step[starts[step] : starts[step + 1]]
-        keys.sort()
-        documents = keys & (2**32 - 1)  # from long to short
+        documents = by_step[starts[step] : starts[step + 1]]
         own = np.empty((len(documents), len(budgets)), dtype=np.int64)
         for place in range(len(documents)):
             for resource in range(len(budgets)):
@@ -149,14 +148,31 @@ def _make_offers(documents: Any, lengths: Any, others: Any, kinds: Any, costs: A
         cost[place] = costs[offered[place]]
     offered[num_offered] = _NONE
 
+    # Sort the groups by their tokens, byte by byte.
     count = 0
-    keys = np.empty(_GROUPS, dtype=np.int64)
+    keys, sorted_keys = np.empty(_GROUPS, dtype=np.int64), np.empty(_GROUPS, dtype=np.int64)
+    most = np.int64(0)
     for first in range(num_offered + 1):
         for second in range(first + (first < num_offered), num_offered + 1):
-            keys[count] = (tokens[first] + tokens[second]) << 16 | first << 8 | second
+            total = tokens[first] + tokens[second]
+            keys[count] = total << 16 | first << 8 | second
+            most = max(most, total)
             count += 1
-    keys = keys[:count]
-    keys.sort()
+    starts = np.empty(257, dtype=np.int64)
+    shift = 16
+    while most:
+        starts[:] = 0
+        for group in range(count):
+            starts[(keys[group] >> shift & 255) + 1] += 1
+        for value in range(255):
+            starts[value + 1] += starts[value]
+        for group in range(count):
+            value = keys[group] >> shift & 255
+            sorted_keys[starts[value]] = keys[group]
+            starts[value] += 1
+        keys, sorted_keys = sorted_keys, keys
+        shift += 8
+        most >>= 8
     for group in range(count):
         first, second = (keys[group] >> 8) & 255, keys[group] & 255
         offers[group, 0] = offered[first]
