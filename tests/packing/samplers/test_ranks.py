@@ -57,8 +57,8 @@ def names_the_difference(rank):
             {"lengths": np.roll(LENGTHS, rank == 1)},
             "differ: the lengths is '200 doc.* [0-9a-f]+' on ranks 0, 2 and '200 .* [0-9a-f]+' on rank 1",
         ),
-        ({"lengths": units(squares=rank)}, "differ: the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on"),
-        ({"lengths": units(patches=rank)}, "differ: the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on"),
+        ({"lengths": units(squares=rank)}, "the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on rank 2"),
+        ({"lengths": units(patches=rank)}, "the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on rank 2"),
         (
             {"lengths": units(), "budgets": {"patches": 50 + (rank == 1)}},
             "differ: budgets is {'patches': 50} on ranks 0, 2 and {'patches': 51} on rank 1. Pass",
