@@ -129,8 +129,12 @@ class TestDocuments:
                 r"example \d+: every document needs at least one token, .*; document 1 has 0",
             ),
             ({"dataset": [UNITS[0], []]}, r"example 1 must be a list of documents.* at least one; got \[\]"),
+            (
+                {"documents": None},
+                r"got the keys \['chosen_ids'.*as preference pairs do, pass documents=, a function of",
+            ),
             ({"dataset": [[{"ids": [1]}]]}, "must be a mapping with 'input_ids'; got the keys"),
-            ({"tokens": 20, "documents": documents_of_pair}, r"longer than the row size of 20.*or cut their documents"),
+            ({"tokens": 20, "documents": documents_of_pair}, r"units take more than a row has .*row size is 20"),
             (
                 {"dataset": UNITS, "lengths": [sum(len(each["input_ids"]) for each in unit) for unit in UNITS]},
                 r"example 0 has documents of \[\d+, \d+\] tokens, but others by the argument lengths. .*Units.of_seq",

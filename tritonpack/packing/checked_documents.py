@@ -136,6 +136,11 @@ class CheckedDocuments(Dataset):
         try:
             collate([{name: first[name] for name in used} if names else first])
         except ValueError as error:
+            if names and TOKENS not in names and self._documents is None:
+                raise ValueError(
+                    f"{error} If examples have their tokens in other columns, as preference pairs do, pass documents=, "
+                    "a function of an example that returns its documents."
+                ) from error
             if not refused or TOKENS not in used:
                 raise
             raise ValueError(f"{error} To leave them out while loading, pass drop_columns={refused!r}.") from error

@@ -23,7 +23,8 @@ from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world
-from tritonpack.packing.units import Units
+from tritonpack.packing.samplers.state import are_documents
+from tritonpack.packing.units import Units, fit_units
 
 _CHOSEN_HERE = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
 _OWN = ("shuffle", "collate_fn")  # options of `dataloader` with names that torch's DataLoader has, too
@@ -161,10 +162,11 @@ class PackedDataLoader(DataLoader):
             )
         dropped = rows.dropped_documents
         cut = (units.tokens - lengths)[lengths > 0].sum()
+        noun = "document" if are_documents(units) else "unit"
         left_out = [
             *([str(rows.report)] if rows.report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
-            *([f"{_counted(dropped, 'document')} of this epoch that fill no last step (tail)"] if dropped else []),
+            *([f"{_counted(dropped, noun)} of this epoch that fill no last step (tail)"] if dropped else []),
         ]
         nothing = "no document" if rows._order is None else "no document of the order"
         lines.append(f"  left out: {'; '.join(left_out) or nothing}")
@@ -284,17 +286,7 @@ def dataloader(
         )
     checked = CheckedDocuments(dataset, lengths, documents, resources, drop_columns, collate)
     units = checked.measured.cut(max_document_length)
-    cutting = f"pass max_document_length={tokens}, which trains on their first tokens"
-    if collate is None or (units.squares != units.tokens**2).any():
-        cutting = "cut their documents before"
-    fit_lengths(
-        units.tokens,
-        tokens,
-        overlong,
-        name="row size",
-        remedy=f"pass overlong='drop', which leaves them out, or {cutting}",
-        cutting=cutting,
-    )
+    _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
     num_replicas, own_rank = place_in_world(num_replicas, rank, True)
     assert own_rank is not None
     rows = MultipackDistributedBatchSampler(
@@ -374,6 +366,16 @@ class _Rows(Sampler[list[int]]):
         if self._next is not None:
             self._shift = self._next - epoch
         self._rows.set_epoch(epoch + self._shift)
+
+
+def _check_fit(units: Units, tokens: int, budgets: Any, overlong: Any, *, can_cut: bool) -> None:
+    """ValueError for documents or units that don't fit into a row, with the remedies that the loader has."""
+    if not are_documents(units):
+        fit_units(units, tokens, budgets, overlong, name="row size")
+        return
+    cutting = f"pass max_document_length={tokens}, which trains on their first tokens" if can_cut else "cut them before"
+    remedy = f"pass overlong='drop', which leaves them out, or {cutting}"
+    fit_lengths(units.tokens, tokens, overlong, name="row size", remedy=remedy, cutting=cutting)
 
 
 def _check_collate_fn(collate_fn: Any, packing: Mapping[str, Any]) -> None:
