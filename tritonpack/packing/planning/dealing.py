@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ _UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened 
 _HALF_EMPTY = 16  # groups of steps that leave more open are evened out before they are divided
 # The steps of a group may differ in their mean lengths by this many times the variance of random steps.
 _CHANCE = 1.0
+_UNLIMITED = 2**62
 _ROW_BITS = 26  # 64 steps of 2**20 ranks
 _ROW = 2**_ROW_BITS - 1
 
@@ -183,26 +183,50 @@ def _even_out(
     tokens[:] = 0
     used = np.zeros((rows, len(budgets)), dtype=np.int64)
     placed = np.empty(len(own), dtype=np.int32)
-    emptiest = [(tokens[row], row) for row in range(rows)]
-    aside = [(tokens[row], row) for row in range(0)]  # rows without room for the other resources of a unit
+    leaves = 1
+    while leaves < rows:
+        leaves *= 2
+    # Each node of a tree holds the emptiest row below it; tokens of rows that don't exist or were tried are unlimited.
+    keys, emptiest = np.full(leaves, _UNLIMITED), np.empty(2 * leaves, dtype=np.int32)
+    keys[:rows] = 0
+    for row in range(leaves):
+        emptiest[leaves + row] = row
+    for node in range(leaves - 1, 0, -1):
+        emptiest[node] = emptiest[2 * node]
+    tried = np.empty(rows, dtype=np.int32)  # rows without room for the other resources of a unit
     for place in range(len(own)):
         length, unit = lengths[own[place]], units[own[place]]
-        while emptiest and not _has_room(used, emptiest[0][1], others, unit, budgets):
-            aside.append(heappop(emptiest))
-        if not emptiest or (emptiest[0][0] and emptiest[0][0] + length > fill):
+        row, count = emptiest[1], 0
+        while keys[row] < _UNLIMITED and not _has_room(used, row, others, unit, budgets):
+            keys[row], tried[count] = _UNLIMITED, row
+            count += 1
+            _update(emptiest, keys, row)
+            row = emptiest[1]
+        if keys[row] and keys[row] + length > fill:
             return fullest
-        row = emptiest[0][1]
         placed[place] = row
         tokens[row] += length
+        keys[row] = tokens[row]
+        _update(emptiest, keys, row)
         for resource in range(len(budgets)):
             used[row, resource] += others[unit, resource]
-        heapreplace(emptiest, (tokens[row], row))
-        while aside:
-            heappush(emptiest, aside.pop())
+        for number in range(count):
+            keys[tried[number]] = tokens[tried[number]]
+            _update(emptiest, keys, tried[number])
     if tokens.max() < fullest:
         for place in range(len(own)):
             row_of[own[place]] = first + placed[place]
     return min(tokens.max(), fullest)
+
+
+@compiled
+def _update(tree: Any, keys: Any, row: int) -> None:
+    """Set the nodes above a row whose key has changed."""
+    node = (len(tree) // 2 + row) >> 1
+    while node:
+        left, right = tree[2 * node], tree[2 * node + 1]
+        tree[node] = left if keys[left] <= keys[right] else right
+        node >>= 1
 
 
 @compiled

@@ -19,6 +19,7 @@ _TRADES_PER_RANK = 2
 _OFFERED = 16  # documents that a row offers, spread from its longest to its shortest
 _GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
 _LOOKS = 4096  # pairs of groups that are compared for one trade
+_FEW = 40  # groups that are sorted at once
 _NONE = -1
 
 
@@ -50,39 +51,45 @@ def balance(
         step = rows[document] // ranks
         by_step[cursor[step]] = document
         cursor[step] += 1
+    own_lengths, own_kinds, own_costs = lengths[by_step], kinds[by_step], costs[by_step]
+    own_others = np.empty((len(rows), len(budgets)), dtype=np.int64)
+    size = np.zeros(steps * ranks, dtype=np.int64)
+    for place in range(len(rows)):
+        size[rows[by_step[place]]] += 1
+        for resource in range(len(budgets)):
+            own_others[place, resource] = others[by_step[place], resource]
+    # These are used for each step anew, because small steps would take longer to allocate than to balance.
+    held = np.empty((ranks, 2 * size.max() + 2), dtype=np.int32)
     # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost, other resources.
     offers = np.empty((ranks, _GROUPS, 4 + len(budgets)), dtype=np.int64)
+    sums = np.empty((4, ranks), dtype=np.int64)
+    spare = np.empty((ranks, len(budgets)), dtype=np.int64)
+    scratch = np.empty((6, max(held.shape[1], _GROUPS, 257)), dtype=np.int64)
     for step in range(steps):
-        documents = by_step[starts[step] : starts[step + 1]]
-        own = np.empty((len(documents), len(budgets)), dtype=np.int64)
-        for place in range(len(documents)):
-            for resource in range(len(budgets)):
-                own[place, resource] = others[documents[place], resource]
+        begin, end = starts[step], starts[step + 1]
         _trade(
-            lengths[documents], own, kinds[documents], costs[documents], documents, rows, step * ranks, ranks,
-            fills[step], budgets, offers,
+            own_lengths[begin:end], own_others[begin:end], own_kinds[begin:end], own_costs[begin:end],
+            by_step[begin:end], rows, step * ranks, ranks, fills[step], budgets, held, offers, sums, spare, scratch,
         )  # fmt: skip
 
 
 @compiled
 def _trade(
     lengths: Any, others: Any, kinds: Any, costs: Any, documents: Any, rows: Any, first: int, ranks: int, fill: int,
-    budgets: Any, offers: Any,
+    budgets: Any, held: Any, offers: Any, sums: Any, spare: Any, scratch: Any,
 ) -> None:  # fmt: skip
     """Balance the rows of one step, the first of which is `first`.
 
     Args:
-        lengths, others, kinds, costs, documents: (documents, ...) those of the step, from long to short.
+        lengths, others, kinds, costs, documents: (documents, ...) those of the step, from large to small.
+        held: for each row the places of its documents, ascending, so from large to small.
+        offers: for each row the groups that it offers.
+        sums, spare: for each row the numbers below, and its room for other resources.
+        scratch: see `_make_offers`.
     """
-    room, cost = np.full(ranks, fill, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
-    size = np.zeros(ranks, dtype=np.int64)  # documents of each row
-    spare = np.empty((ranks, len(budgets)), dtype=np.int64)  # the room for other resources
+    room, cost, size, num_offers = sums[0], sums[1], sums[2], sums[3]  # no offers: not made yet
+    room[:], cost[:], size[:], num_offers[:] = fill, 0, 0, 0
     spare[:] = budgets
-    for document in documents:
-        size[rows[document] - first] += 1
-    # The documents of each row come first, ascending, so from long to short; the rest is spare.
-    held = np.empty((ranks, 2 * size.max() + 2), dtype=np.int32)
-    size[:] = 0
     for document in range(len(documents)):
         row = rows[documents[document]] - first
         held[row, size[row]] = document
@@ -92,7 +99,6 @@ def _trade(
         for resource in range(len(budgets)):
             spare[row, resource] -= others[document, resource]
     by_cost = np.argsort(cost, kind="mergesort")
-    num_offers = np.zeros(ranks, dtype=np.int64)  # 0: not made yet
     deal = np.empty(4, dtype=np.int64)
     for _ in range(_TRADES_PER_RANK * ranks):
         dear = by_cost[-1]
@@ -105,7 +111,8 @@ def _trade(
                 continue
             for row in (dear, cheap):
                 if num_offers[row] == 0:
-                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, others, kinds, costs, offers[row])
+                    own = held[row, : size[row]]
+                    num_offers[row] = _make_offers(own, lengths, others, kinds, costs, offers[row], scratch)
             dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
             if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], spare[dear], spare[cheap], gap, deal):
                 continue
@@ -130,27 +137,30 @@ def _trade(
 
 
 @compiled
-def _make_offers(documents: Any, lengths: Any, others: Any, kinds: Any, costs: Any, offers: Any) -> int:
-    """Write the groups of up to two documents that a row offers to `offers`, (groups, ...); return their number."""
-    different = np.empty(len(documents), dtype=np.int32)  # of one kind only two
+def _make_offers(
+    documents: Any, lengths: Any, others: Any, kinds: Any, costs: Any, offers: Any, scratch: Any
+) -> int:  # fmt: skip
+    """Write the groups of up to two documents that a row offers to `offers`, (groups, ...); return their number.
+
+    Args:
+        scratch: (6, ...) int64, whose values don't matter.
+    """
+    offered, tokens, cost, starts = scratch[0], scratch[1], scratch[2], scratch[3]
     count = 0
-    for document in documents:
-        if count < 2 or kinds[different[count - 2]] != kinds[document]:
-            different[count] = document
+    for document in documents:  # of one kind only two
+        if count < 2 or kinds[offered[count - 2]] != kinds[document]:
+            offered[count] = document
             count += 1
     num_offered = min(count, _OFFERED)
-    offered = np.empty(num_offered + 1, dtype=np.int64)
-    tokens = np.zeros(num_offered + 1, dtype=np.int64)
-    cost = np.zeros(num_offered + 1, dtype=np.int64)
     for place in range(num_offered):
-        offered[place] = different[place * count // num_offered]
+        offered[place] = offered[place * count // num_offered]
         tokens[place] = lengths[offered[place]]
         cost[place] = costs[offered[place]]
-    offered[num_offered] = _NONE
+    offered[num_offered], tokens[num_offered], cost[num_offered] = _NONE, 0, 0
 
     # Sort the groups by their tokens, byte by byte.
     count = 0
-    keys, sorted_keys = np.empty(_GROUPS, dtype=np.int64), np.empty(_GROUPS, dtype=np.int64)
+    keys, sorted_keys = scratch[4], scratch[5]
     most = np.int64(0)
     for first in range(num_offered + 1):
         for second in range(first + (first < num_offered), num_offered + 1):
@@ -158,10 +168,12 @@ def _make_offers(documents: Any, lengths: Any, others: Any, kinds: Any, costs: A
             keys[count] = total << 16 | first << 8 | second
             most = max(most, total)
             count += 1
-    starts = np.empty(257, dtype=np.int64)
+    if count < _FEW:
+        keys[:count].sort()
+        most = np.int64(0)
     shift = 16
     while most:
-        starts[:] = 0
+        starts[:257] = 0
         for group in range(count):
             starts[(keys[group] >> shift & 255) + 1] += 1
         for value in range(255):
