@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tritonpack import PackingCollator, TreeCollator, Units, dataloader
 from tritonpack.packing import PackedDataLoader
@@ -300,3 +301,48 @@ class TestOwnCollator:
     def test_refuses(self, options, message):
         with pytest.raises(ValueError, match=message):
             make(**{"dataset": IMAGES, "collate_fn": Own(), **options})
+
+
+def one_of_two_processes(rank, store):
+    """Runs in each of two processes: their rows hold each pair once, within the budget, and resume alike."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def loader(budget=4, **options):
+        counted = {"resources": {"pairs": lambda pair: 1}, "budgets": {"pairs": budget}}
+        return dataloader(PAIRS, TOKENS, documents=documents_of_pair, **counted, **options)
+
+    def of_all_ranks(value):
+        values = [None, None]
+        dist.all_gather_object(values, value)
+        return values
+
+    whole = loader(epochs=2)
+    rows = [documents_in(batch) for batch in whole]
+    steps = of_all_ranks(len(rows))
+    assert steps[0] == steps[1]
+    assert max(map(len, rows)) <= 2 * 4
+    fillers = whole.rows.plan.filler_rows
+    found = [row[0] for each in of_all_ranks(rows) for batch in each for row in batch[::2]]
+    assert len(found) - fillers == len(set(found)) == 60
+    state = of_all_ranks(whole.state_dict(batches_done=2))
+    assert state[0] == state[1]
+    rest = loader(epochs=2)
+    rest.load_state_dict(state[0])
+    assert [documents_in(batch) for batch in rest] == rows[2:]
+    more = loader(budget=5)
+    more.load_state_dict(state[0])
+    later = [documents_in(batch) for batch in more]
+    after = [row[0] for each in of_all_ranks(later) for batch in each for row in batch[::2]]
+    before = [row[0] for each in of_all_ranks(rows[:2]) for batch in each for row in batch[::2]]
+    assert sorted({*map(tuple, before), *map(tuple, after)}) == sorted(set(map(tuple, found)))
+    assert not {*map(tuple, before)} & {*map(tuple, after)}
+    with pytest.raises(ValueError, match=r"budgets is \{'pairs': 4\} on rank 0 and \{'pairs': 5\} on rank 1"):
+        loader(budget=4 + rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    torch.multiprocessing.start_processes(
+        one_of_two_processes, (str(tmp_path / "store"),), nprocs=2, start_method="fork"
+    )
