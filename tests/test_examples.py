@@ -7,9 +7,11 @@ import shutil
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import tritonpack
 
@@ -19,17 +21,69 @@ EXAMPLES = ROOT / "examples"
 
 
 def test_every_example_is_tested():
-    tested = {"pack_with_spark", "train_packed", "train_with_trainer", "train_sequence_parallel"}
+    tested = {"pack_with_spark", "train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 
 
-@pytest.mark.parametrize("name", ["train_packed", "train_with_trainer"])
+@pytest.mark.parametrize("name", ["train_packed", "train_with_trainer", "train_dpo_packed"])
 def test_training_lowers_the_loss(name):
     if name == "train_with_trainer":
         pytest.importorskip("accelerate")
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps=10)
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+
+
+def padded_dpo_loss(policy, reference, pairs, beta):
+    """The loss of padded pairs, as TRL's DPOTrainer computes it: chosen answers first, then rejected ones."""
+
+    def logps(model):
+        documents = [pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+        prompts = [len(pair["prompt_ids"]) for pair in pairs] * 2
+        ids = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.long)
+        seen, completion = ids.clone(), ids.clone()
+        for row, (tokens, prompt) in enumerate(zip(documents, prompts, strict=True)):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            seen[row, : len(tokens)] = 1
+            completion[row, prompt : len(tokens)] = 1
+        logits = model(input_ids=ids, attention_mask=seen).logits[:, :-1]
+        per_token = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        return (per_token * completion[:, 1:]).sum(1).chunk(2)
+
+    with torch.no_grad():
+        before_chosen, before_rejected = logps(reference)
+    chosen, rejected = logps(policy)
+    scores = (chosen - before_chosen) - (rejected - before_rejected)
+    return -torch.nn.functional.logsigmoid(beta * scores).mean()
+
+
+def test_packed_pairs_have_the_loss_and_gradients_of_padded_pairs():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    example = runpy.run_path(str(EXAMPLES / "train_dpo_packed.py"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    policy, reference = (LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).double() for _ in range(2))
+    pairs = example["counting_pairs"](24)
+    numbered = {tuple(each["input_ids"]): (number, place) for number, pair in enumerate(pairs)
+                for place, each in enumerate(example["documents"](pair))}  # fmt: skip
+    loader = tritonpack.dataloader(pairs, 200, documents=example["documents"], seed=0)
+    loss = torch.zeros((), dtype=torch.float64)
+    with tritonpack.patch(policy), tritonpack.patch(reference):
+        for batch in loader:
+            starts = batch["cu_seq_lens_q"].tolist()
+            found = [numbered[tuple(batch["input_ids"][0, a:b].tolist())] for a, b in pairwise(starts)]
+            assert [place for _, place in found] == [0, 1] * (len(found) // 2)
+            assert [number for number, _ in found[::2]] == [number for number, _ in found[1::2]], "whole pairs"
+            loss = loss + example["dpo_losses"](policy, reference, batch, beta=0.3).sum() / len(pairs)
+        loss.backward()
+    packed = [parameter.grad.clone() for parameter in policy.parameters()]
+    policy.zero_grad()
+    expected = padded_dpo_loss(policy, reference, pairs, beta=0.3)
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
+    for one, other in zip(packed, policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

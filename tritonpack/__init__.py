@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tritonpack.packing import TreeBatch as TreeBatch
     from tritonpack.packing import TreeCollator as TreeCollator
     from tritonpack.packing import TreePacking as TreePacking
+    from tritonpack.packing import Units as Units
     from tritonpack.packing import dataloader as dataloader
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
@@ -63,6 +64,7 @@ _HOMES = {
     "TreeBatch": "packing",
     "TreeCollator": "packing",
     "TreePacking": "packing",
+    "Units": "packing",
     "UnsupportedModelError": "errors",
     "dataloader": "packing",
     "flash_attn": "flash_attn",

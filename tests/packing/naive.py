@@ -79,3 +79,26 @@ def fewest_bins(lengths, capacity, max_items):
 
     order = sorted(lengths, reverse=True)
     return search(0, [], len(lengths) + 1)
+
+
+def fits_into(takes, limits, num_bins):
+    """Whether units that take several resources fit into `num_bins` bins, by trying all assignments; for a few units.
+
+    Args:
+        takes: what each unit takes of each resource.
+        limits: what a bin holds of each resource.
+    """
+
+    def search(position, bins):
+        if position == len(takes):
+            return True
+        tried = set()
+        for index, held in enumerate(bins):
+            now = tuple(has + more for has, more in zip(held, takes[position], strict=True))
+            if held not in tried and all(has <= most for has, most in zip(now, limits, strict=True)):
+                tried.add(held)
+                if search(position + 1, [*bins[:index], now, *bins[index + 1 :]]):
+                    return True
+        return False
+
+    return search(0, [(0,) * len(limits)] * num_bins)

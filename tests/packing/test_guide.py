@@ -12,13 +12,14 @@ from tests.test_guides import blocks
 BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
 TEXTS = (
-    "print(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
+    ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
     "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
     "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
-    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture",
+    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture", "def documents(pair)", "num_patches",
+    "Units.of_sequences", "32768, units, budgets",
 )  # fmt: skip
 ONE_LINE, PREPARED, LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE = OTHERS
+STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE, PAIRS, BUDGETS, UNITS, SAMPLER_OF_UNITS = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -169,6 +170,32 @@ def test_axolotls_sampler(given):
     rows = [batch["input_ids"].shape[1] for batch in run(AXOLOTL, given)["loader"]]
     assert sum(rows) > 0.8 * LENGTHS.sum()
     assert max(rows) <= 2 * 64
+
+
+def test_pairs(given):
+    lengths = (LENGTHS[:20] // 2).tolist()
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    given["pairs"] = [{name: [token] * length for name in names} for token, length in enumerate(lengths, 1)]
+    documents = [row["cu_seq_lens_q"].diff().tolist() for row in run(PAIRS, given)["loader"]]
+    assert sorted(length for row in documents for length in row) == sorted([2 * length for length in lengths] * 2)
+    assert all(row[::2] == row[1::2] for row in documents)
+
+
+def test_budgets_of_rows_and_of_the_sampler(given, capsys):
+    """With 16 patches a row in place of 16,384."""
+    patches = [number % 3 * 8 for number in range(60)]
+    given["dataset"] = [{**one, "num_patches": each} for one, each in zip(DOCUMENTS, patches, strict=True)]
+    (code,) = (block for block in BLOCKS if BUDGETS in block)
+    exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)
+    assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
+    assert f"patches: {sum(patches)}, at most 16 a row" in str(given["loader"])
+    run(UNITS, given)
+    assert given["units"].resources["patches"].tolist() == [256, 0]
+    given["units"] = tritonpack.Units.of_documents(LENGTHS, patches=patches)
+    (code,) = (block for block in BLOCKS if SAMPLER_OF_UNITS in block)
+    exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)
+    assert max(sum(patches[unit] for unit in row) for row in given["sampler"]) == 16
+    assert 0.5 < given["sampler"].efficiency("patches") <= 1
 
 
 def test_every_block_is_run():

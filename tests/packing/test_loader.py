@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackDistributedBatchSampler, PackingWarning, dataloader, notices
+from tritonpack import MultipackDistributedBatchSampler, PackingCollator, PackingWarning, dataloader, notices
 from tritonpack.packing import plan_epoch
 
 TOKENS = 256
@@ -286,7 +286,9 @@ class TestColumns:
     ("options", "message"),
     [
         ({"batch_size": 4}, "batch_size can't be passed: tokens decides"),
-        ({"collate_fn": list}, "collate_fn can't be passed"),
+        ({"collate_fn": 5}, "collate_fn must be a function of a list of examples; got 5"),
+        ({"collate_fn": PackingCollator()}, "is what dataloader makes itself.*pass its options"),
+        ({"collate_fn": list, "pad_token_id": 0}, "pad_token_id is an option of PackingCollator, in whose place"),
         ({"num_wokers": 4}, "there is no option 'num_wokers'.*num_workers"),
         ({"objective": "tokens"}, "objective is what ranks get equal shares of.*pass labels='tokens'"),
         ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),

@@ -59,8 +59,13 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def check_training(trainer: Trainer, labels: str) -> None:
-    """ValueError for settings of a training that contradict packed rows."""
+def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> None:
+    """ValueError for settings of a training that contradict packed rows.
+
+    Args:
+        labels: what a label belongs to.
+        own_form: examples may have any form, because a function makes documents or batches of them.
+    """
     args = trainer.args
     if trainer.train_dataset is None:
         raise ValueError("the trainer has no train_dataset to pack. To evaluate alone use tritonpack.patch.")
@@ -70,7 +75,9 @@ def check_training(trainer: Trainer, labels: str) -> None:
             "that is indexed, or pack the stream itself: tritonpack.pack_stream."
         )
     first = trainer.train_dataset[0] if len(trainer.train_dataset) else {"input_ids": []}
-    if isinstance(first, Mapping) and "input_ids" not in first:
+    if own_form:
+        _check_loss_of_documents(trainer)
+    elif isinstance(first, Mapping) and "input_ids" not in first:
         raise ValueError(
             f"packed rows need documents with input_ids; those of the {type(trainer).__name__} have the columns "
             f"{', '.join(sorted(map(str, first)))}. Tokenize text first. A trainer of preferences makes batches of its "
@@ -101,6 +108,17 @@ def check_training(trainer: Trainer, labels: str) -> None:
             f"the loss of {type(trainer.model).__name__} doesn't take num_items_in_batch, so rows with few targets "
             "would weigh as much as rows with many. Pass a compute_loss_func to the trainer, or use one process and "
             "gradient_accumulation_steps=1."
+        )
+
+
+def _check_loss_of_documents(trainer: Trainer) -> None:
+    """ValueError for a trainer whose loss takes padded batches of pairs."""
+    trainer._set_signature_columns_if_needed()
+    if pairs := [name for name in trainer._signature_columns if "chosen" in name or "rejected" in name]:
+        raise ValueError(
+            f"{type(trainer).__name__} computes its loss from padded batches of the columns {', '.join(pairs)}, so it "
+            "can't take packed pairs. For its own batches use tritonpack.patch(trainer.model, share_prefixes=True). "
+            "For packed pairs write the loss in a loop of your own, as examples/train_dpo_packed.py does."
         )
 
 

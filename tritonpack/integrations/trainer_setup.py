@@ -21,10 +21,11 @@ from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
-from tritonpack.packing.checked_documents import LENGTH_COLUMNS
+from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.samplers.state import digest
+from tritonpack.packing.measured import LENGTH_COLUMNS
+from tritonpack.packing.samplers.state import digest_units
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
@@ -45,8 +46,8 @@ _FROM_ARGUMENTS = {
 }
 # What decides the batches of an epoch, beside the lengths.
 _PLANNING = (
-    "num_replicas", "seed", "shuffle", "objective", "cost_model", "tail", "lookahead", "steps_together", "overlong",
-    "max_document_length",
+    "num_replicas", "seed", "shuffle", "budgets", "objective", "cost_model", "tail", "lookahead", "steps_together",
+    "overlong", "max_document_length",
 )  # fmt: skip
 _MADE_HERE = ("num_replicas", "rank", "shard", "worker_init_fn")
 _OPTIONS = tuple(
@@ -69,7 +70,7 @@ class TrainerSetup:
     def __init__(self, trainer: Trainer, tokens: int, patching: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
-        self._measured: Any = None  # the documents of the latest loader, with their lengths
+        self._documents: CheckedDocuments | None = None  # of the latest loader
         self._loader = self._load(epochs=1)
         self._callback = _PackedTraining(self)
         self.patch: Patch = self._patch(trainer.model)
@@ -152,14 +153,16 @@ class TrainerSetup:
         trainer, args = self.trainer, self.trainer.args
         packing = dict(self._packing)
         packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
-        check_training(trainer, self._labels)
+        own_form = packing.get("documents") is not None or packing.get("collate_fn") is not None
+        check_training(trainer, self._labels, own_form)
+        if packing.get("collate_fn") is not None:  # which makes labels of its own
+            packing.pop("labels")
         dataset = trainer.train_dataset
-        known = self._measured is not None and self._measured.dataset is dataset and packing.get("lengths") is None
-        if known:
-            packing["lengths"] = self._measured.lengths
+        if self._documents is not None and self._documents.dataset is dataset:
+            packing["lengths"] = self._documents.measured
         strategy = getattr(args, "train_sampling_strategy", "random")
         packing |= {
-            "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
+            "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
             "seed": args.seed if args.data_seed is None else args.data_seed,
             "shuffle": strategy != "sequential",
             "num_replicas": args.world_size,
@@ -177,9 +180,7 @@ class TrainerSetup:
         )
         defaults = inspect.signature(dataloader).parameters
         self._planned = {name: packing.get(name, defaults[name].default) for name in _PLANNING}
-        measured: Any = loader.dataset
-        measured.source = self._measured.source if known else measured.source
-        self._measured = measured
+        self._documents = loader.documents
         return loader
 
     def _unused_columns(self) -> tuple[str, ...]:
@@ -240,8 +241,10 @@ def setup(
         tokens: the tokens of a row, from 1 to 2**30.
         labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
         attention, backend, unpad, tiled_loss: see `patch`.
-        options: `lengths`, `objective`, `cost_model`, `tail`, `lookahead`, `steps_together`, `overlong`, `per_token`,
-            `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`.
+        options: `lengths`, `documents`, `resources`, `budgets`, `collate_fn`, `objective`, `cost_model`, `tail`,
+            `lookahead`, `steps_together`, `overlong`, `order`, `per_token`, `drop_columns`, `max_document_length`,
+            `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With `documents` or `collate_fn` no column is
+            removed. Evaluation keeps the trainer's own collator.
 
     Returns:
         A handle, which `print` shows. `undo()` restores the trainer and its model.
@@ -333,7 +336,7 @@ class _PackedTraining(SavedTokensCallback):
             **handle._planned,
             "cost_model": cost_model and asdict(cost_model),
             "tokens": handle._tokens,
-            "lengths": digest(handle._measured.lengths),
+            "lengths": digest_units(self._loader.documents.measured.units),
             "steps_per_epoch": len(self._loader),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
         }
@@ -347,12 +350,13 @@ class _PackedTraining(SavedTokensCallback):
             self._resumed = None
 
     def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
-        loader = self._loader
+        loader, handle = self._loader, self._handle
         plan, lengths = loader.rows.plan, loader.rows.lengths
         end = min(self._batches + args.gradient_accumulation_steps, len(loader))
         for batch in range(self._batches, end):
-            held = lengths[plan.row(batch, loader.rank)]
-            self._rows.add(len(held) * int(held.max()), int(held.sum()))
+            row = plan.row(batch, loader.rank)
+            padded = loader.documents.measured.padded_tokens(row, handle._planned["max_document_length"])
+            self._rows.add(padded, int(lengths[row].sum()))
             self._rows.room += plan.capacity
         self._batches = end
         if self._saved.get("loader", {}).get("epoch") != loader.epoch:  # once an epoch: it digests the whole plan

@@ -15,6 +15,7 @@ from tritonpack.packing.samplers.multipack import MultipackBatchSampler
 from tritonpack.packing.streams.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
 from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
+from tritonpack.packing.units import Units
 
 __all__ = [
     "BinDataset",
@@ -33,6 +34,7 @@ __all__ = [
     "TreeBatch",
     "TreeCollator",
     "TreePacking",
+    "Units",
     "dataloader",
     "fit_lengths",
     "pack",

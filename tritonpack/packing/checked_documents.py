@@ -5,27 +5,46 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import TAKEN
-from tritonpack.packing.documents import TOKENS, NumberedDocuments, fetch, measure_lengths
-from tritonpack.packing.lengths import whole_lengths
-
-LENGTH_COLUMNS = ("length", "lengths")
+from tritonpack.packing.documents import TOKENS, NumberedDocuments, fetch
+from tritonpack.packing.measured import (
+    GIVEN,
+    LENGTH_COLUMNS,
+    DocumentsOf,
+    Resource,
+    checked_resources,
+    documents_of,
+    measure,
+    resource_of,
+)
 
 
 class CheckedDocuments(Dataset):
-    """The documents of a dataset without dropped columns, each checked against the length that was planned.
+    """The documents of each example of a dataset, each checked against the length that was planned.
+
+    An item is a document, or a list of the documents of an example.
 
     Attributes:
-        lengths: (documents,) int64, the tokens of each document.
-        source: where the lengths come from.
+        measured: what each example takes of a row.
         columns: the names of the columns of the first document that are used, and of those that aren't.
+
+    Args:
+        dataset, lengths, documents, resources, drop_columns: see `dataloader`.
+        collate: the collator whose columns the documents have; None for one that takes examples of any form.
     """
 
-    def __init__(self, dataset: Any, lengths: Any, drop_columns: Collection[str], collate: PackingCollator) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: Any,
+        documents: DocumentsOf | None,
+        resources: Mapping[str, Resource] | None,
+        drop_columns: Collection[str],
+        collate: PackingCollator | None,
+    ) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
         if isinstance(drop_columns, str) or not all(isinstance(name, str) for name in drop_columns):
@@ -34,18 +53,27 @@ class CheckedDocuments(Dataset):
             )
         if TOKENS in drop_columns:
             raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
-        self.dataset = dataset
-        self._dropped = frozenset(drop_columns)
-        self._unused = self._dropped.union(LENGTH_COLUMNS)
-        first = fetch(dataset, [0])[0]
-        self.columns = self._check_columns(first, collate)
-        measured, self.source = _measure(dataset, lengths, self._dropped)
-        self.lengths = whole_lengths(measured).astype(np.int64)
-        if len(self.lengths) != len(dataset):
+        if documents is not None and not callable(documents):
             raise ValueError(
-                f"{len(self.lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length."
+                f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        self._check_length(first, 0)
+        resources = checked_resources(resources)
+        self.dataset = dataset
+        self._documents = documents
+        self._dropped = self._unused = frozenset(drop_columns)
+        if collate is not None:
+            of_resources = {each for each in resources.values() if isinstance(each, str)}
+            self._unused = self._unused.union(LENGTH_COLUMNS, of_resources)
+        first = fetch(dataset, [0])[0]
+        found = documents_of(first, 0, documents)
+        self.columns = self._check_columns(first if found is None else found[0], collate)
+        self.measured = measure(dataset, lengths, documents, resources, self._dropped)
+        # Units of a collator of one's own need not be the sums of lengths, such as those of trees.
+        self._checks_lengths = collate is not None or self.measured.source != GIVEN
+        self._by_example: dict[str, Any] = {
+            name: each for name, each in resources.items() if isinstance(each, str) or callable(each)
+        }
+        self._checked(first, 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -57,20 +85,39 @@ class CheckedDocuments(Dataset):
         pairs = zip(fetch(self.dataset, numbers), numbers, strict=True)
         return NumberedDocuments((self._checked(*pair) for pair in pairs), numbers)
 
-    def _checked(self, document: Any, number: int) -> Any:
-        if not isinstance(document, Mapping) or TOKENS not in document:
-            return document  # the collator says what is wrong
-        self._check_length(document, number)
-        return {name: document[name] for name in document if name not in self._unused}
+    def _checked(self, example: Any, number: int) -> Any:
+        """The documents of an example without columns that aren't used; ValueError unless they are as planned."""
+        units = self.measured.units
+        for name, resource in self._by_example.items():
+            if (amount := resource_of(example, number, name, resource)) != units.resources[name][number]:
+                raise ValueError(
+                    f"example {number} has {amount} {name}, but had {units.resources[name][number]} when it was "
+                    "measured. A resource must be the same at each loading."
+                )
+        found = documents_of(example, number, self._documents)
+        held = [example] if found is None else found
+        if not all(isinstance(document, Mapping) and TOKENS in document for document in held):
+            return example if found is None else found  # the collator says what is wrong
+        if self._checks_lengths:
+            self._check_lengths(held, number)
+        used = [{name: document[name] for name in document if name not in self._unused} for document in held]
+        return used[0] if found is None else used
 
-    def _check_length(self, document: Any, number: int) -> None:
-        if (count := len(document[TOKENS])) != self.lengths[number]:
+    def _check_lengths(self, documents: list[Any], number: int) -> None:
+        own = [len(document[TOKENS]) for document in documents]
+        units, source = self.measured.units, self.measured.source
+        if sum(own) != units.tokens[number]:
             raise ValueError(
-                f"document {number} has {count} tokens, but {self.lengths[number]} by {self.source}. Pass lengths= "
-                "with the number of each document's tokens."
+                f"document {number} has {sum(own)} tokens, but {units.tokens[number]} by {source}. Pass lengths= with "
+                "the number of each document's tokens."
+            )
+        if sum(length**2 for length in own) != units.squares[number]:
+            raise ValueError(
+                f"example {number} has documents of {own} tokens, but others by {source}. Pass "
+                "lengths=Units.of_sequences(...) with the tokens of each document, or leave lengths out."
             )
 
-    def _check_columns(self, first: Any, collate: PackingCollator) -> tuple[list[str], list[str]]:
+    def _check_columns(self, first: Any, collate: PackingCollator | None) -> tuple[list[str], list[str]]:
         """The names of the columns that are used, and of those that aren't.
 
         Raises:
@@ -83,28 +130,18 @@ class CheckedDocuments(Dataset):
                 f"{', '.join(names) or 'none'}."
             )
         used, unused = ([name for name in names if (name in self._unused) is left_out] for left_out in (False, True))
+        if collate is None:
+            return used, unused
         refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
         try:
             collate([{name: first[name] for name in used} if names else first])
         except ValueError as error:
+            if names and TOKENS not in names and self._documents is None:
+                raise ValueError(
+                    f"{error} If examples have their tokens in other columns, as preference pairs do, pass documents=, "
+                    "a function of an example that returns its documents."
+                ) from error
             if not refused or TOKENS not in used:
                 raise
             raise ValueError(f"{error} To leave them out while loading, pass drop_columns={refused!r}.") from error
         return used, unused
-
-
-def _measure(dataset: Any, lengths: Any, dropped: Collection[str]) -> tuple[Any, str]:
-    """The tokens of each document, and where they come from."""
-    if lengths is not None:
-        return lengths, "the argument lengths"
-    names = [name for name in getattr(dataset, "column_names", None) or () if name in LENGTH_COLUMNS]
-    for name in names:
-        if name not in dropped and hasattr(dataset, "with_format"):
-            column = np.asarray(dataset.with_format("numpy")[name][:])
-            if column.ndim != 1 or column.dtype.kind not in "iu":
-                raise ValueError(
-                    f"the column {name!r} must hold the number of each document's tokens; got {column.dtype} of shape "
-                    f"{column.shape}. Pass lengths=, or leave the column out: drop_columns=({name!r},)."
-                )
-            return column, f"the column {name!r}"
-    return measure_lengths(dataset), TOKENS

@@ -152,12 +152,12 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
             rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
         return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
 
-    def _read(self, features: Any) -> tuple[list[Columns], list[int]]:
+    def _read(self, features: Any) -> tuple[list[Columns], list[int | str]]:
         """The columns of all documents, checked, with labels; and the numbers of their features, for messages."""
         whole = documents_of(features, "PackingCollator")
-        known = features.numbers if isinstance(features, NumberedDocuments) else range(len(whole))
+        known = features.names() if isinstance(features, NumberedDocuments) else range(len(whole))
         documents: list[Columns] = []
-        numbers: list[int] = []
+        numbers: list[int | str] = []
         for number, feature in zip(known, whole, strict=True):
             documents += read_feature(feature, number, self.objective, tuple(self.per_token), self.max_document_length)
             numbers += [number] * (len(documents) - len(numbers))

@@ -43,7 +43,7 @@ def per_token_names(names: Any) -> tuple[str, ...]:
 
 
 def read_feature(
-    feature: Any, number: int, objective: Objective, per_token: Sequence[str], longest: int | None
+    feature: Any, number: int | str, objective: Objective, per_token: Sequence[str], longest: int | None
 ) -> list[Columns]:
     """The columns of the documents of a feature, checked; each document is cut to `longest` tokens.
 
@@ -133,7 +133,7 @@ def labels_of_tokens(columns: Columns) -> Tensor:
     return labels
 
 
-def join(documents: Sequence[Columns], name: str, numbers: Sequence[int]) -> Tensor:
+def join(documents: Sequence[Columns], name: str, numbers: Sequence[int | str]) -> Tensor:
     """A column of all documents, end to end. `numbers` are those of the documents, for messages."""
     values = [columns[name] for columns in documents]
     first = _values_per_token(values[0])
@@ -147,7 +147,7 @@ def join(documents: Sequence[Columns], name: str, numbers: Sequence[int]) -> Ten
     return torch.cat(values)
 
 
-def join_labels_of_documents(labels: list[Tensor], numbers: Sequence[int]) -> Tensor:
+def join_labels_of_documents(labels: list[Tensor], numbers: Sequence[int | str]) -> Tensor:
     """(documents,) labels, or (documents, ...) if each document has a row of labels."""
     for number, one in zip(numbers, labels, strict=True):
         if one.shape != labels[0].shape:
@@ -159,7 +159,7 @@ def join_labels_of_documents(labels: list[Tensor], numbers: Sequence[int]) -> Te
     return torch.stack(labels)
 
 
-def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int]) -> None:
+def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int | str]) -> None:
     """ValueError unless all documents have the columns of the first."""
     for number, columns in zip(numbers, documents, strict=True):
         if different := sorted(documents[0].keys() ^ columns.keys()):

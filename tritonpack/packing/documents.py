@@ -20,6 +20,14 @@ class NumberedDocuments(list[Any]):
         super().__init__(documents)
         self.numbers = list(numbers)
 
+    def names(self) -> list[int | str]:
+        """What messages call each document: its number, or in a list of documents its place and the list's number."""
+        named: list[int | str] = []
+        for item, number in zip(self, self.numbers, strict=True):
+            is_list = isinstance(item, list)
+            named += [f"{place} of example {number}" for place in range(len(item))] if is_list else [number]
+        return named
+
 
 def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
     """(documents,) int64, the number of tokens of each document of a map-style dataset.

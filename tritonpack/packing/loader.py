@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, get_args
 
-import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.documents import require_map_style
+from tritonpack.packing.documents import TOKENS, NumberedDocuments, require_map_style
 from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.measured import DocumentsOf, Measured, Resource
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world
+from tritonpack.packing.samplers.state import are_documents
+from tritonpack.packing.units import Units, fit_units
 
-_CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
-_PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
+_CHOSEN_HERE = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
+_OWN = ("shuffle", "collate_fn")  # options of `dataloader` with names that torch's DataLoader has, too
+_PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in (*_CHOSEN_HERE, *_OWN))
 
 
 class PackedDataLoader(DataLoader):
@@ -40,6 +44,7 @@ class PackedDataLoader(DataLoader):
             epoch of the next pass.
         rank: the rank whose rows this loader yields.
         rows: the sampler of the rows of all ranks, with the plan, the lengths and the efficiency of the epoch.
+        documents: the dataset that it loads, with what was measured of each example.
     """
 
     def __init__(
@@ -47,20 +52,17 @@ class PackedDataLoader(DataLoader):
         documents: CheckedDocuments,
         rows: MultipackDistributedBatchSampler,
         rank: int,
-        collate: PackingCollator,
+        collate: Callable[[Any], Any],
         shard: bool,
-        epochs: int,
         **options: Any,
     ) -> None:
         self.rows, self.rank = rows, rank
-        self._epochs = epochs
-        rows._options["least_steps"] = self._least_steps(rows.seed)
         self._own = _Rows(rows, rank)
         self._started = False  # a pass over the current epoch
         self._done = 0  # batches of the current epoch that this loader has handed out
         self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
         self._offered = self._own if shard else _Rows(rows, None)
-        self._documents = documents
+        self.documents = documents
         super().__init__(documents, batch_sampler=self._offered, collate_fn=collate, **options)
 
     @property
@@ -129,42 +131,26 @@ class PackedDataLoader(DataLoader):
             ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
                 unchanged.
         """
-        options = self.rows._options
-        try:
-            self.rows._options = {**options, "least_steps": self._least_steps(self._seed_of(state))}
-            self.rows.load_state_dict(state)
-        except BaseException:
-            self.rows._options = options
-            raise
+        self.rows.load_state_dict(state)
         self._begin_at(self.epoch)
         self._resumed = (self.epoch, self.rows._done // self.rows.num_replicas)
-
-    def _least_steps(self, seed: int) -> int:
-        """With this seed, the steps of the epoch with the most, of those that get the same number."""
-        if self._epochs == 1:
-            return 1
-        settings = {**self.rows._settings(), "seed": seed, "least_steps": 1}
-        return max(self.rows._plan_rest(epoch, (), settings).plan.num_steps for epoch in range(self._epochs))
-
-    def _seed_of(self, state: Any) -> int:
-        try:
-            return self.rows._find_place(state)[2].settings["seed"]
-        except ValueError:  # which the sampler raises on all ranks
-            return self.rows.seed
 
     def _begin_at(self, epoch: int) -> None:
         self._started, self._done = False, 0
         self._offered.begin_at(epoch)
 
     def __str__(self) -> str:
-        rows, documents = self.rows, self._documents
-        plan, lengths = rows.plan, rows.lengths
+        rows, measured = self.rows, self.documents.measured
+        plan, lengths, units = rows.plan, rows.lengths, measured.units
         lines = [
-            f"PackedDataLoader of {_counted(len(lengths), 'document')}, "
-            f"{_counted(documents.lengths.sum(), 'token')} (lengths from {documents.source})",
+            f"PackedDataLoader of {_described(measured)}, {_counted(units.tokens.sum(), 'token')} (lengths from "
+            f"{measured.source})",
             f"  epoch {self.epoch}: {_counted(plan.num_steps, 'step')} of {_counted(plan.num_ranks, 'rank')} with "
             f"{_counted(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
+        for name, amounts in units.resources.items():
+            full = f"at most {rows.budgets[name]:,} a row, {rows.efficiency(name):.1%} full"
+            lines.append(f"  {name}: {amounts.sum():,}, {full}")
         if plan.filler_rows:
             repeats = "row repeats" if plan.filler_rows == 1 else "rows repeat"
             lines.append(f"  {plan.filler_rows:,} filler {repeats} a document in the last step")
@@ -175,16 +161,17 @@ class PackedDataLoader(DataLoader):
                 f"{before.sum():,} tokens"
             )
         dropped = rows.dropped_documents
-        cut = (documents.lengths - lengths)[lengths > 0].sum()
+        cut = (units.tokens - lengths)[lengths > 0].sum()
+        noun = "document" if are_documents(units) else "unit"
         left_out = [
             *([str(rows.report)] if rows.report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
-            *([f"{_counted(dropped, 'document')} of this epoch that fill no last step (tail)"] if dropped else []),
+            *([f"{_counted(dropped, noun)} of this epoch that fill no last step (tail)"] if dropped else []),
         ]
         nothing = "no document" if rows._order is None else "no document of the order"
         lines.append(f"  left out: {'; '.join(left_out) or nothing}")
-        used, unused = documents.columns
-        lines.append(f"  columns: {', '.join(used)}; left out: {', '.join(unused) or 'none'}")
+        used, unused = self.documents.columns
+        lines.append(f"  columns: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
 
 
@@ -192,7 +179,11 @@ def dataloader(
     dataset: Any,
     tokens: int,
     *,
-    lengths: Sequence[int] | NDArray[Any] | None = None,
+    lengths: Sequence[int] | NDArray[Any] | Units | None = None,
+    documents: DocumentsOf | None = None,
+    resources: Mapping[str, Resource] | None = None,
+    budgets: Mapping[str, int] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int | None = None,
     objective: Objective = "quadratic",
     cost_model: CostModel | None = None,
@@ -221,7 +212,7 @@ def dataloader(
     (PackingCollator). Each pass over it is the next epoch, in another order.
 
     >>> documents = [{"input_ids": [5] * length} for length in (5, 3, 4, 4, 2, 6, 8, 8)]
-    >>> loader = dataloader(documents, tokens=8, seed=0)
+    >>> loader = dataloader(documents, tokens=8, seed=1)
     >>> print(loader)
     PackedDataLoader of 8 documents, 40 tokens (lengths from input_ids)
       epoch 0: 5 steps of 1 rank with 8 tokens each, 100.0% full
@@ -230,67 +221,99 @@ def dataloader(
     >>> [batch["input_ids"].shape[1] for batch in loader]
     [8, 8, 8, 8, 8]
 
+    An example of the dataset may also be a *unit* of several documents, which stay in one row in their order, such as
+    the answers of a preference pair:
+
+    >>> pairs = [{"prompt": [1, 2], "chosen": [3] * n, "rejected": [4]} for n in (1, 2, 3, 4)]
+    >>> loader = dataloader(pairs, tokens=15, seed=0, documents=lambda pair: [
+    ...     {"input_ids": pair["prompt"] + pair[name], "completion_mask": [0, 0] + [1] * len(pair[name])}
+    ...     for name in ("chosen", "rejected")])
+    >>> print(str(loader).splitlines()[0])
+    PackedDataLoader of 4 units of 8 documents, 30 tokens (lengths from the documents of each example)
+
     Args:
         dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
-            takes.
+            takes, or lists of such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
-        lengths: (documents,) integers, the tokens of each document. None reads the column `length` or `lengths` of a
-            dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads no tokens.
+        lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
+            `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
+            no tokens.
+        documents: a function of an example that returns its documents, a list of mappings. It is called once for each
+            example to measure it, and again at each loading. With `num_workers` it must be a function that pickle can
+            send to the workers, if they are spawned.
+        resources: what else an example takes of a row, by name: the column of an integer, a function of the example
+            that returns an integer, or (examples,) integers. Columns of a `datasets.Dataset` are read at once.
+        budgets: the most that the examples of a row may take of a resource, by its name, at least 1 each.
+        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator. It takes a list of
+            examples, or of lists of documents, and returns a batch. Where a unit isn't as long as its documents
+            together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an error.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, cost_model, tail, lookahead, steps_together, shuffle, order: see MultipackDistributedBatchSampler.
             The default tail "spread" leaves out no document.
-        overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
+        overlong: "error" refuses documents longer than `tokens` or over a budget, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
         epochs: so many epochs get the same number of steps, `len(loader)`: that of the epoch with the most. A training
             then has `epochs * len(loader)` steps. More than 1 plans all of these epochs once in advance.
         labels: what a label belongs to, the `objective` of PackingCollator.
-        per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator.
+        per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator; like `labels`, not with
+            `collate_fn`.
         drop_columns: columns that are left out.
         options: of torch's DataLoader: `num_workers`, `pin_memory`, `persistent_workers`, `generator`,
             `worker_init_fn` and others, but none that choose documents.
 
     Raises:
-        ValueError: a wrong option, lengths that don't fit, a column that can't be packed; while loading, a document
-            with another number of tokens than its length, or with other columns than the first document.
+        ValueError: a wrong option, lengths or resources that don't fit, a column that can't be packed, a function that
+            fails; while loading, a document with another number of tokens than its length, an example with other
+            resources than before, documents with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
     require_map_style(dataset)
     tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
     _check_options(options, objective, labels, overlong)
-    collate = PackingCollator(
-        objective=labels,
-        per_token=per_token,
-        max_document_length=max_document_length,
-        pad_to_multiple_of=pad_to_multiple_of,
-        pad_token_id=pad_token_id,
-    )
+    packing = {
+        "objective": labels, "per_token": per_token, "max_document_length": max_document_length,
+        "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
+    }  # fmt: skip
+    collate = PackingCollator(**packing) if collate_fn is None else None  # type: ignore[arg-type]
+    if collate_fn is not None:
+        _check_collate_fn(collate_fn, packing)
     if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
         raise ValueError(
             f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
             f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
         )
-    documents = CheckedDocuments(dataset, lengths, drop_columns, collate)
-    cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
-    cutting = f"pass max_document_length={tokens}, which trains on their first tokens"
-    fit_lengths(
-        cut,
-        tokens,
-        overlong,
-        name="row size",
-        remedy=f"pass overlong='drop', which leaves them out, or {cutting}",
-        cutting=cutting,
-    )
+    checked = CheckedDocuments(dataset, lengths, documents, resources, drop_columns, collate)
+    units = checked.measured.cut(max_document_length)
+    _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
     num_replicas, own_rank = place_in_world(num_replicas, rank, True)
     assert own_rank is not None
-    epochs = check_integer(epochs, "epochs")
     rows = MultipackDistributedBatchSampler(
-        tokens, cut, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
+        tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
         lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
-        shard=False,
+        budgets=budgets, epochs=epochs, shard=False,
     )  # fmt: skip
-    return PackedDataLoader(documents, rows, own_rank, collate, check_flag(shard, "shard"), epochs, **options)
+    check_flag(shard, "shard")
+    return PackedDataLoader(checked, rows, own_rank, collate or _OwnCollator(collate_fn, tokens), shard, **options)
+
+
+class _OwnCollator:
+    """A collator of the user's, whose batches may have at most so many tokens."""
+
+    def __init__(self, collate: Any, tokens: int) -> None:
+        self._collate, self._tokens = collate, tokens
+
+    def __call__(self, examples: NumberedDocuments) -> Any:
+        batch = self._collate(examples)
+        ids = batch.get(TOKENS) if isinstance(batch, Mapping) else None
+        if isinstance(ids, Tensor) and ids.numel() > self._tokens:
+            raise ValueError(
+                f"collate_fn made {ids.numel()} {TOKENS} of examples {', '.join(map(str, examples.numbers))}, and a "
+                f"row has at most {self._tokens}. Pass lengths= with the tokens that it makes of each example, or let "
+                "it make rows without padding."
+            )
+        return batch
 
 
 class _Rows(Sampler[list[int]]):
@@ -345,6 +368,31 @@ class _Rows(Sampler[list[int]]):
         self._rows.set_epoch(epoch + self._shift)
 
 
+def _check_fit(units: Units, tokens: int, budgets: Any, overlong: Any, *, can_cut: bool) -> None:
+    """ValueError for documents or units that don't fit into a row, with the remedies that the loader has."""
+    if not are_documents(units):
+        fit_units(units, tokens, budgets, overlong, name="row size")
+        return
+    cutting = f"pass max_document_length={tokens}, which trains on their first tokens" if can_cut else "cut them before"
+    remedy = f"pass overlong='drop', which leaves them out, or {cutting}"
+    fit_lengths(units.tokens, tokens, overlong, name="row size", remedy=remedy, cutting=cutting)
+
+
+def _check_collate_fn(collate_fn: Any, packing: Mapping[str, Any]) -> None:
+    """ValueError for a collator that can't be called, or beside options of PackingCollator."""
+    if not callable(collate_fn):
+        raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
+    if isinstance(collate_fn, PackingCollator):
+        raise ValueError(
+            "collate_fn=PackingCollator(...) is what dataloader makes itself. Leave it out, and pass its options: "
+            "labels (its objective), per_token, max_document_length, pad_to_multiple_of, pad_token_id."
+        )
+    options = {"labels" if name == "objective" else name: value for name, value in packing.items()}
+    defaults = inspect.signature(dataloader).parameters
+    if given := [name for name, value in options.items() if value != defaults[name].default]:
+        raise ValueError(f"{given[0]} is an option of PackingCollator, in whose place collate_fn comes; leave one out.")
+
+
 def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, overlong: Any) -> None:
     for name in options:
         if name in _CHOSEN_HERE:
@@ -370,6 +418,14 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
             "overlong='split'."
         )
     check_choice(overlong, ("error", "drop"), "overlong")
+
+
+def _described(measured: Measured) -> str:
+    """How many documents there are, or units of documents."""
+    units = len(measured.units)
+    if (measured.counts > 1).any():
+        return f"{_counted(units, 'unit')} of {_counted(measured.counts.sum(), 'document')}"
+    return _counted(units, "document")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.packing.lengths import whole_lengths
+from tritonpack.checks import check_choice
+from tritonpack.packing.lengths import MAX_INT32, OverlongReport, check_integer, whole_lengths
+from tritonpack.packing.trees.prefixes import sort_sequences
 
 Resources = Mapping[str, NDArray[np.int64]]
+MOST_OF_A_RESOURCE = 2**30  # the largest budget of a row: sums over the rows of a step stay within 64 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +31,14 @@ class Units:
     ([5, 8], [13, 32], [16, 0])
 
     Attributes:
-        tokens: (units,) int64, at least 1.
-        squares: (units,) int64, the sum of squared lengths of the sequences. A tree of T tokens with P visible pairs of
-            a query and a key counts as 2 P - T, which is n**2 for a single sequence of n tokens.
+        tokens: (units,) int64, from 1 to 2**31 - 1.
+        squares: (units,) int64, the sum of squared lengths of the sequences, from `tokens` to `tokens**2`. A tree of T
+            tokens with P visible pairs of a query and a key counts as 2 P - T, which is n**2 for a single sequence of n
+            tokens.
         resources: what else a unit takes of a row, by name: (units,) int64 each, at least 0.
 
     Raises:
-        ValueError: arrays of different lengths or other dtypes, or values that are too small.
+        ValueError: arrays of different lengths or other dtypes, or values outside of these ranges.
     """
 
     tokens: NDArray[np.int64]
@@ -42,12 +46,21 @@ class Units:
     resources: Resources = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", whole_lengths(self.tokens).astype(np.int64))
+        object.__setattr__(self, "tokens", _tokens(self.tokens))
         object.__setattr__(self, "squares", _whole(self.squares, "squares", len(self.tokens), 1))
+        wrong = (self.squares < self.tokens) | (self.squares > self.tokens**2)
+        if wrong.any():
+            unit = int(np.argmax(wrong))
+            raise ValueError(
+                f"squares, the sum of squared lengths of a unit's sequences, must be from tokens to tokens**2; unit "
+                f"{unit} has {self.tokens[unit]} tokens and squares {self.squares[unit]}."
+            )
         if not isinstance(self.resources, Mapping) or not all(isinstance(name, str) for name in self.resources):
             raise ValueError(
                 f"resources must be a mapping from names to rows of integers; got {self.resources!r:.100}."
             )
+        if "tokens" in self.resources:
+            raise ValueError("tokens aren't one of the resources: every unit has them. Choose another name.")
         checked = {name: _whole(row, f"resource {name!r}", len(self), 0) for name, row in self.resources.items()}
         object.__setattr__(self, "resources", checked)
 
@@ -62,7 +75,7 @@ class Units:
         Raises:
             ValueError: rows of other values or lengths.
         """
-        tokens = whole_lengths(lengths).astype(np.int64)
+        tokens = _tokens(lengths)
         return cls(tokens, tokens**2, resources)
 
     @classmethod
@@ -79,10 +92,41 @@ class Units:
         tokens, squares = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
         for number, unit in enumerate(lengths):
             try:
-                own = whole_lengths(unit).astype(np.int64)
+                own = _tokens(unit)
             except ValueError as error:
                 raise ValueError(f"unit {number}: {error}") from None
             tokens[number], squares[number] = own.sum(), (own**2).sum()
+        return cls(tokens, squares, resources)
+
+    @classmethod
+    def of_trees(cls, groups: Sequence[Sequence[Any]], **resources: Any) -> Units:
+        """Units of sequences that begin alike, each of which is computed as a tree (see `pack_tree`).
+
+        A prompt of two tokens and completions of three tokens and of one. The tree has 6 tokens. They see 1, 2, 3, 4
+        and 5 tokens, and the completion of one token sees 3:
+
+        >>> units = Units.of_trees([[[5, 6, 7, 8, 9], [5, 6, 4]]])
+        >>> units.tokens.tolist(), units.squares.tolist() == [2 * (1 + 2 + 3 + 4 + 5 + 3) - 6]
+        ([6], True)
+
+        Args:
+            groups: for each unit its sequences: at least one, of at least one token id each.
+            **resources: (units,) integers of at least 0 each.
+
+        Raises:
+            ValueError: a unit without sequences, a sequence that isn't a row of integers; rows of other lengths.
+        """
+        tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
+        for number, group in enumerate(groups):
+            rows = [_ids(sequence, number, place) for place, sequence in enumerate(group)]
+            if not rows:
+                raise ValueError(f"unit {number} has no sequences. Leave it out.")
+            lengths = np.array([len(row) for row in rows], dtype=np.int64)
+            order, shared = sort_sequences(np.concatenate(rows), lengths)
+            # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.
+            own = lengths[order]
+            tokens[number] = (own - shared).sum()
+            squares[number] = (own * (own + 1) - shared * (shared + 1)).sum() - tokens[number]
         return cls(tokens, squares, resources)
 
     def __len__(self) -> int:
@@ -100,6 +144,121 @@ class Units:
 def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
     """Units as they are, and lengths as units of one document each."""
     return lengths if isinstance(lengths, Units) else Units.of_documents(lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class FittedUnits:
+    """Units that fit into a row, and their numbers among all units.
+
+    Attributes:
+        units: the units that fit.
+        documents: (units,) int32, ascending, their numbers; None if all fit.
+        report: how many don't fit, and their tokens.
+    """
+
+    units: Units
+    documents: NDArray[np.int32] | None
+    report: OverlongReport
+
+
+def fit_units(
+    lengths: Sequence[int] | NDArray[Any] | Units,
+    capacity: int,
+    budgets: Mapping[str, int] | None = None,
+    overlong: Literal["error", "drop"] = "error",
+    *,
+    name: str = "capacity",
+) -> FittedUnits:
+    """Check units, and leave out those that take more than a row has. They can't be cut, unlike documents.
+
+    A unit of 5 tokens and 9 patches, and one of 6 tokens without any:
+
+    >>> units = Units.of_documents([5, 6], patches=[9, 0])
+    >>> fitted = fit_units(units, capacity=8, budgets={"patches": 4}, overlong="drop")
+    >>> fitted.documents.tolist(), str(fitted.report)
+    ([1], '1 unit that takes more than a row has dropped: 5 tokens lost')
+
+    Args:
+        lengths: units, or lengths of documents.
+        capacity: tokens of a row, at least 1.
+        budgets: for each resource of the units what a row holds of it, from 0 to 2**30.
+        overlong: "error" refuses units that don't fit; "drop" leaves them out.
+        name: the name of the capacity in messages.
+
+    Raises:
+        ValueError: bad lengths, a capacity or a budget that isn't such an integer, budgets for other resources than
+            those of the units, a unit that doesn't fit under "error", no unit left under "drop".
+    """
+    check_choice(overlong, ("error", "drop"), "overlong")
+    capacity = check_integer(capacity, name)
+    units = as_units(lengths)
+    limits = {"tokens": capacity} | check_budgets(units, budgets)
+    takes = {"tokens": units.tokens} | dict(units.resources)
+    above = np.zeros(len(units), dtype=bool)
+    for resource, values in takes.items():
+        above |= values > limits[resource]
+    count = int(above.sum())
+    if not count:
+        return FittedUnits(units, None, OverlongReport(overlong, units=True))
+    if overlong == "error":
+        unit = int(np.argmax(above))
+        resource = next(each for each, values in takes.items() if values[unit] > limits[each])
+        given = name if resource == "tokens" else f"budget of {resource}"
+        needed = f"Raise it to at least {max(int(takes[resource].max()), 1)}"
+        raise ValueError(
+            f"{count} of {len(units)} units take more than a row has (the first: unit {unit} takes "
+            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). {needed}, or leave such "
+            "units out; samplers do with overlong='drop'."
+        )
+    if count == len(units):
+        raise ValueError(
+            f"overlong='drop' leaves nothing: each of {count} units takes more than a row has "
+            f"({', '.join(f'{most} {resource}' for resource, most in limits.items())}). Raise the {name} or a budget."
+        )
+    report = OverlongReport(overlong, count, int(units.tokens[above].sum()), units=True)
+    return FittedUnits(units.select(~above), np.flatnonzero(~above).astype(np.int32), report)
+
+
+def check_budgets(units: Units, budgets: Mapping[str, int] | None) -> dict[str, int]:
+    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names."""
+    if budgets is not None and not isinstance(budgets, Mapping):
+        raise ValueError(f"budgets must be a mapping from names of resources to integers; got {budgets!r:.100}.")
+    budgets = budgets or {}
+    for name in units.resources:
+        if name not in budgets:
+            raise ValueError(
+                f"the units have the resource {name!r}, and budgets={dict(budgets)} doesn't say how much of it a row "
+                f"holds. Pass budgets={{{name!r}: ...}}, or make the units without it."
+            )
+    for name in budgets:
+        if name not in units.resources:
+            known = ", ".join(map(repr, units.resources)) or "none"
+            raise ValueError(
+                f"budgets has {name!r}, which isn't a resource of the units ({known}). Tokens are limited by the "
+                "capacity. Make the units with it, such as Units.of_documents(lengths, patches=...)."
+            )
+    return {
+        name: check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE) for name in units.resources
+    }
+
+
+def _tokens(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    tokens = whole_lengths(lengths)
+    if tokens.max() > MAX_INT32:
+        unit = int(np.argmax(tokens > MAX_INT32))
+        raise ValueError(f"a unit has at most {MAX_INT32} tokens; number {unit} has {tokens[unit]}.")
+    return tokens.astype(np.int64)
+
+
+def _ids(sequence: Any, unit: int, place: int) -> NDArray[np.int64]:
+    """The token ids of a sequence."""
+    ids = np.asarray(sequence)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"unit {unit}, sequence {place} must be a row of token ids, at least one; got {ids.dtype} of shape "
+            f"{ids.shape}."
+        )
+    return ids.astype(np.int64)
 
 
 def _whole(values: Any, name: str, count: int, least: int) -> NDArray[np.int64]:

@@ -40,11 +40,18 @@ def test_steps_that_are_missing_under_drop_come_from_the_last_one():
         assert (plan.num_steps, plan.filler_rows) == (2, 0)
 
 
-def test_sampler_has_the_option():
-    sampler = MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, least_steps=100)
-    assert len(sampler) == len(list(sampler)) == 100
-    with pytest.raises(ValueError, match="least_steps must be an integer from 1"):
-        MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, least_steps=0)
+def test_epochs_of_a_sampler_have_the_same_number():
+    samplers = [MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0, steps_together=1, epochs=n) for n in (1, 5)]
+    lengths = []
+    for epoch in range(5):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        lengths.append([len(list(sampler)) for sampler in samplers])
+    plain, equal = zip(*lengths, strict=True)
+    assert len(set(plain)) > 1
+    assert set(equal) == {max(plain)}
+    with pytest.raises(ValueError, match="epochs must be an integer from 1"):
+        MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, epochs=0)
 
 
 def test_epochs_of_a_loader_have_the_same_number():

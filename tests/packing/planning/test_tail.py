@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.packing.naive import fewest_bins
+from tritonpack.packing.planning.demands import Demands
 from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.tail import FULL, _fit, check_tail, whole_steps
 
@@ -82,12 +83,12 @@ def test_borrows_latest_documents_of_fullest_rows_of_latest_steps():
     """Three steps of 3 ranks; ranks 0 and 2 of the last step have no document."""
     rows = np.array([0, 1, 2, 0, 3, 4, 5, 4, 5, 3, 7])
     lengths = np.array([5, 9, 9, 4, 2, 5, 4, 4, 6, 3, 1], dtype=np.int32)  # rows 3, 4, 5 hold 5, 9 and 10
-    now, num_steps, empty = whole_steps(rows, lengths, 10, 3, 1)
+    now, num_steps, empty = whole_steps(rows, Demands.of(lengths, 10, None), 3, 1)
     moved = {document: int(row) for document, row in enumerate(now) if row != rows[document]}
     assert (moved, num_steps, empty) == ({8: 6, 7: 8}, 3, 0)
     # Four ranks miss a document: three rows of the second step give one, and then the first step gives one.
     rows = np.array([0, 1, 2, 3, 4, 0, 0, 5, 6, 7, 8, 9, 5, 6, 8, 10])
-    now, num_steps, empty = whole_steps(rows, np.ones(16, dtype=np.int32), 10, 5, 1)
+    now, num_steps, empty = whole_steps(rows, Demands.of(np.ones(16, dtype=np.int32), 10, None), 5, 1)
     assert np.flatnonzero(now != rows).tolist() == [6, 12, 13, 14]
     assert (sorted(now[[6, 12, 13, 14]]), num_steps, empty) == ([11, 12, 13, 14], 3, 0)
 
@@ -136,7 +137,7 @@ def test_search_finds_a_packing_if_there_is_one(seed):
     lengths = sorted(rng.integers(2, 8, int(rng.integers(1, 10))).tolist(), reverse=True)
     fewest = fewest_bins(lengths, 12, len(lengths))
     for num_bins in range(1, 6):
-        bins = _fit(lengths, num_bins, 12)
+        bins = _fit([[length] for length in lengths], num_bins, [12])
         assert (bins is not None) == (fewest <= num_bins)
         if bins is not None:
             assert max(np.bincount(bins, weights=lengths)) <= 12
@@ -144,7 +145,7 @@ def test_search_finds_a_packing_if_there_is_one(seed):
 
 def test_search_goes_back():
     """Best-fit-decreasing puts 4 and 4 together, and one 3 is left over."""
-    bins = _fit([4, 4, 3, 3, 3, 3], 2, 10)
+    bins = _fit([[length] for length in (4, 4, 3, 3, 3, 3)], 2, [10])
     assert bins is not None
     assert bins[0] != bins[1]
 

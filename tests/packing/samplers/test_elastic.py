@@ -196,11 +196,15 @@ def test_a_rest_of_fewer_documents_than_ranks(tail):
 
 
 def test_the_rest_has_as_many_steps_as_it_needs():
-    seen, state = broken_off(2, 30, tail="keep", least_steps=60)
-    ranks = resumed(state, 2, tail="keep", least_steps=60)
-    assert len(ranks[0]) == 60
-    others = resumed(state, 4, tail="keep", least_steps=60)
-    assert len(others[0]) < 60
+    alone = {"tail": "keep", "steps_together": 1}
+    options = alone | {"epochs": 12}
+    plain, equal = samplers(2, **alone)[0], samplers(2, **options)[0]
+    assert len(plain) < len(equal)
+    seen, state = broken_off(2, len(plain) - 5, **options)
+    ranks = resumed(state, 2, **options)
+    assert len(ranks[0]) == len(equal)
+    others = resumed(state, 4, **options)
+    assert len(others[0]) < len(equal)
     for each in (ranks, others):
         assert sorted(seen + train(each)[0]) == list(range(len(LENGTHS)))
 

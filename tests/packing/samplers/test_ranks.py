@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackDistributedBatchSampler, notices
+from tritonpack import MultipackDistributedBatchSampler, Units, notices
 from tritonpack.packing.samplers import ranks as ranks_module
 
 LENGTHS = log_normal(200, mean=60, high=256)
@@ -26,6 +26,12 @@ def case(function):
 
 def sampler(lengths=LENGTHS, capacity=256, **options):
     return MultipackDistributedBatchSampler(capacity, lengths, **options)
+
+
+def units(squares=0, patches=0):
+    """Units of two sequences each; with other squares or resources if these are above 0."""
+    halves = [[length // 2 + squares, length - length // 2 - squares] for length in LENGTHS.clip(12).tolist()]
+    return Units.of_sequences(halves, patches=(LENGTHS + patches) % 7)
 
 
 def on_all_ranks(value):
@@ -51,6 +57,17 @@ def names_the_difference(rank):
             {"lengths": np.roll(LENGTHS, rank == 1)},
             "differ: the lengths is '200 doc.* [0-9a-f]+' on ranks 0, 2 and '200 .* [0-9a-f]+' on rank 1",
         ),
+        ({"lengths": units(squares=rank)}, "the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on rank 2"),
+        ({"lengths": units(patches=rank)}, "the lengths is '200 units .* on rank 0 and .* on rank 1 and .* on rank 2"),
+        (
+            {"lengths": units(), "budgets": {"patches": 50 + (rank == 1)}},
+            "differ: budgets is {'patches': 50} on ranks 0, 2 and {'patches': 51} on rank 1. Pass",
+        ),
+        (
+            {"lengths": units(), "budgets": {} if rank == 1 else {"patches": 50}},
+            "rank 1 can't make its sampler: the units have the resource 'patches'",
+        ),
+        ({"epochs": 1 + rank}, "differ: epochs is 1 on rank 0 and 2 on rank 1 and 3 on rank 2. Pass"),
         ({"shard": rank != 2}, "differ: shard is True on ranks 0, 1 and False on rank 2. Pass"),
         ({"seed": [0, 0, 7][rank]}, "differ: seed is 0 on ranks 0, 1 and 7 on rank 2. Pass"),
         ({"seed": [0, None, None][rank]}, "differ: seed is 0 on rank 0 and None on ranks 1, 2. Pass"),
@@ -63,6 +80,8 @@ def names_the_difference(rank):
         ({"tail": "drop" if rank else "dropped"}, "rank 0 can't make its sampler: tail must be one of"),
         ({"num_replicas": 3, "rank": rank // 2}, "on ranks 0, 1 of the process group all have rank=0.*LOCAL_RANK"),
     ):
+        if "lengths" in options and isinstance(options["lengths"], Units):
+            options = {"budgets": {"patches": 50}, **options}
         error = error_of(lambda options=options: sampler(**options))
         assert on_all_ranks(error) == [error] * 3
         assert re.search(message, error), error
@@ -139,6 +158,26 @@ def rank_0_says_what_changed(rank):
     documents = [document for part in on_all_ranks(list(one)) for batch in part for document in batch]
     done = before.plan.items[: before.plan.offsets[6]].tolist()
     assert sorted(done + documents) == list(range(len(LENGTHS)))
+
+
+@case
+def ranks_agree_on_units(rank):
+    one = sampler(lengths=units(), budgets={"patches": 9}, epochs=2, tail="keep")
+    one.verify_ranks()
+    parts = on_all_ranks(list(one))
+    assert len({len(part) for part in parts}) == 1
+    rows = [batch for part in parts for batch in part]
+    assert max(units().resources["patches"][row].sum() for row in rows) <= 9
+    assert sorted(unit for row in rows for unit in row) == list(range(len(LENGTHS)))
+    states = on_all_ranks(one.state_dict(batches_done=2))
+    assert states == [states[0]] * 3
+    before = [unit for step in range(2) for part in parts for unit in part[step]]
+    more = sampler(lengths=units(), budgets={"patches": 12}, tail="keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        more.load_state_dict(states[0])
+    after = [unit for part in on_all_ranks(list(more)) for batch in part for unit in batch]
+    assert sorted(before + after) == list(range(len(LENGTHS)))
 
 
 class Worker(IterableDataset):

@@ -137,6 +137,7 @@ class CostModel:
 
         Args:
             tokens, squares, seconds: (steps,) the tokens, the sum of squared document lengths, the time of each step.
+                Of `Units` the sums of `tokens` and `squares`.
 
         Raises:
             ValueError: rows of different lengths, fewer than 3 steps, a number that isn't finite, a time below 0,
@@ -189,15 +190,23 @@ class CostModel:
         return weights
 
 
-def document_costs(
-    lengths: NDArray[np.int32], capacity: int, num_rows: int, objective: str, cost_model: CostModel | None
+def unit_costs(
+    lengths: NDArray[np.int32],
+    squares: NDArray[np.int64],
+    capacity: int,
+    num_rows: int,
+    objective: str,
+    cost_model: CostModel | None,
 ) -> NDArray[np.int64]:
-    """The cost of each document, (documents,), under an objective of `plan_epoch`; the sum of any rows fits."""
+    """The cost of each unit, (units,), under an objective of `plan_epoch`; the sum of `num_rows` rows fits.
+
+    Args:
+        lengths, squares: (units,) tokens, and sums of squared lengths.
+    """
     per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
     if cost_model is not None:
         per_token, per_square = cost_model.whole_weights(capacity, num_rows)
-    wide = lengths.astype(np.int64)
-    return per_token * wide + per_square * wide * wide
+    return per_token * lengths.astype(np.int64) + per_square * squares
 
 
 def _finite_row(values: ArrayLike, name: str) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag, is_number
-from tritonpack.packing.lengths import check_integer, fit_lengths
-from tritonpack.packing.planning.cost import CostModel, document_costs
+from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.planning.cost import CostModel, unit_costs
+from tritonpack.packing.planning.demands import Demands
 from tritonpack.packing.planning.order import Order, given_order, shuffled
 from tritonpack.packing.planning.tail import Tail, check_tail, drop_last_step, spread, whole_steps
+from tritonpack.packing.units import Units
 
 Objective = Literal["quadratic", "linear", "cost"]
 
@@ -132,10 +134,11 @@ class Plan:
 
 
 def plan_epoch(
-    lengths: Sequence[int] | NDArray[Any],
+    lengths: Sequence[int] | NDArray[Any] | Units,
     capacity: int,
     num_ranks: int,
     *,
+    budgets: Mapping[str, int] | None = None,
     seed: int = 0,
     epoch: int = 0,
     objective: Objective = "quadratic",
@@ -154,9 +157,12 @@ def plan_epoch(
     only on the arguments.
 
     Args:
-        lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
+        lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`); or `Units`, which are planned as
+            documents are, by their tokens, their squares and their resources.
         capacity: tokens of a row, from 1 to 2**30.
         num_ranks: rows of a step, from 1 to 2**20.
+        budgets: for each resource of the units what a row holds of it, from 0 to 2**30. No row holds more, whatever the
+            objective.
         seed, epoch: at least 0; both decide the order.
         objective: what the ranks of a step get equal shares of: "quadratic" squared lengths (attention's load),
             "linear" tokens, "cost" the cost that `cost_model` computes. Under "cost" a row that has its share takes no
@@ -183,8 +189,8 @@ def plan_epoch(
             not at all. What doesn't fill a step under "drop" then makes a plan without steps.
 
     Raises:
-        ValueError: lengths that don't fit, a wrong option, too few tokens to fill one step to 95% under "drop", too few
-            documents for `least_steps`.
+        ValueError: lengths or units that don't fit, budgets for other resources than those of the units, a wrong
+            option, too little to fill one step to 95% under "drop", too few documents for `least_steps`.
         ImportError: numba can't be imported.
     """
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
@@ -194,70 +200,66 @@ def plan_epoch(
     least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
-    lengths = fit_lengths(lengths, capacity).lengths
+    demands = Demands.of(lengths, capacity, budgets)
     keeps_order = order is not None or not shuffle
     if order is None:
-        order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
-        check_tail(lengths, capacity, num_ranks, tail)
+        order = shuffled(len(demands), seed, epoch) if shuffle else np.arange(len(demands), dtype=np.int32)
+        check_tail(lengths, capacity, num_ranks, tail, budgets)
     else:
-        order = given_order(order, len(lengths), seed, epoch)
+        order = given_order(order, len(demands), seed, epoch)
     if steps_together is None and keeps_order:
         steps_together = 1
     elif steps_together is None:
-        steps_together = choose_steps_together(
-            lengths, capacity, num_ranks, objective=objective, cost_model=cost_model, lookahead=lookahead
-        )
-    costs = document_costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
+        steps_together = _choose(demands, num_ranks, objective, cost_model, lookahead)
+    rows_at_once = num_ranks * steps_together
+    costs = unit_costs(demands.lengths, demands.squares, capacity, rows_at_once, objective, cost_model)
     options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
-    return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, least_steps, options)
+    return _plan_in_order(order, demands, costs, num_ranks, tail, least_steps, options)
 
 
 def _plan_in_order(
     order: NDArray[np.int32],
-    lengths: NDArray[np.int32],
+    demands: Demands,
     costs: NDArray[np.int64],
-    capacity: int,
     num_ranks: int,
     tail: Tail,
     least_steps: int,
     options: dict[str, Any],
 ) -> Plan:
-    """Plan documents that come in the given order; `lengths` and `costs` are by document number."""
+    """Plan units that come in the given order; `demands` and `costs` are by unit number."""
     from tritonpack.packing.heuristics import group_by_bin
-    from tritonpack.packing.planning.planner import plan_steps  # imports numba, which is slow
+    from tritonpack.packing.planning.steps import plan_steps  # imports numba, which is slow
 
+    capacity = demands.capacity
     nothing = Plan(order[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
     if not len(order):
         return nothing
-    stream = lengths[order]
-    steps = partial(plan_steps, stream, costs[order], num_ranks, capacity, **options)
-    if tail == "spread":
-        step_of, rank_of = spread(steps, stream, capacity, num_ranks, least_steps)
-    else:
-        step_of, rank_of = steps(target=capacity)
-    rows = step_of * np.int64(num_ranks) + rank_of
+    stream = demands.select(order)
+    steps = partial(plan_steps, stream, costs[order], num_ranks, **options)
+    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(target=capacity)
     if tail == "drop":
-        kept_steps = drop_last_step(step_of, stream, capacity, num_ranks)
+        kept_steps = drop_last_step(rows, stream, num_ranks)
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
         kept = rows < kept_steps * num_ranks
-        order, stream, rows = order[kept], stream[kept], rows[kept]
+        order, stream, rows = order[kept], stream.select(kept), rows[kept]
         if not len(order):
             return nothing
-    rows, num_steps, filler_rows = whole_steps(rows, stream, capacity, num_ranks, least_steps)
+    rows, num_steps, filler_rows = whole_steps(rows, stream, num_ranks, least_steps)
     items, offsets = group_by_bin(rows, order, num_steps * num_ranks)
     if filler_rows:  # each repeats one of the shortest documents
-        shortest = order[np.argsort(stream, kind="stable")]
+        shortest = order[np.argsort(stream.lengths, kind="stable")]
         items = np.append(items, np.resize(shortest, filler_rows))
         offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
     return Plan(items, offsets, num_ranks, capacity, filler_rows, options["together"])
 
 
 def choose_steps_together(
-    lengths: NDArray[np.int32],
+    lengths: NDArray[np.int32] | Units,
     capacity: int,
     num_ranks: int,
     *,
+    budgets: Mapping[str, int] | None = None,
     objective: str = "quadratic",
     cost_model: CostModel | None = None,
     lookahead: float = 0.01,
@@ -270,35 +272,43 @@ def choose_steps_together(
     on the arguments, so it is the same on every rank and in every epoch.
 
     Args:
-        lengths: (documents,) integers from 1 to `capacity`.
-        capacity, num_ranks, objective, cost_model, lookahead: see `plan_epoch`.
+        lengths, capacity, num_ranks, budgets, objective, cost_model, lookahead: see `plan_epoch`.
 
     Raises:
+        ValueError: lengths or units that don't fit.
         ImportError: numba can't be imported.
     """
-    from tritonpack.packing.planning.planner import plan_steps  # imports numba, which is slow
+    return _choose(Demands.of(lengths, capacity, budgets), num_ranks, objective, cost_model, lookahead)
 
-    per_step = num_ranks * capacity * len(lengths) // int(lengths.sum(dtype=np.int64)) + 1  # documents
-    in_epoch = -(-int(lengths.sum(dtype=np.int64)) // (num_ranks * capacity))  # steps, at least
+
+def _choose(demands: Demands, num_ranks: int, objective: str, cost_model: CostModel | None, lookahead: float) -> int:
+    """`choose_steps_together` of units that were checked."""
+    from tritonpack.packing.planning.steps import plan_steps  # imports numba, which is slow
+
+    whole = [num_ranks * most for most in demands.limits]  # what a step holds, by resource
+    per_step = min(each * len(demands) // total for each, total in zip(whole, demands.totals, strict=True)) + 1  # units
+    in_epoch = demands.fewest_steps(num_ranks)
     candidates = [each for each in _CANDIDATES if each < 2 * in_epoch]
-    sample = min(max(_SAMPLE, _STEPS * per_step), len(lengths))
+    sample = min(max(_SAMPLE, _STEPS * per_step), len(demands))
     if in_epoch < _CANDIDATES[-1]:  # few steps show little, so more than one epoch is measured
         sample = max(sample, (_GROUPS * candidates[-1] + 1) * per_step)
-    epochs = -(-sample // len(lengths))
-    lengths = lengths[np.concatenate([shuffled(len(lengths), 0, epoch) for epoch in range(epochs)])[:sample]]
-    costs = document_costs(lengths, capacity, num_ranks * _CANDIDATES[-1], objective, cost_model)
+    epochs = -(-sample // len(demands))
+    order = np.concatenate([shuffled(len(demands), 0, epoch) for epoch in range(epochs)])[:sample]
+    demands = demands.select(order)
+    rows_at_once = num_ranks * _CANDIDATES[-1]
+    costs = unit_costs(demands.lengths, demands.squares, demands.capacity, rows_at_once, objective, cost_model)
     level = objective == "cost"
     found: list[tuple[int, float, float]] = []
     for together in candidates:
         options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
-        step_of, rank_of = plan_steps(lengths, costs, num_ranks, capacity, target=capacity, **options)
-        steps = int(step_of.max())  # without the last one, which isn't full
+        rows = plan_steps(demands, costs, num_ranks, target=demands.capacity, **options)
+        steps = int(rows.max()) // num_ranks  # without the last one, which isn't full
         if steps < _GROUPS * together:
             break
-        rows = step_of * np.int64(num_ranks) + rank_of
-        held = np.bincount(rows, weights=lengths)[: steps * num_ranks]
+        held = np.bincount(rows, weights=demands.lengths)[: steps * num_ranks]
         loads = (np.bincount(rows, weights=costs) if level else held)[: steps * num_ranks].reshape(steps, num_ranks)
-        full = float(held.sum()) / (steps * num_ranks * capacity)
+        placed = demands.select(rows < steps * num_ranks)
+        full = max(total / (steps * each) for each, total in zip(whole, placed.totals, strict=True))
         busy = float(loads.sum()) / (num_ranks * float(loads.max(axis=1).sum()))
         found.append((together, full, busy))
         if min(full, busy) >= 1 - _ENOUGH:

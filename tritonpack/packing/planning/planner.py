@@ -1,173 +1,212 @@
-"""Plans the steps of an epoch, one after the other: full rows with about equal costs.
+"""Chooses the units of each step of an epoch, one step after the other, and fills its rows at about equal costs.
 
-The planner offers each step a little more than it holds: first the documents that earlier steps deferred, then the
-next ones of the shuffled stream. It passes over documents that would exceed the offer, so every step is offered the
-same number of tokens. The longest documents of the offer are placed first, each in the cheapest row with room. The
-documents that fit nowhere are deferred to the next step. Documents that were deferred twice are placed before all
-others. So a document moves by two steps at most. Packing a whole epoch at once would destroy the order.
+The planner offers each step a little more than it holds: first the units that earlier steps deferred, then the next
+ones of the shuffled stream. It passes over units that would exceed the offer, so every step is offered the same number
+of tokens, and no more of any other resource than it holds. The largest units of the offer are placed first, each in the
+cheapest row with room. The units that fit nowhere are deferred to the next step. Units that were deferred twice are
+placed before all others. So a unit moves by two steps at most. Packing a whole epoch at once would destroy the order.
 
-Rows that aren't full then exchange documents for longer ones that would be deferred. If they still leave much open,
-first-fit packs the offer anew. If documents can't fill the rows of a step, their tokens are evened out. In the end the
-rows of each step trade documents until their costs are about equal (trades.py).
+Rows that aren't full then exchange units for larger ones that would be deferred. If they still leave much open, the
+offer is packed anew: by first-fit, or, if units take several resources, each unit into the row whose room resembles it.
 
-Several steps can be planned as one group, which has more documents to combine. Its rows are divided among its steps.
+Several steps can be planned as one group, which has more units to combine. Then its rows are divided among its steps
+(dealing.py), and the rows of each step trade units until their costs are about equal (trades.py).
 
 Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonpack.packing.heuristics import compiled
-from tritonpack.packing.planning.trades import balance
 
-PATIENCE = 2  # how many steps a document may be deferred
-# Documents longer than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
+PATIENCE = 2  # how many steps a unit may be deferred
+# Units of more than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
 _HALF_ROWS = 1.25
 _CLOSE = 2.0**-11  # the share of a step that its offer may lack
 _BEYOND = 0.1  # the largest share of a step that is passed over to complete its offer
-_UNLIMITED = 2**62
-# Shares of a step's tokens, as divisors:
-_OPEN = 1024  # rows that leave more open exchange documents for longer ones
-_WIDE_OPEN = 128  # rows that leave more open are packed by first-fit, if that gains as much
-_UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened out
-_HALF_EMPTY = 16  # groups of steps that leave more open are evened out before they are divided
-# The steps of a group may differ in their mean lengths by this many times the variance of random steps.
-_CHANCE = 1.0
-
-
-def plan_steps(
-    lengths: NDArray[np.int32],
-    costs: NDArray[np.int64],
-    ranks: int,
-    capacity: int,
-    *,
-    target: int,
-    lookahead: float,
-    together: int,
-    level: bool,
-    last_step: int | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Plan steps until every document is placed.
-
-    Args:
-        lengths: (documents,) from 1 to `capacity`, in the shuffled order.
-        costs: (documents,) at least 1.
-        ranks: rows of a step.
-        capacity: tokens that fit into a row.
-        target: tokens up to which rows are filled, at most `capacity`; a single document may be longer.
-        lookahead: the share of its tokens that a step is offered in addition.
-        together: how many steps are planned as one large step; its rows are then divided among them.
-        level: a row takes no more documents once it has its share of the step's cost, even if it has room.
-        last_step: the step that is offered all remaining documents; its rows are filled up to `capacity`.
-
-    Returns:
-        step_of and rank_of, (documents,) int32 each.
-    """
-    last = _UNLIMITED if last_step is None else last_step
-    rows, fills = _rows(lengths, costs, ranks, capacity, target, float(lookahead), together, level, last)
-    if ranks > 1:
-        balance(lengths, costs, rows, ranks, fills)
-    step_of, rank_of = np.divmod(rows, ranks)
-    return step_of.astype(np.int32), rank_of.astype(np.int32)
+UNLIMITED = 2**62
+_CHOICES = 64  # deferred units that are looked at to exchange one of a row
+# Shares of a step, as divisors:
+_OPEN = 1024  # rows that leave more open exchange units for larger ones
+_WIDE_OPEN = 128  # rows that leave more open are packed anew, if that gains as much
+_LOW = 2**32 - 1
 
 
 @compiled
-def _rows(
-    lengths: Any, costs: Any, ranks: int, capacity: int, target: int, lookahead: float, together: int, level: bool,
-    last_step: int,
+def fill_steps(
+    lengths: Any, others: Any, kinds: Any, costs: Any, ranks: int, capacity: int, budgets: Any, target: int,
+    lookahead: float, together: int, level: bool, last_step: int,
 ) -> Any:  # fmt: skip
-    """The row of each document, (documents,), and the tokens up to which the rows of each step may grow, (steps,).
+    """The row of each unit. The arguments are those of `plan_steps`.
 
-    The arguments are those of `plan_steps`.
+    Returns:
+        rows: (units,) int64, `step * ranks + rank`; the ranks of a group of steps aren't divided among its steps yet.
+        order: (units,) int32, the units of one group after the other, in each from large to small.
+        groups: (groups, 4) int64: where each group begins in `order`, its first step, the number of its steps, the
+            tokens up to which its rows may be filled.
     """
     count = len(lengths)
-    placed_in = np.full(count, -1, dtype=np.int64)
-    arrived = np.empty(count, dtype=np.int32)  # the turn that read a document from the stream
-    pool = np.empty(count, dtype=np.int32)  # documents that were read and not placed, in the order of the stream
+    rows_of = np.full(count, -1, dtype=np.int64)
+    order = np.empty(count, dtype=np.int32)
+    groups = np.empty((count, 4), dtype=np.int64)
+    arrived = np.empty(count, dtype=np.int32)  # the turn that read a unit from the stream
+    pool = np.empty(count, dtype=np.int32)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
-    left = np.int64(0)
-    for length in lengths:
-        left += length
-    fills = np.empty(count, dtype=np.int64)  # by step; no step is empty
-    waiting = cursor = turn = step = 0
-    while waiting or cursor < count:
+    left, others_left = lengths.sum(), _sums(others)
+    digits = 1
+    while kinds.max() >> 8 * digits:
+        digits += 1
+    done = waiting = cursor = turn = step = 0
+    while done < count:
         last = step == last_step
         fill = capacity if last else target
-        steps = max(1, min(together, left // (ranks * fill), last_step - step, waiting + count - cursor))
+        steps = left // (ranks * fill)  # the steps that the remaining units fill
+        for resource in range(len(budgets)):
+            steps = max(steps, others_left[resource] // (ranks * budgets[resource]))
+        steps = max(1, min(together, steps, last_step - step, waiting + count - cursor))
         rows = ranks * steps
-        whole = rows * fill
-        spare = int(lookahead * whole)
-        offer = _UNLIMITED if last else whole + spare
+        whole, wholes = rows * fill, rows * budgets
+        spare, spares = int(lookahead * whole), (lookahead * wholes).astype(np.int64)
+        offer, offers = (UNLIMITED, np.full(len(budgets), UNLIMITED)) if last else (whole + spare, wholes + spares)
         for final in (False, True):
-            pooled, stop = _offer(lengths, pool, offered, waiting, cursor, rows, fill, whole, offer)
+            pooled, stop = _offer(
+                lengths, others, budgets, pool, offered, waiting, cursor, rows, fill, whole, wholes, offer, offers
+            )
             arrived[cursor:stop] = turn
-            documents = _longest_first(lengths, pool[:pooled], offered)
-            own_lengths = lengths[documents].astype(np.int64)
-            own_costs = costs[documents]
-            overdue = turn - arrived[documents] >= PATIENCE
-            tokens, cost = own_lengths.sum(), own_costs.sum()
-            # The share of a row is the cost of a full row of documents like the offered ones. If one document costs
-            # more, the share is the cost of that document. The end of an epoch needs no limit.
-            limited = level and (stop < count or tokens >= whole)
-            share = max(int(cost / tokens * fill), own_costs.max()) if limited else _UNLIMITED
-            row_of = _place(own_lengths, own_costs, overdue, rows, fill, share)
-            taken = np.int64(0)
-            for document in range(len(documents)):
-                if row_of[document] >= 0:
-                    taken += own_lengths[document]
-            if final or not limited or offer <= taken + spare + spare // 8:
+            units = _largest_first(kinds, pool[:pooled], offered, digits)
+            size = len(units)
+            own_lengths, own_costs = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+            own_others, overdue = np.empty((size, len(budgets)), dtype=np.int64), np.empty(size, dtype=np.bool_)
+            for place in range(size):
+                unit = units[place]
+                own_lengths[place], own_costs[place] = lengths[unit], costs[unit]
+                overdue[place] = turn - arrived[unit] >= PATIENCE
+                for resource in range(len(budgets)):
+                    own_others[place, resource] = others[unit, resource]
+            # Whether rows are full is said by the resource of which the offer has most, relative to what rows hold.
+            scarce = _scarcest(own_lengths, own_others, fill, budgets)
+            amounts = own_lengths if scarce < 0 else own_others[:, scarce].copy()
+            full = fill if scarce < 0 else budgets[scarce]
+            held, cost = amounts.sum(), own_costs.sum()
+            # The share of a row is the cost of a full row of units like the offered ones. If one unit costs more, the
+            # share is the cost of that unit. The end of an epoch needs no limit.
+            limited = level and (stop < count or held >= rows * full)
+            share = max(int(cost / held * full), own_costs.max()) if limited else UNLIMITED
+            row_of = _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share)
+            taken = _placed_sum(amounts, row_of)
+            margin = spare if scarce < 0 else spares[scarce]
+            if final or not limited or (offer if scarce < 0 else offers[scarce]) <= taken + margin + margin // 8:
                 break
-            offer = taken + spare  # rows that stop at their share hold fewer tokens: offer that number
+            # Rows that stop at their share hold less: offer as much.
+            offer = _placed_sum(own_lengths, row_of) + spare
+            for resource in range(len(budgets)):
+                offers[resource] = _placed_sum(own_others[:, resource].copy(), row_of) + spares[resource]
         waiting, cursor = pooled, stop
-        if not level and taken < tokens and taken < whole - whole // _OPEN:
-            row_of, taken = _fuller(own_lengths, overdue, row_of, rows, fill, taken)
-        if steps > 1:
-            if not level and taken < whole - whole // _HALF_EMPTY:
-                _even_out(own_lengths, row_of, np.flatnonzero(row_of >= 0), 0, rows, fill)
-            _deal(own_lengths, documents, row_of, rows, ranks)
-        fills[step : step + steps] = fill
-        if not level and ranks > 1 and taken < whole - whole // _UNEVEN:
-            by_step, starts = _group(row_of, ranks, steps)
-            for number in range(steps):
-                own = by_step[starts[number] : starts[number + 1]]
-                fills[step + number] = _even_out(own_lengths, row_of, own, number * ranks, ranks, fill)
-        for place in range(len(documents)):
+        if not level and taken < held and taken < rows * full - rows * full // _OPEN:
+            row_of = _fuller(own_lengths, own_others, amounts, overdue, row_of, rows, fill, budgets, full, taken)
+        groups[turn, 0], groups[turn, 1], groups[turn, 2], groups[turn, 3] = done, step, steps, fill
+        for place in range(size):
             if row_of[place] >= 0:
-                placed_in[documents[place]] = step * ranks + row_of[place]
+                rows_of[units[place]] = step * ranks + row_of[place]
+                order[done] = units[place]
+                done += 1
+                left -= own_lengths[place]
+                for resource in range(len(budgets)):
+                    others_left[resource] -= own_others[place, resource]
         kept = 0
         for place in range(waiting):
-            if placed_in[pool[place]] < 0:
+            if rows_of[pool[place]] < 0:
                 pool[kept] = pool[place]
                 kept += 1
         waiting = kept
-        left -= taken
         turn += 1
         step += steps
-    return placed_in, fills[: placed_in.max() // ranks + 1]
+    return rows_of, order, groups[:turn]
 
 
 @compiled
-def _fuller(lengths: Any, overdue: Any, row_of: Any, rows: int, fill: int, taken: int) -> Any:
-    """Rows that hold more tokens than those of `_place`."""
-    whole = rows * fill
+def _sums(others: Any) -> Any:
+    """The sum of each column, (resources,)."""
+    sums = np.zeros(others.shape[1], dtype=np.int64)
+    for unit in range(len(others)):
+        for resource in range(others.shape[1]):
+            sums[resource] += others[unit, resource]
+    return sums
+
+
+@compiled
+def _placed_sum(amounts: Any, row_of: Any) -> int:
+    """The sum over units that have a row."""
+    total = np.int64(0)
+    for unit in range(len(row_of)):
+        if row_of[unit] >= 0:
+            total += amounts[unit]
+    return total
+
+
+@compiled
+def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
+    """The resource of which units need the most rows, -1 for tokens."""
+    scarce, most = -1, lengths.sum() / fill
+    sums = _sums(others)
+    for resource in range(len(budgets)):
+        if sums[resource] / budgets[resource] > most:
+            scarce, most = resource, sums[resource] / budgets[resource]
+    return scarce
+
+
+@compiled
+def _has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
+    """Whether a row has room for a unit in every resource but tokens."""
+    fits = True
+    for resource in range(len(budgets)):
+        fits = fits and used[row, resource] + others[unit, resource] <= budgets[resource]
+    return fits
+
+
+@compiled
+def _use(used: Any, row: int, others: Any, unit: int, sign: int) -> None:
+    """Add what a unit takes of each resource but tokens to a row, or take it away with sign -1."""
+    for resource in range(used.shape[1]):
+        used[row, resource] += sign * others[unit, resource]
+
+
+@compiled
+def _fuller(
+    lengths: Any, others: Any, amounts: Any, overdue: Any, row_of: Any, rows: int, fill: int, budgets: Any, full: int,
+    taken: int,
+) -> Any:  # fmt: skip
+    """Rows that hold more of the scarcest resource than those of `_place`.
+
+    Args:
+        amounts, full: (units,) what units take of that resource, and what a row holds.
+        taken: what rows hold now.
+    """
+    whole = rows * full
     if taken < whole - whole // _WIDE_OPEN:
-        packed, tokens, empty = _first_fit(lengths, overdue, rows, fill)
-        if not empty and tokens > taken:
-            tokens += _exchange(lengths, overdue, packed, rows, fill)
-            if tokens > taken + whole // _WIDE_OPEN:
-                return packed, tokens
-    return row_of, taken + _exchange(lengths, overdue, row_of, rows, fill)
+        if len(budgets):
+            packed = _match(lengths, others, overdue, rows, fill, budgets)
+        else:
+            packed = _first_fit(lengths, overdue, rows, fill)
+        held = _placed_sum(amounts, packed)
+        used = np.zeros(rows, dtype=np.bool_)
+        for row in packed:
+            used[row] |= row >= 0
+        if held > taken and used.all():
+            held += _exchange(lengths, others, amounts, overdue, packed, rows, fill, budgets, full)
+            if held > taken + whole // _WIDE_OPEN:
+                return packed
+    _exchange(lengths, others, amounts, overdue, row_of, rows, fill, budgets, full)
+    return row_of
 
 
 @compiled
 def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
-    """Put each document into the first row with room, overdue documents first, and the longest first among both."""
+    """Put each unit into the first row with room, overdue units first, and the largest first among both."""
     leaves = 1
     while leaves < rows:
         leaves *= 2
@@ -177,226 +216,289 @@ def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
     for node in range(leaves - 1, 0, -1):
         room[node] = max(room[2 * node], room[2 * node + 1])
     row_of = np.full(len(lengths), -1, dtype=np.int32)
-    tokens = np.int64(0)
-    highest = -1
     for turn in (True, False):
-        for document in range(len(lengths)):
-            length = lengths[document]
-            if overdue[document] != turn or room[1] < length:
+        for unit in range(len(lengths)):
+            length = lengths[unit]
+            if overdue[unit] != turn or room[1] < length:
                 continue
             node = 1
             while node < leaves:
                 node *= 2
                 if room[node] < length:
                     node += 1
-            row_of[document] = node - leaves
-            highest = max(highest, node - leaves)
-            tokens += length
+            row_of[unit] = node - leaves
             room[node] -= length
             while node > 1:
                 node //= 2
                 room[node] = max(room[2 * node], room[2 * node + 1])
-    return row_of, tokens, highest < rows - 1
+    return row_of
 
 
 @compiled
-def _exchange(lengths: Any, overdue: Any, row_of: Any, rows: int, fill: int) -> int:
-    """Exchange documents of rows with room for longer ones that are deferred, in place; return the tokens gained."""
-    gained = np.int64(0)
+def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budgets: Any) -> Any:
+    """Put each unit into the row whose room resembles it most; the order is that of `_first_fit`.
+
+    The resemblance is the product of the unit's shares of a row and the row's open shares, summed over resources.
+    """
+    row_of = np.full(len(lengths), -1, dtype=np.int32)
     room = np.full(rows, fill, dtype=np.int64)
-    out = np.empty(len(lengths), dtype=np.int32)  # deferred documents, from long to short
+    used = np.zeros((rows, len(budgets)), dtype=np.int64)
+    weights = 1.0 / budgets**2.0
+    for turn in (True, False):
+        for unit in range(len(lengths)):
+            if overdue[unit] != turn:
+                continue
+            best, chosen = -1.0, -1
+            for row in range(rows):
+                if lengths[unit] <= room[row] and _has_room(used, row, others, unit, budgets):
+                    alike = lengths[unit] * room[row] / float(fill) ** 2
+                    for resource in range(len(budgets)):
+                        left = budgets[resource] - used[row, resource]
+                        alike += float(others[unit, resource]) * left * weights[resource]
+                    if alike > best:
+                        best, chosen = alike, row
+            if chosen >= 0:
+                row_of[unit] = chosen
+                room[chosen] -= lengths[unit]
+                _use(used, chosen, others, unit, 1)
+    return row_of
+
+
+@compiled
+def _exchange(
+    lengths: Any, others: Any, amounts: Any, overdue: Any, row_of: Any, rows: int, fill: int, budgets: Any, full: int
+) -> int:
+    """Exchange units of rows with room for deferred ones that take more of the scarcest resource, in place.
+
+    Returns:
+        What is gained of that resource.
+    """
+    gained = np.int64(0)
+    tokens, held_in = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    used = np.zeros((rows, len(budgets)), dtype=np.int64)
+    keys = np.empty(len(lengths), dtype=np.int64)
     left = 0
-    for document in range(len(lengths)):
-        if row_of[document] >= 0:
-            room[row_of[document]] -= lengths[document]
+    for unit in range(len(lengths)):
+        row = row_of[unit]
+        if row >= 0:
+            tokens[row] += lengths[unit]
+            held_in[row] += amounts[unit]
+            _use(used, row, others, unit, 1)
         else:
-            out[left] = document
+            keys[left] = (np.int64(2**31) - amounts[unit]) << 32 | unit
             left += 1
+    out = keys[:left]  # deferred units, those first that take most
+    out.sort()
     held, first = _group(row_of, 1, rows)
     for row in range(rows):
-        while room[row] > 0:
+        while held_in[row] < full:
             best = best_out = best_place = np.int64(0)
             for place in range(first[row], first[row + 1]):
                 own = held[place]
                 if overdue[own]:
                     continue
-                most = lengths[own] + room[row]
-                low, high = 0, left  # the first deferred document that isn't longer than `most`
+                most = amounts[own] + full - held_in[row]
+                low, high = 0, left  # the first deferred unit that takes at most `most`
                 while low < high:
                     middle = (low + high) // 2
-                    if lengths[out[middle]] > most:
+                    if np.int64(2**31) - (out[middle] >> 32) > most:
                         low = middle + 1
                     else:
                         high = middle
-                if low < left and lengths[out[low]] - lengths[own] > best:
-                    best, best_out, best_place = lengths[out[low]] - lengths[own], low, place
+                _use(used, row, others, own, -1)
+                for turn in range(low, min(left, low + _CHOICES)):
+                    new = out[turn] & _LOW
+                    gain = amounts[new] - amounts[own]
+                    if gain <= best:
+                        break
+                    if tokens[row] - lengths[own] + lengths[new] <= fill and _has_room(used, row, others, new, budgets):
+                        best, best_out, best_place = gain, turn, place
+                        break
+                _use(used, row, others, own, 1)
             if best == 0:
                 break
-            own, new = held[best_place], out[best_out]
+            own, new = held[best_place], out[best_out] & _LOW
             row_of[new], row_of[own] = row, -1
             held[best_place] = new
-            room[row] -= best
+            tokens[row] += lengths[new] - lengths[own]
+            held_in[row] += best
+            _use(used, row, others, own, -1)
+            _use(used, row, others, new, 1)
             gained += best
+            key = (np.int64(2**31) - amounts[own]) << 32 | own
             place = best_out
-            while place + 1 < left and out[place + 1] < own:
+            while place + 1 < left and out[place + 1] < key:
                 out[place] = out[place + 1]
                 place += 1
-            out[place] = own
+            out[place] = key
     return gained
 
 
 @compiled
-def _longest_first(lengths: Any, pool: Any, offered: Any) -> Any:
-    """The offered documents of the pool from long to short; equal lengths keep their order."""
-    keys = np.empty(len(pool), dtype=np.int64)
+def _largest_first(kinds: Any, pool: Any, offered: Any, digits: int) -> Any:
+    """The offered units of the pool from large to small; those of one kind keep their order.
+
+    Args:
+        digits: the bytes of the largest kind; each is a pass of a radix sort.
+    """
+    keys, sorted_keys = np.empty(len(pool), dtype=np.int64), np.empty(len(pool), dtype=np.int64)
     count = 0
     for place in range(len(pool)):
         if offered[place]:
-            keys[count] = (np.int64(2**31) - lengths[pool[place]]) << 32 | pool[place]
+            keys[count] = kinds[pool[place]] << 32 | pool[place]
             count += 1
-    keys = keys[:count]
-    keys.sort()
-    return (keys & (2**32 - 1)).astype(np.int32)
-
-
-@compiled
-def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> None:
-    """Divide the rows of a group among its steps, in place, so that steps differ in their mean lengths as by chance.
-
-    Similar rows in one step have similar costs, but make steps of long documents and steps of short ones. So divisions
-    are tried in this order, until one is as even as chance: first by the rows' mean lengths, then more and more by
-    their places in the stream, at last with equally many rows of each stratum, where strata are ranges of mean lengths.
-    A row's place is that of one of its documents, drawn by a hash: the mean place, or that of the longest document,
-    would collect rows of some lengths at the begin or in the middle.
-
-    Args:
-        lengths, documents: (documents,) from long to short, and their places in the stream.
-    """
-    steps = rows // ranks
-    size, place_of = np.zeros(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    tokens, drawn = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    squares = 0.0
-    for place in range(len(row_of) - 1, -1, -1):
-        row = row_of[place]
-        if row >= 0:
-            size[row] += 1
-            tokens[row] += lengths[place]
-            hashed = (documents[place] * 2654435761) % 2**32
-            if hashed >= drawn[row]:
-                drawn[row], place_of[row] = hashed, documents[place]
-            squares += float(lengths[place]) * lengths[place]
-    if size.min() == 0:  # fewer documents than rows: the last rows are empty
-        return
-    count = size.sum()
-    mean = tokens.sum() / count
-    by_mean = np.argsort(tokens / size, kind="mergesort")
-    rank_by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    rank_by_mean[by_mean] = np.arange(rows)
-    rank_by_place[np.argsort(place_of, kind="mergesort")] = np.arange(rows)
-    number = np.empty(rows, dtype=np.int64)
-    strata, weight = 1, 32 if ranks > 1 else 0
-    while True:
-        for stratum in range(strata):
-            first, last = stratum * ranks // strata, (stratum + 1) * ranks // strata  # the ranks that get its rows
-            own = by_mean[first * steps : last * steps]
-            own = own[np.argsort(8 * rank_by_place[own] + weight * rank_by_mean[own], kind="mergesort")]
-            for place in range(len(own)):
-                number[own[place]] = place // (last - first) * ranks + first + place % (last - first)
-        sums, held = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
-        for row in range(rows):
-            sums[number[row] // ranks] += tokens[row]
-            held[number[row] // ranks] += size[row]
-        between = chance = 0.0
-        for step in range(steps):
-            between += (sums[step] / held[step] - mean) ** 2
-            chance += 1 / held[step]
-        chance *= (squares / count - mean * mean) * (steps - 1) / steps
-        if between <= _CHANCE * chance or strata == ranks:
-            break
-        if weight:
-            weight //= 2
-        else:
-            strata = min(2 * strata, ranks)
-    places = np.zeros(steps, dtype=np.int64)  # steps come in the order of the stream, too
-    for row in range(rows):
-        places[number[row] // ranks] += rank_by_place[row]
-    step_of = np.empty(steps, dtype=np.int64)
-    step_of[np.argsort(places, kind="mergesort")] = np.arange(steps)
-    for place in range(len(row_of)):
-        if row_of[place] >= 0:
-            row = number[row_of[place]]
-            row_of[place] = step_of[row // ranks] * ranks + row % ranks
+    if count < 64:
+        keys[:count].sort()
+    else:
+        starts = np.empty(257, dtype=np.int64)
+        for digit in range(digits):
+            shift = 32 + 8 * digit
+            starts[:] = 0
+            for place in range(count):
+                starts[(keys[place] >> shift & 255) + 1] += 1
+            for value in range(256):
+                starts[value + 1] += starts[value]
+            for place in range(count):
+                value = keys[place] >> shift & 255
+                sorted_keys[starts[value]] = keys[place]
+                starts[value] += 1
+            keys, sorted_keys = sorted_keys, keys
+    units = np.empty(count, dtype=np.int32)
+    for place in range(count):
+        units[place] = keys[place] & _LOW
+    return units
 
 
 @compiled
 def _offer(
-    lengths: Any, pool: Any, offered: Any, waiting: int, cursor: int, rows: int, fill: int, whole: int, most: int
-) -> tuple[int, int]:
-    """Choose what a step is offered from the pool; documents of the stream are added to the pool as needed.
+    lengths: Any, others: Any, budgets: Any, pool: Any, offered: Any, waiting: int, cursor: int, rows: int, fill: int,
+    whole: int, wholes: Any, most: int, mosts: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """Choose what a step is offered from the pool; units of the stream are added to the pool as needed.
 
     Args:
-        whole: tokens that the rows hold.
-        most: tokens that the offer doesn't exceed, except to give every row a document.
+        whole, wholes: tokens that the rows hold, and (resources,) what they hold of other resources.
+        most, mosts: tokens that the offer doesn't exceed, and the same of other resources, except to give every row a
+            unit.
 
     Returns:
-        The number of documents in the pool now, and the position up to which the stream is read.
+        The number of units in the pool now, and the position up to which the stream is read.
     """
-    complete, beyond = most - int(_CLOSE * whole), int(_BEYOND * whole)
-    half, most_halves = fill // 2, int(_HALF_ROWS * rows)
-    tokens = passed = np.int64(0)
-    given = halves = place = 0
+    complete, beyond = most - int(_CLOSE * whole), max(1, int(_BEYOND * whole))
+    most_halves = int(_HALF_ROWS * rows)
+    tokens = np.int64(0)
+    given = place = 0
+    held, passed_others = np.zeros(len(budgets), dtype=np.int64), np.zeros(len(budgets), dtype=np.int64)
+    halves = np.zeros(1 + len(budgets), dtype=np.int64)  # units that take more than half a row, by resource
+    passed = np.int64(0)
+    stopping = False  # too much was passed over, or there are too many of more than half a row
     while place < waiting or cursor < len(lengths):
         if place == waiting:
-            if given >= rows and (tokens >= complete or passed >= beyond or halves >= most_halves):
+            if given >= rows and (tokens >= complete or stopping):
                 break
             pool[waiting] = cursor
             waiting += 1
             cursor += 1
-        length = lengths[pool[place]]
-        offered[place] = tokens + length <= most or given < rows
+        unit = pool[place]
+        fits = tokens + lengths[unit] <= most
+        for resource in range(len(budgets)):
+            fits = fits and held[resource] + others[unit, resource] <= mosts[resource]
+        offered[place] = fits or given < rows
         if offered[place]:
-            tokens += length
+            tokens += lengths[unit]
             given += 1
-            halves += length > half
+            halves[0] += lengths[unit] > fill // 2
+            stopping |= halves[0] >= most_halves
+            for resource in range(len(budgets)):
+                held[resource] += others[unit, resource]
+                halves[1 + resource] += others[unit, resource] > budgets[resource] // 2
+                stopping |= halves[1 + resource] >= most_halves
         else:
-            passed += length
+            passed += lengths[unit]
+            stopping |= passed >= beyond
+            for resource in range(len(budgets)):
+                passed_others[resource] += others[unit, resource]
+                stopping |= passed_others[resource] >= max(1, int(_BEYOND * wholes[resource]))
         place += 1
     return waiting, cursor
 
 
 @compiled
-def _place(lengths: Any, costs: Any, overdue: Any, ranks: int, fill: int, share: int) -> Any:
-    """The row of each document, -1 for a deferred one: overdue documents first, and the longest first among both.
+def _place(
+    lengths: Any, others: Any, costs: Any, overdue: Any, ranks: int, fill: int, budgets: Any, share: int
+) -> Any:  # fmt: skip
+    """The row of each unit, -1 for a deferred one: overdue units first, and the largest first among both.
 
-    A document goes to the cheapest row with room. Only an overdue document, or one alone in its row, may bring the
-    cost of a row above `share`. A row that is too full for a document is parked until documents are short enough.
+    A unit goes to the cheapest row with room. Only an overdue unit, or one alone in its row, may bring the cost of a
+    row above `share`. A row that has too many tokens for a unit is parked until units are short enough.
     """
     row_of = np.full(len(lengths), -1, dtype=np.int32)
-    cost = np.zeros(ranks, dtype=np.int64)
-    tokens = np.zeros(ranks, dtype=np.int64)
+    cost, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    used = np.zeros((ranks, len(budgets)), dtype=np.int64)
+    aside = np.empty(ranks, dtype=np.int32)  # rows that have room for the tokens of a unit, but not for the unit
+    leaves = 1
+    while leaves < ranks:
+        leaves *= 2
+    # Of two trees, each node holds the row below it with the smallest key, and of equal ones the first. Keys are the
+    # costs of open rows, and the tokens of parked ones.
+    open_keys, parked_keys = np.empty(leaves, dtype=np.int64), np.empty(leaves, dtype=np.int64)
+    cheapest, emptiest = np.empty(2 * leaves, dtype=np.int32), np.empty(2 * leaves, dtype=np.int32)
     for turn in (True, False):
-        open_rows = [(cost[row], row) for row in range(ranks)]  # the cheapest on top
-        heapify(open_rows)
-        parked = [(tokens[row], row) for row in range(0)]  # the emptiest on top
-        for position in range(len(lengths)):
-            if overdue[position] != turn:
+        if turn and not overdue.any():
+            continue
+        open_keys[:ranks], open_keys[ranks:], parked_keys[:] = cost, UNLIMITED, UNLIMITED
+        for row in range(leaves):
+            cheapest[leaves + row] = emptiest[leaves + row] = row
+        for node in range(leaves - 1, 0, -1):
+            left, right = cheapest[2 * node], cheapest[2 * node + 1]
+            cheapest[node] = left if open_keys[left] <= open_keys[right] else right
+            emptiest[node] = emptiest[2 * node]
+        for unit in range(len(lengths)):
+            if overdue[unit] != turn:
                 continue
-            length = lengths[position]
-            while parked and parked[0][0] + length <= fill:
-                row = heappop(parked)[1]
-                heappush(open_rows, (cost[row], row))
-            while open_rows and tokens[open_rows[0][1]] and tokens[open_rows[0][1]] + length > fill:
-                row = heappop(open_rows)[1]
-                heappush(parked, (tokens[row], row))
-            if not open_rows:
-                continue
-            row = open_rows[0][1]
-            if turn or not tokens[row] or cost[row] + costs[position] <= share:
-                row_of[position] = row
+            length = lengths[unit]
+            while parked_keys[emptiest[1]] + length <= fill:
+                row = emptiest[1]
+                open_keys[row], parked_keys[row] = cost[row], UNLIMITED
+                _update(cheapest, open_keys, row)
+                _update(emptiest, parked_keys, row)
+            put_aside = 0
+            while True:
+                row = cheapest[1]
+                if open_keys[row] == UNLIMITED or not tokens[row]:
+                    break
+                if tokens[row] + length > fill:
+                    parked_keys[row] = tokens[row]
+                    _update(emptiest, parked_keys, row)
+                elif not _has_room(used, row, others, unit, budgets):
+                    aside[put_aside] = row
+                    put_aside += 1
+                else:
+                    break
+                open_keys[row] = UNLIMITED
+                _update(cheapest, open_keys, row)
+            row = cheapest[1]
+            if open_keys[row] < UNLIMITED and (turn or not tokens[row] or cost[row] + costs[unit] <= share):
+                row_of[unit] = row
                 tokens[row] += length
-                cost[row] += costs[position]
-                heapreplace(open_rows, (cost[row], row))
+                cost[row] += costs[unit]
+                _use(used, row, others, unit, 1)
+                open_keys[row] = cost[row]
+                _update(cheapest, open_keys, row)
+            for place in range(put_aside):
+                open_keys[aside[place]] = cost[aside[place]]
+                _update(cheapest, open_keys, aside[place])
     return row_of
+
+
+@compiled
+def _update(tree: Any, keys: Any, row: int) -> None:
+    """Set the nodes above a row whose key has changed."""
+    node = (len(tree) // 2 + row) >> 1
+    while node:
+        left, right = tree[2 * node], tree[2 * node + 1]
+        tree[node] = left if keys[left] <= keys[right] else right
+        node >>= 1
 
 
 @compiled
@@ -416,35 +518,3 @@ def _group(row_of: Any, ranks: int, steps: int) -> Any:
             grouped[cursor[step]] = document
             cursor[step] += 1
     return grouped, starts
-
-
-@compiled
-def _even_out(lengths: Any, row_of: Any, own: Any, first: int, rows: int, fill: int) -> int:
-    """Place documents of rows that aren't full anew, so that rows hold more equal numbers of tokens, in place.
-
-    The ranks of a step wait for the fullest row.
-
-    Args:
-        own: (documents,) those of the rows from `first` on, from long to short.
-
-    Returns:
-        The tokens up to which rows may grow.
-    """
-    tokens = np.zeros(rows, dtype=np.int64)
-    for document in own:
-        tokens[row_of[document] - first] += lengths[document]
-    fullest = tokens.max()
-    if rows * fullest - tokens.sum() <= rows * fullest // _UNEVEN or len(own) <= rows:
-        return fullest
-    own_lengths = lengths[own]
-    everything = np.ones(len(own), dtype=np.bool_)
-    placed = _place(own_lengths, own_lengths, everything, rows, fill, _UNLIMITED)
-    if placed.min() < 0:
-        return fullest
-    tokens[:] = 0
-    for place in range(len(own)):
-        tokens[placed[place]] += own_lengths[place]
-    if tokens.max() < fullest:
-        for place in range(len(own)):
-            row_of[own[place]] = first + placed[place]
-    return min(tokens.max(), fullest)

@@ -14,6 +14,7 @@ from tritonpack.checks import check_flag
 from tritonpack.packing.lengths import check_integer, whole_lengths
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan
+from tritonpack.packing.units import Units
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class PlanStatistics:
 
 def plan_statistics(
     plan: Plan,
-    lengths: Sequence[int] | NDArray[Any],
+    lengths: Sequence[int] | NDArray[Any] | Units,
     *,
     cost: CostModel | None = None,
     total_tokens: int | None = None,
@@ -91,7 +92,9 @@ def plan_statistics(
 
     Args:
         plan: the steps.
-        lengths: (documents,) integers, the tokens of each document, by the document numbers of the plan.
+        lengths: (documents,) integers, the tokens of each document, by the document numbers of the plan; or `Units`,
+            whose `squares` count as squared lengths. Of other resources `plan.sums(units.resources[name])` tells what
+            the rows hold.
         cost: for the cost utilization.
         total_tokens: the number of all tokens, if documents were cut or dropped before they were planned; None sums
             `lengths`.
@@ -100,13 +103,14 @@ def plan_statistics(
 
     Raises:
         ValueError: lengths that aren't a row of positive integers, no length for a document of the plan, a wrong
-            option.
+            option, padded rows of `Units`, whose sequences it doesn't know.
     """
     if not isinstance(plan, Plan):
         raise ValueError(
             f"plan must be a Plan; got {type(plan).__name__}. plan_epoch returns one, and samplers have a `plan`."
         )
-    tokens_of = whole_lengths(lengths).astype(np.int64)
+    tokens_of = lengths.tokens if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
+    squares_of = lengths.squares if isinstance(lengths, Units) else tokens_of**2
     if len(plan.items) and int(plan.items.max()) >= len(tokens_of):
         raise ValueError(
             f"the plan holds document {int(plan.items.max())}, but there are only {len(tokens_of)} lengths. Pass the "
@@ -114,7 +118,8 @@ def plan_statistics(
         )
     if total_tokens is not None:
         total_tokens = check_integer(total_tokens, "total_tokens", 1, 2**63 - 1)
-    check_flag(padded, "padded")
+    if check_flag(padded, "padded") and isinstance(lengths, Units):
+        raise ValueError("padded=True needs the lengths of documents: units don't tell their longest sequence.")
     if not isinstance(cost, CostModel | None):
         raise ValueError(f"cost must be a CostModel or None; got {cost!r:.100}.")
 
@@ -124,7 +129,7 @@ def plan_statistics(
     planned = plan.items[: plan.num_documents]
     tokens = int(tokens_of[planned].sum())
     # Sums of squares of a row stay below capacity**2 < 2**62. A running sum that wraps at 2**64 has right differences.
-    squares = plan.sums(tokens_of**2)
+    squares = plan.sums(squares_of)
     loads = own
     if padded:
         longest = np.zeros(len(counts), dtype=np.int64)  # (rows,)
@@ -136,7 +141,7 @@ def plan_statistics(
     cost_utilization = None
     if cost is not None:
         of_rank = cost.per_token * loads.astype(np.float64) + cost.per_square * squares.astype(np.float64)
-        own_squares = float((tokens_of[planned].astype(np.float64) ** 2).sum())
+        own_squares = float(squares_of[planned].astype(np.float64).sum())
         useful = cost.per_token * tokens + cost.per_square * own_squares
         cost_utilization = _share(useful, plan.num_ranks * float(of_rank.max(1).sum()))
 

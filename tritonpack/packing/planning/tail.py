@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tritonpack.packing.planning.demands import Demands
+from tritonpack.packing.units import Units
 
 Tail = Literal["drop", "spread", "keep"]
 
@@ -15,50 +18,67 @@ FULL = 0.95  # tail="drop" keeps a last step that is filled to this share
 # ones make more equal steps, and more often leave documents over.
 _SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 _TRIES = 200_000  # rooms that a search for a packing looks at
+_MOST_SEARCHED = 256  # units that it may move if rows hold more than tokens
 
 
-def check_tail(lengths: NDArray[Any], capacity: int, num_ranks: int, tail: Tail) -> None:
-    """ValueError if `tail="drop"` leaves out every document. This depends on the lengths alone, not on their order."""
-    tokens = int(lengths.sum(dtype=np.int64))
-    if tail == "drop" and tokens < FULL * num_ranks * capacity:
+def check_tail(
+    lengths: Sequence[int] | NDArray[Any] | Units,
+    capacity: int,
+    num_ranks: int,
+    tail: Tail,
+    budgets: Mapping[str, int] | None = None,
+) -> None:
+    """ValueError if `tail="drop"` leaves out every unit. This depends on what units take alone, not on their order."""
+    resources = lengths.resources if isinstance(lengths, Units) else {}
+    tokens = lengths.tokens if isinstance(lengths, Units) else np.asarray(lengths)
+    totals = {"tokens": int(tokens.sum(dtype=np.int64))} | {name: int(row.sum()) for name, row in resources.items()}
+    limits = {"tokens": capacity} | dict(budgets or {})
+    if tail == "drop" and not _is_full([(totals[name], limits[name]) for name in totals], num_ranks):
+        held = " and ".join(f"{total} {name}" for name, total in totals.items())
+        rows = " and ".join(f"{limits[name]} {name}" for name in totals)
         raise ValueError(
-            f"{tokens} tokens don't fill one step of {num_ranks} ranks with {capacity} tokens each to {FULL:.0%}, and "
+            f"{held} don't fill one step of {num_ranks} ranks with {rows} each to {FULL:.0%}, and "
             "tail='drop' leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
         )
 
 
-def drop_last_step(step_of: NDArray[np.int32], lengths: NDArray[np.int32], capacity: int, num_ranks: int) -> int:
+def _is_full(amounts: Iterable[tuple[int, int]], num_ranks: int) -> bool:
+    """Whether a step counts as full, by what it holds and what a row may hold of each resource: one of them is full."""
+    return any(total >= FULL * num_ranks * most > 0 for total, most in amounts)
+
+
+def drop_last_step(rows: NDArray[np.int64], demands: Demands, num_ranks: int) -> int:
     """The number of steps without a last one that isn't full; at least 1 after `check_tail`."""
-    last = int(step_of.max())
-    tokens = int(lengths[step_of == last].sum(dtype=np.int64))
-    return last + (tokens >= FULL * num_ranks * capacity)
+    last = int(rows.max()) // num_ranks
+    held = demands.select(rows >= last * num_ranks)
+    return last + _is_full(zip(held.totals, held.limits, strict=True), num_ranks)
 
 
-def spread(
-    steps: Callable[..., Any], lengths: NDArray[np.int32], capacity: int, num_ranks: int, least_steps: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Plan all documents in as few steps as found, but at least `least_steps`, about equally full.
+def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
+    """Plan all units in as few steps as found, but at least `least_steps`, with about equally many tokens.
+
+    Of other resources a row may hold its budget, because what steps hold of them differs much more than their tokens.
 
     Args:
         steps: `plan_steps` without `target` and `last_step`.
 
     Returns:
-        step_of and rank_of, as `plan_steps` returns them.
+        The row of each unit, as `plan_steps` returns them.
     """
-    tokens = int(lengths.sum(dtype=np.int64))
-    num_steps = max(-(-tokens // (num_ranks * capacity)), min(least_steps, len(lengths) // num_ranks))
+    tokens, capacity = demands.totals[0], demands.capacity
+    num_steps = max(demands.fewest_steps(num_ranks), min(least_steps, len(demands) // num_ranks))
     while True:
         part = -(-tokens // (num_ranks * num_steps))
         for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
-            step_of, rank_of = steps(target=target, last_step=num_steps - 1)
-            needed = int(step_of.max()) + 1
+            rows = steps(target=target, last_step=num_steps - 1)
+            needed = int(rows.max()) // num_ranks + 1
             if needed <= num_steps:
-                return step_of, rank_of
+                return rows
         num_steps = needed  # the number of steps with full rows
 
 
 def whole_steps(
-    rows: NDArray[np.int64], lengths: NDArray[np.int32], capacity: int, num_ranks: int, least_steps: int
+    rows: NDArray[np.int64], demands: Demands, num_ranks: int, least_steps: int
 ) -> tuple[NDArray[np.int64], int, int]:
     """Give every rank a document in the last step, and in the steps that are missing to `least_steps`.
 
@@ -69,7 +89,6 @@ def whole_steps(
     Args:
         rows: (documents,) `step * num_ranks + rank` of each document, in the order of the stream. Only rows of the last
             step may be empty.
-        lengths: (documents,) from 1 to `capacity`.
 
     Returns:
         Their rows now, the number of steps, and the number of empty rows.
@@ -80,7 +99,7 @@ def whole_steps(
     num_steps = int(rows.max()) // num_ranks + 1
     most = len(rows) // num_ranks  # steps in which every row has a document
     if 0 < most < num_steps:
-        packed = _in_rows(lengths, most * num_ranks, capacity)
+        packed = _in_rows(demands, most * num_ranks)
         if packed is not None:
             rows, num_steps = packed, most
     if num_steps < least_steps and least_steps * num_ranks >= len(rows) + num_ranks:
@@ -94,7 +113,7 @@ def whole_steps(
     empty = np.flatnonzero(held == 0)
     if len(empty):
         rows = rows.copy()
-        given = _spare_documents(rows, lengths, held, num_ranks, len(empty))
+        given = _spare_documents(rows, demands.lengths, held, num_ranks, len(empty))
         rows[given] = empty[: len(given)]
         # The rows that are still empty go to the last ranks.
         place = np.arange(num_rows)
@@ -119,50 +138,68 @@ def _spare_documents(
     return documents[order[turn[order] < held[row[order]] - 1]][:missing]
 
 
-def _in_rows(lengths: NDArray[np.int32], num_rows: int, capacity: int) -> NDArray[np.int64] | None:
-    """The rows of documents in at most `num_rows` rows, fewer than documents and more than half; None if not found.
+def _in_rows(demands: Demands, num_rows: int) -> NDArray[np.int64] | None:
+    """The rows of units in at most `num_rows` rows, fewer than units and more than half; None if not found.
 
-    Rows come in the order of their first documents. `len(lengths) - num_rows` documents must join a row of others. If
-    this is possible at all, it is possible within twice as many of the shortest documents.
+    Rows come in the order of their first units. `len(demands) - num_rows` units must join a row of others. If rows hold
+    tokens alone, and this is possible at all, it is possible within twice as many of the shortest units. Two large
+    units may share a row if they take different resources, so then more and more units are tried.
     """
-    joined = len(lengths) - num_rows
-    shortest = np.argsort(lengths, kind="stable")[: 2 * joined][::-1]
-    bins = _fit(lengths[shortest].tolist(), joined, capacity)
+    count = len(demands)
+    joined = count - num_rows
+    smallest = np.argsort(demands.sizes, kind="stable")
+    takes = np.concatenate([demands.lengths[:, None], demands.others], axis=1).astype(np.int64)
+    most = min(count, _MOST_SEARCHED) if len(demands.budgets) else 2 * joined
+    tried = 2 * joined
+    while True:
+        chosen = smallest[:tried][::-1]
+        bins = _fit(takes[chosen].tolist(), tried - joined, demands.limits)
+        if bins is not None or tried >= most:
+            break
+        tried = min(2 * tried, most)
     if bins is None:
         return None
-    row = np.arange(len(lengths))
-    row[shortest] = len(lengths) + np.array(bins, dtype=np.int64)
+    row = np.arange(count)
+    row[chosen] = count + np.array(bins, dtype=np.int64)
     _, first, row = np.unique(row, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[row]
 
 
-def _fit(lengths: list[int], num_bins: int, capacity: int) -> list[int] | None:
-    """The bin of each document, found by a depth-first search; None if there is none, or none was found in time.
+def _fit(takes: list[list[int]], num_bins: int, limits: list[int]) -> list[int] | None:
+    """The bin of each unit, found by a depth-first search; None if there is none, or none was found in time.
 
     The first branch of the search is best-fit-decreasing.
 
     Args:
-        lengths: from long to short.
+        takes: what each unit takes of each resource, from large to small.
+        limits: what a bin holds of each resource.
     """
-    if sum(lengths) > num_bins * capacity:
+    if not takes:
+        return []
+    if any(sum(column) > num_bins * most for column, most in zip(zip(*takes, strict=True), limits, strict=True)):
         return None
-    room = [capacity] * num_bins
+    room = [list(limits) for _ in range(num_bins)]
     bins: list[int] = []
 
     def choices() -> Iterator[int]:
-        length = lengths[len(bins)]
-        fitting = {each: place for place, each in enumerate(room) if each >= length}  # one of bins with equal room
+        unit = takes[len(bins)]
+        fitting = {  # one of bins with equal room
+            tuple(each): place
+            for place, each in enumerate(room)
+            if all(has >= needs for has, needs in zip(each, unit, strict=True))
+        }
         return iter([fitting[each] for each in sorted(fitting)])
 
-    if not lengths:
-        return bins
+    def change(place: int, sign: int) -> None:
+        room[place] = [has + sign * needs for has, needs in zip(room[place], takes[len(bins)], strict=True)]
+
     left = [choices()]
-    for _ in range(max(2 * len(lengths), _TRIES // num_bins)):
+    for _ in range(max(2 * len(takes), _TRIES // num_bins)):
         chosen = next(left[-1], None)
         if chosen is not None:
-            room[chosen] -= lengths[len(bins)]
+            change(chosen, -1)
             bins.append(chosen)
-            if len(bins) == len(lengths):
+            if len(bins) == len(takes):
                 return bins
             left.append(choices())
             continue
@@ -170,5 +207,5 @@ def _fit(lengths: list[int], num_bins: int, capacity: int) -> list[int] | None:
         if not left:
             return None
         chosen = bins.pop()
-        room[chosen] += lengths[len(bins)]
+        change(chosen, 1)
     return None

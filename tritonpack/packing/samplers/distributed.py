@@ -25,12 +25,21 @@ from tritonpack.packing.samplers.ranks import (
     can_compare,
     compare,
     describe_differences,
-    has_group,
     name_ranks,
     place_among_processes,
     place_in_world,
+    raise_faults_on_all_ranks,
 )
-from tritonpack.packing.samplers.state import ResumableSampler, describe_changes, digest, gather, same
+from tritonpack.packing.samplers.state import (
+    ResumableSampler,
+    are_documents,
+    describe_changes,
+    describe_units,
+    digest,
+    gather,
+    same,
+)
+from tritonpack.packing.units import Units, as_units, check_budgets
 
 
 class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]]):
@@ -72,8 +81,10 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             without a process group they are 1 and 0.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
-        objective, tail, lookahead, steps_together, least_steps, cost_model: see `plan_epoch`. With
-            `steps_together=None` the constructor measures how many steps to plan at once.
+        objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
+            constructor measures how many steps to plan at once.
+        epochs: so many epochs get the same number of steps, that of the epoch with the most. More than 1 plans all of
+            these epochs once, at the first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
@@ -100,33 +111,72 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     def __init__(
         self,
         batch_max_length: int,
-        lengths: Sequence[int] | NDArray[Any],
+        lengths: Sequence[int] | NDArray[Any] | Units,
         num_replicas: int | None = None,
         rank: int | None = None,
         seed: int | None = None,
         *,
+        budgets: Mapping[str, int] | None = None,
         objective: Objective = "quadratic",
         tail: Tail = "drop",
         lookahead: float = 0.01,
         steps_together: int | None = None,
-        least_steps: int = 1,
+        epochs: int = 1,
         cost_model: CostModel | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         order: Order | None = None,
         shard: bool = True,
     ) -> None:
-        try:
-            self._check_and_choose(
-                batch_max_length, lengths, num_replicas, rank, seed, objective, tail, lookahead, steps_together,
-                least_steps, cost_model, overlong, shuffle, order, shard,
-            )  # fmt: skip
-        except ValueError as error:
-            if num_replicas is None and has_group():
-                num_replicas = dist.get_world_size()
-            if can_compare(num_replicas):
-                compare("made this sampler", {"fault": str(error)}, _find_difference)
-            raise
+        with raise_faults_on_all_ranks("made this sampler", num_replicas, _find_difference):
+            self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
+            check_flag(shuffle, "shuffle")
+            self._seed_is_given = seed is not None
+            # With the units that are left out, which a leg with longer rows or larger budgets has planned.
+            self._units = as_units(lengths)
+            self.budgets = check_budgets(self._units, budgets)
+            super().__init__(
+                self._select(slice(None)),
+                self.batch_max_length,
+                overlong,
+                "batch_max_length",
+                seed=torch.initial_seed() if seed is None else seed,
+                epochs_differ=shuffle and (order is None or callable(order)),
+                budgets=self.budgets,
+            )
+            self._shard = check_flag(shard, "shard")
+            self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard)
+            check_options(objective, cost_model, tail, lookahead)
+            if order is not None and not shuffle:
+                raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
+            self._order, self._order_digest = order, None
+            in_epoch = np.arange(len(self.lengths), dtype=np.int32)
+            if order is not None:
+                in_epoch = given_order(order, len(self.lengths), self.seed, 0)
+                self._order = order if callable(order) else in_epoch  # a copy
+                self._order_digest = digest(given_order(order, len(self.lengths), 0, 0))
+            fitting = in_epoch[self.lengths[in_epoch] > 0]
+            check_tail(self._select(fitting), self.batch_max_length, self.num_replicas, tail, self.budgets)
+            if steps_together is None and (order is not None or not shuffle):
+                steps_together = 1  # which nearly keeps the order
+            elif steps_together is None:
+                steps_together = choose_steps_together(
+                    self._select(fitting), self.batch_max_length, self.num_replicas, budgets=self.budgets,
+                    objective=objective, cost_model=cost_model, lookahead=lookahead,
+                )  # fmt: skip
+            self.steps_together = check_integer(steps_together, "steps_together")
+            self._epochs = check_integer(epochs, "epochs")
+            self._least_steps: dict[int, int] = {}  # by seed
+            self._options: dict[str, Any] = {
+                "budgets": self.budgets,
+                "objective": objective,
+                "tail": tail,
+                "lookahead": float(lookahead),
+                "steps_together": self.steps_together,
+                "least_steps": 1,  # unless several epochs get the same number
+                "cost_model": None if cost_model is None else asdict(cost_model),
+                "shuffle": shuffle,
+            }
         if can_compare(self.num_replicas):
             first = compare("made this sampler", {"fault": "", **self._values_to_compare()}, _find_difference)
             self.seed = first["torch.initial_seed()"] if seed is None else self.seed
@@ -136,69 +186,6 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 f"{place_among_processes()[0]} processes can't ask it: some of them may make no sampler. Pass the same "
                 "seed on every rank, such as seed=0."
             )
-
-    def _check_and_choose(
-        self,
-        batch_max_length: int,
-        lengths: Sequence[int] | NDArray[Any],
-        num_replicas: int | None,
-        rank: int | None,
-        seed: int | None,
-        objective: Objective,
-        tail: Tail,
-        lookahead: float,
-        steps_together: int | None,
-        least_steps: int,
-        cost_model: CostModel | None,
-        overlong: Literal["error", "drop"],
-        shuffle: bool,
-        order: Order | None,
-        shard: bool,
-    ) -> None:
-        """Check the arguments and set all attributes, but for the seed of rank 0."""
-        self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
-        check_flag(shuffle, "shuffle")
-        self._seed_is_given = seed is not None
-        super().__init__(
-            lengths,
-            self.batch_max_length,
-            overlong,
-            "batch_max_length",
-            seed=torch.initial_seed() if seed is None else seed,
-            epochs_differ=shuffle and (order is None or callable(order)),
-        )
-        self._shard = check_flag(shard, "shard")
-        self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard)
-        check_options(objective, cost_model, tail, lookahead)
-        if order is not None and not shuffle:
-            raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
-        self._order, self._order_digest = order, None
-        in_epoch = self.lengths
-        if order is not None:
-            first_epoch = given_order(order, len(self.lengths), self.seed, 0)
-            in_epoch = self.lengths[first_epoch]
-            self._order = order if callable(order) else first_epoch  # a copy
-            self._order_digest = digest(given_order(order, len(self.lengths), 0, 0))
-        check_tail(in_epoch, self.batch_max_length, self.num_replicas, tail)
-        # With the lengths of dropped documents, which a leg with longer rows has planned.
-        self._all_lengths = self.lengths if self.lengths.all() else np.array(lengths, dtype=np.int64)
-        if steps_together is None and (order is not None or not shuffle):
-            steps_together = 1  # which nearly keeps the order
-        elif steps_together is None:
-            steps_together = choose_steps_together(
-                self.lengths[self.lengths > 0], self.batch_max_length, self.num_replicas, objective=objective,
-                cost_model=cost_model, lookahead=lookahead,
-            )  # fmt: skip
-        self.steps_together = check_integer(steps_together, "steps_together")
-        self._options: dict[str, Any] = {
-            "objective": objective,
-            "tail": tail,
-            "lookahead": float(lookahead),
-            "steps_together": self.steps_together,
-            "least_steps": check_integer(least_steps, "least_steps"),
-            "cost_model": None if cost_model is None else asdict(cost_model),
-            "shuffle": shuffle,
-        }
 
     def _make(self, epoch: int) -> Rest:
         return self._make_rest(epoch, ())
@@ -210,7 +197,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if self._made is not None and self._made[:2] == (epoch, legs) and same(self._made[2].settings, settings):
             return self._made[2]
         try:
-            return plan_rest(self._all_lengths, epoch, legs, settings, self._order)
+            return plan_rest(self._units, epoch, legs, settings, self._order)
         except OtherPlanError:
             raise ValueError(self._OTHER_BATCHES) from None
 
@@ -229,17 +216,43 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         return made.digest
 
     def _settings(self) -> dict[str, Any]:
+        return self._settings_with(self.seed)
+
+    def _settings_with(self, seed: int) -> dict[str, Any]:
+        """What decides the plans, with this seed: the settings of a leg."""
+        settings = {
+            "batch_max_length": self.batch_max_length,
+            "num_replicas": self.num_replicas,
+            "seed": seed,
+            **self._options,
+        }
+        if self._epochs > 1 and seed not in self._least_steps:
+            steps = (self._plan_rest(epoch, (), settings).plan.num_steps for epoch in range(self._epochs))
+            self._least_steps[seed] = max(steps)
+        return settings | {"least_steps": self._least_steps.get(seed, 1)}
+
+    def _given(self) -> dict[str, Any]:
+        """The settings that every rank must have, without what is planned from them."""
         return {
             "batch_max_length": self.batch_max_length,
             "num_replicas": self.num_replicas,
             "seed": self.seed,
-            **self._options,
+            **{name: value for name, value in self._options.items() if name != "least_steps"},
+            "epochs": self._epochs,
+            "shard": self._shard,
         }
+
+    def _select(self, numbers: Any) -> NDArray[Any] | Units:
+        """The lengths of these documents, or these units if they aren't one document each."""
+        return self._units.tokens[numbers] if are_documents(self._units) else self._units.select(numbers)
+
+    @property
+    def _noun(self) -> str:
+        return "documents" if are_documents(self._units) else "units"
 
     @cached_property
     def _lengths_summary(self) -> str:
-        lengths = self._all_lengths.astype(np.int64)
-        return f"{len(lengths)} documents with {lengths.sum()} tokens, digest {digest(lengths)}"
+        return describe_units(self._units)
 
     def _place(self, done: int) -> dict[str, Any]:
         made, legs = self._current(), self._current_legs()
@@ -258,18 +271,17 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if not same(state["lengths"], self._lengths_summary):
             raise ValueError(
                 f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
-                f"of {self._lengths_summary!r}. Pass the lengths of the same documents in the same order, or start an "
-                "epoch anew with set_epoch."
+                f"of {self._lengths_summary!r}. Pass the lengths of the same {self._noun} in the same order, or start "
+                "an epoch anew with set_epoch."
             )
-        settings = self._settings()
-        legs = read_legs(state["legs"], settings)
+        legs = read_legs(state["legs"], self._settings())
         last = legs[-1]
         if self._seed_is_given and not same(last.settings["seed"], self.seed):
             raise ValueError(
                 f"the state can't be resumed, because its seed was {last.settings['seed']!r} and is {self.seed}. Pass "
                 "that seed, or none: the sampler then takes that of the state."
             )
-        settings["seed"] = check_integer(last.settings["seed"], "seed of the state", 0, None)
+        settings = self._settings_with(check_integer(last.settings["seed"], "seed of the state", 0, None))
         begun = self._shard and last.rows_done % self.num_replicas != 0  # a step that other processes have begun
         goes_on = same(last.settings, settings) and not begun
         earlier = tuple(legs[:-1] if goes_on else legs)
@@ -315,8 +327,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if changes and found[3] == made.steps_before * self._batches_per_step and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",
-                f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} documents that were "
-                "left are planned anew.",
+                f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} {self._noun} that "
+                "were left are planned anew.",
             )
 
     @property
@@ -339,15 +351,26 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         """The number of steps of the current epoch. The multipack project's class has this method."""
         return len(self) // self._batches_per_step
 
-    def efficiency(self) -> float:
-        """The share of the rows of `plan` that holds tokens, from 0 to 1, over all ranks."""
-        room = self.plan.num_steps * self.num_replicas * self.batch_max_length
-        return float(self.plan.sums(self.lengths.astype(np.int64)).sum() / room) if room else 1.0
+    def efficiency(self, resource: str | None = None) -> float:
+        """The share of the room in the rows of `plan` that is used, from 0 to 1, over all ranks.
+
+        Args:
+            resource: the name of a resource with a budget; None takes the tokens.
+
+        Raises:
+            ValueError: a resource without a budget.
+        """
+        if resource is not None and resource not in self.budgets:
+            raise ValueError(f"{resource!r} has no budget; those with one are {', '.join(self.budgets) or 'none'}.")
+        most = self.batch_max_length if resource is None else self.budgets[resource]
+        used = self._units.tokens if resource is None else self._units.resources[resource]
+        room = self.plan.num_steps * self.num_replicas * most
+        return float(self.plan.sums(used).sum() / room) if room else 1.0
 
     def tokens_per_step(self) -> NDArray[np.int64]:
         """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
         made = self._current()
-        return np.append(made.tokens_before, made.plan.sums(self.lengths.astype(np.int64)).sum(axis=1))
+        return np.append(made.tokens_before, made.plan.sums(self._units.tokens).sum(axis=1))
 
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Check that the ranks of a group have the same settings, epoch and plan. Each of them must call this.
@@ -370,17 +393,15 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         return {
             "rank": self.rank,
             "torch.initial_seed()": torch.initial_seed(),
-            **self._settings(),
+            **self._given(),
             "seed": self.seed if self._seed_is_given else None,
-            "shard": self._shard,
             "the lengths": self._lengths_summary,
             "the digest of order": self._order_digest,
         }
 
     def __repr__(self) -> str:
-        settings = {"rank": self.rank, **self._settings(), "shard": self._shard}
-        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        return f"{type(self).__name__}({len(self.lengths)} documents, {shown})"
+        shown = ", ".join(f"{name}={value!r}" for name, value in {"rank": self.rank, **self._given()}.items())
+        return f"{type(self).__name__}({len(self.lengths)} {self._noun}, {shown})"
 
     @property
     def batch_size(self) -> None:

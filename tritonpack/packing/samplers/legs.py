@@ -21,7 +21,8 @@ from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order, given_order, shuffled
 from tritonpack.packing.planning.plan import MOST_RANKS, MOST_TOKENS, Plan, plan_epoch
-from tritonpack.packing.samplers.state import digest
+from tritonpack.packing.samplers.state import are_documents, digest
+from tritonpack.packing.units import Units, check_budgets
 
 _OWN = ("rows_done", "plan")  # what a leg holds besides its settings
 
@@ -32,7 +33,7 @@ class Leg:
 
     Attributes:
         settings: what decides the plan: `batch_max_length`, `num_replicas`, `seed`, `shuffle`, and the options of
-            `plan_epoch`, as plain numbers and strings.
+            `plan_epoch`, as plain numbers, strings and mappings.
         rows_done: the first rows of the plan, which were trained on; a step has a row for each rank.
         plan: the digest of the plan.
     """
@@ -82,12 +83,12 @@ class Rest:
 
 
 def plan_rest(
-    lengths: NDArray[Any], epoch: int, legs: Sequence[Leg], settings: Mapping[str, Any], order: Order | None = None
+    units: Units, epoch: int, legs: Sequence[Leg], settings: Mapping[str, Any], order: Order | None = None
 ) -> Rest:
     """Plan what the legs of an epoch leave over.
 
     Args:
-        lengths: (documents,) integers of at least 1; documents longer than `batch_max_length` are left out.
+        units: those that don't fit into a row, by `batch_max_length` or by a budget, are left out.
         legs: in the order of training.
         settings: as in a leg.
         order: see `MultipackDistributedBatchSampler`.
@@ -96,20 +97,20 @@ def plan_rest(
         ValueError: settings or legs that can't be.
         OtherPlanError: the plan of a leg has another digest.
     """
-    done = np.zeros(len(lengths), dtype=np.int32)  # how often each document was trained on
+    done = np.zeros(len(units), dtype=np.int32)  # how often each unit was trained on
     tokens_before = [np.zeros(0, dtype=np.int64)]
     for number, leg in enumerate(legs):
         try:
-            plan, _ = _plan(lengths, epoch, done, leg.settings, order)
+            plan, _ = _plan(units, epoch, done, leg.settings, order)
             check_leg(leg, plan)
         except ValueError as error:
             raise ValueError(f"leg {number} of the state can't be: {error}") from None
         ends = plan.offsets[: leg.rows_done + 1 : leg.num_replicas]
-        tokens = np.append(0, np.cumsum(lengths[plan.items], dtype=np.int64))
+        tokens = np.append(0, np.cumsum(units.tokens[plan.items]))
         ends = np.append(ends, plan.offsets[leg.rows_done])[: leg.steps_done + 1]
         tokens_before.append(np.diff(tokens[ends]))
-        done += np.bincount(plan.items[: plan.offsets[leg.rows_done]][: plan.num_documents], minlength=len(lengths))
-    plan, num_left = _plan(lengths, epoch, done, settings, order)
+        done += np.bincount(plan.items[: plan.offsets[leg.rows_done]][: plan.num_documents], minlength=len(units))
+    plan, num_left = _plan(units, epoch, done, settings, order)
     return Rest(settings, plan, num_left, np.concatenate(tokens_before))
 
 
@@ -130,28 +131,34 @@ class OtherPlanError(Exception):
 
 
 def _plan(
-    lengths: NDArray[Any], epoch: int, done: NDArray[np.integer], settings: Mapping[str, Any], order: Order | None
+    units: Units, epoch: int, done: NDArray[np.integer], settings: Mapping[str, Any], order: Order | None
 ) -> tuple[Plan, int]:
-    """The plan of the documents that aren't done, and their number."""
+    """The plan of the units that aren't done, and their number."""
     options = dict(settings)
     capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)
     num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, MOST_RANKS)
+    options["budgets"] = budgets = check_budgets(units, options["budgets"])
     if options["cost_model"] is not None:
         options["cost_model"] = _cost_model(options["cost_model"])
     seed, shuffle = options.pop("seed"), check_flag(options.pop("shuffle"), "shuffle")
-    fitting = np.flatnonzero(lengths <= capacity).astype(np.int32)
+    fitting = units.tokens <= capacity
+    for name, budget in budgets.items():
+        fitting &= units.resources[name] <= budget
+    chosen = np.flatnonzero(fitting).astype(np.int32)
     if order is not None:
-        numbers = given_order(order, len(lengths), seed, epoch)
+        numbers = given_order(order, len(units), seed, epoch)
     else:
-        numbers = fitting[shuffled(len(fitting), seed, epoch)] if shuffle else fitting
-    # What is left stays in the order of the whole epoch, in which documents that were deferred come first.
-    left = _without(numbers[lengths[numbers] <= capacity], done)
+        numbers = chosen[shuffled(len(chosen), seed, epoch)] if shuffle else chosen
+    # What is left stays in the order of the whole epoch, in which units that were deferred come first.
+    left = _without(numbers[fitting[numbers]], done)
     if done.any():  # an epoch that changes its ranks can't have the number of steps of other epochs
         options["least_steps"] = 1
-    place = np.zeros(len(lengths), dtype=np.int32)
-    place[fitting] = np.arange(len(fitting), dtype=np.int32)
-    plan = plan_epoch(lengths[fitting], capacity, num_ranks, order=place[left], **options)
-    return replace(plan, items=fitting[plan.items]), len(left)
+    place = np.zeros(len(units), dtype=np.int32)
+    place[chosen] = np.arange(len(chosen), dtype=np.int32)
+    # Documents by their lengths, which are planned in less time.
+    kept = units.tokens[chosen] if are_documents(units) else units.select(chosen)
+    plan = plan_epoch(kept, capacity, num_ranks, order=place[left], **options)
+    return replace(plan, items=chosen[plan.items]), len(left)
 
 
 def _without(order: NDArray[np.int32], done: NDArray[np.integer]) -> NDArray[np.int32]:
@@ -174,9 +181,11 @@ def write_legs(legs: Sequence[Leg]) -> str:
     """Legs as JSON.
 
     A string, because torch.distributed.checkpoint loads a state into one of the same shape, and would lose the legs
-    beyond those that a list has already.
+    beyond those that a list has already. A leg without budgets has no such entry, as in states from before there were
+    any.
     """
-    return json.dumps([{**leg.settings, "rows_done": leg.rows_done, "plan": leg.plan} for leg in legs])
+    written = [{**leg.settings, "rows_done": leg.rows_done, "plan": leg.plan} for leg in legs]
+    return json.dumps([{name: leg[name] for name in leg if name != "budgets" or leg[name]} for leg in written])
 
 
 def read_legs(text: Any, settings: Mapping[str, Any]) -> list[Leg]:
@@ -195,6 +204,7 @@ def read_legs(text: Any, settings: Mapping[str, Any]) -> list[Leg]:
         raise ValueError(f"legs of the state must be a list of legs in JSON, with at least one; got {text!r:.60}.")
     legs = []
     for number, leg in enumerate(found):
+        leg.setdefault("budgets", {})
         for verb, names in (("lacks", {*settings, *_OWN} - set(leg)), ("also has", set(leg) - {*settings, *_OWN})):
             if names:
                 raise ValueError(f"leg {number} of the state {verb} {', '.join(map(repr, sorted(names)))}.")

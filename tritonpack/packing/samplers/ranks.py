@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -105,6 +106,26 @@ def compare(
     if fault:
         raise ValueError(fault)
     return first
+
+
+@contextmanager
+def raise_faults_on_all_ranks(
+    subject: str, num_replicas: int | None, find_fault: Callable[[Sequence[dict[str, Any]]], str]
+) -> Iterator[None]:
+    """Tell the other ranks, which `compare` their values, of a ValueError on this one, so that all ranks raise it.
+
+    Args:
+        num_replicas: as given to the sampler.
+        subject, find_fault: see `compare`; a fault is a value named "fault".
+    """
+    try:
+        yield
+    except ValueError as error:
+        if num_replicas is None and has_group():
+            num_replicas = dist.get_world_size()
+        if can_compare(num_replicas):
+            compare(subject, {"fault": str(error)}, find_fault)
+        raise
 
 
 def _wait(store: Any, keys: Sequence[str], keys_of_ranks: Sequence[str], subject: str) -> None:

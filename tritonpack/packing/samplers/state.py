@@ -13,8 +13,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
-from tritonpack.packing.lengths import check_integer, fit_for_sampler
+from tritonpack.packing.lengths import FittedLengths, check_integer, fit_for_sampler
 from tritonpack.packing.samplers.ranks import has_group
+from tritonpack.packing.units import FittedUnits, Units, fit_units
 
 Made = TypeVar("Made")
 
@@ -39,21 +40,29 @@ class ResumableSampler(ABC, Generic[Made]):
 
     def __init__(
         self,
-        lengths: Sequence[int] | NDArray[Any],
+        lengths: Sequence[int] | NDArray[Any] | Units,
         capacity: int,
         overlong: Literal["error", "drop"],
         name: str,
         *,
         seed: int,
         epochs_differ: bool,
+        budgets: Mapping[str, int] | None = None,
     ) -> None:
         self.epoch = 0
         self.seed = check_integer(seed, "seed", 0, None)
-        fitted = fit_for_sampler(lengths, capacity, overlong, name)
+        fitted: FittedLengths | FittedUnits
+        tokens: NDArray[Any]
+        if isinstance(lengths, Units):
+            fitted = fit_units(lengths, capacity, budgets, overlong, name=name)
+            tokens = fitted.units.tokens
+        else:
+            fitted = fit_for_sampler(lengths, capacity, overlong, name)
+            tokens = fitted.lengths
         self.capacity = capacity
         self.report = fitted.report
         self.lengths = np.zeros(len(lengths), dtype=np.int32)
-        self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths
+        self.lengths[slice(None) if fitted.documents is None else fitted.documents] = tokens
         self._epochs_differ = epochs_differ  # whether another epoch has another order
         self._made: tuple[int, tuple[Any, ...], Made] | None = None  # an epoch, its legs, the result of `_make`
         self._counted_epoch = 0
@@ -221,6 +230,30 @@ def digest(*arrays: NDArray[Any]) -> str:
     for array in arrays:
         summary.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
     return summary.hexdigest()
+
+
+def describe_units(units: Units) -> str:
+    """How many units there are, what they take together, and a digest of what each of them takes."""
+    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in _amounts(units).items())
+    noun = "documents" if are_documents(units) else "units"
+    return f"{len(units)} {noun} with {totals}, digest {digest_units(units)}"
+
+
+def digest_units(units: Units) -> str:
+    """A digest of what each unit takes: that of their lengths, if they are one document each."""
+    return digest(*_amounts(units).values())
+
+
+def _amounts(units: Units) -> dict[str, NDArray[np.int64]]:
+    if are_documents(units):
+        return {"tokens": units.tokens}
+    resources = {name: units.resources[name] for name in sorted(units.resources)}
+    return {"tokens": units.tokens, "squares": units.squares, **resources}
+
+
+def are_documents(units: Units) -> bool:
+    """Whether units are one document each and have no resources, so that their tokens tell all."""
+    return not units.resources and bool((units.squares == units.tokens**2).all())
 
 
 def _check_settings(saved: Any, settings: Mapping[str, Any]) -> None:

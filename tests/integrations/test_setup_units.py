@@ -1,0 +1,130 @@
+"""setup with units of several documents, budgets and collators of one's own."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+import tritonpack
+from tests.ecosystem.training import EXACT, distance, features, trained
+from tests.integrations.test_setup import StopAt, Watch, make_trainer
+
+# Pairs of documents that begin alike; the first token is the number of the pair.
+PAIRS = [
+    {"prompt": [number + 3, *one["input_ids"]], "answers": [other["input_ids"], other["input_ids"][::-1][:7]]}
+    for number, (one, other) in enumerate(zip(features(), features()[::-1], strict=True))
+]
+TOKENS = 128
+
+
+def documents_of(pair: dict[str, Any]) -> list[dict[str, list[int]]]:
+    return [{"input_ids": pair["prompt"] + answer} for answer in pair["answers"]]
+
+
+def tokens_of(pair: dict[str, Any]) -> int:
+    return sum(len(document["input_ids"]) for document in documents_of(pair))
+
+
+def make(folder: Path, **options: Any) -> Trainer:
+    return make_trainer(folder, **{"train_dataset": PAIRS, **options})
+
+
+def test_pairs_stay_together_within_the_budget(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    handle = tritonpack.setup(
+        trainer, TOKENS, documents=documents_of, resources={"pairs": lambda pair: 1}, budgets={"pairs": 3}
+    )
+    assert "PackedDataLoader of 12 units of 24 documents" in str(handle)
+    assert "  pairs: 12, at most 3 a row" in str(handle)
+    watch = Watch(trainer.model)
+    trainer.train()
+    assert max(map(len, watch.batches)) <= 2 * 3
+    assert all(batch[::2] == batch[1::2] for batch in watch.batches), "both documents of a pair, one after the other"
+    found = sorted(chain.from_iterable(batch[::2] for batch in watch.batches))
+    assert found == sorted(2 * list(range(12))), "each pair once in each of two epochs"
+    documents = [documents_of(pair) for pair in PAIRS]
+    padded = tokens = 0
+    for batch in watch.batches:
+        lengths = [len(each["input_ids"]) for number in batch[::2] for each in documents[number]]
+        padded += len(lengths) * max(lengths)
+        tokens += sum(lengths)
+    last = trainer.state.log_history[-1]
+    assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
+
+
+@pytest.mark.slow
+def test_own_collator_of_trees_trains_alike(tmp_path: Path) -> None:
+    """All pairs in one row: in trees there are fewer tokens, and the loss is the mean over the same targets."""
+    groups = [[document["input_ids"] for document in documents_of(pair)] for pair in PAIRS]
+    outcomes = []
+    for options in (
+        {"documents": documents_of},
+        {
+            "documents": documents_of,
+            "collate_fn": tritonpack.TreeCollator(),
+            "lengths": tritonpack.Units.of_trees(groups),
+        },
+    ):
+        trainer = make(tmp_path, gradient_accumulation_steps=1)
+        with tritonpack.setup(trainer, 2048, tail="keep", **options) as handle:
+            assert "1 step of 1 rank" in str(handle)
+            outcomes.append(trained(trainer))
+    assert distance(*outcomes) < 4 * EXACT
+
+
+@pytest.mark.slow
+def test_checkpoint_of_other_budgets_is_refused(tmp_path: Path) -> None:
+    def prepared(budget: int) -> Trainer:
+        trainer = make(tmp_path, gradient_accumulation_steps=1, save_strategy="steps", save_steps=1000)
+        resources = {"tokens of both": tokens_of}
+        budgets = {"tokens of both": budget}
+        tritonpack.setup(trainer, TOKENS, documents=documents_of, resources=resources, budgets=budgets)
+        return trainer
+
+    whole = prepared(100)
+    watch = Watch(whole.model)
+    whole.train()
+    stopped = prepared(100)
+    stopped.add_callback(StopAt(2))
+    stopped.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["tritonpack"]
+    assert saved["settings"]["budgets"] == {"tokens of both": 100}
+    resumed = prepared(100)
+    rest = Watch(resumed.model)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert rest.batches == watch.batches[2:]
+    with pytest.raises(ValueError, match=r"budgets was \{.tokens of both.: 100\} and is \{.tokens of both.: 101\}"):
+        prepared(101).train(resume_from_checkpoint=str(checkpoint))
+
+
+class OfPairs(Trainer):
+    """Takes the columns of TRL's DPOTrainer."""
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
+
+
+def test_refuses_a_trainer_whose_loss_takes_padded_pairs(tmp_path: Path) -> None:
+    plain = make(tmp_path)
+    trainer = OfPairs(plain.model, plain.args, train_dataset=PAIRS)
+    with pytest.raises(
+        ValueError, match=r"OfPairs computes .* of the columns chosen_ids, rejected_ids.*train_dpo_pack"
+    ):
+        tritonpack.setup(trainer, TOKENS, documents=documents_of)
+
+
+def test_refuses_examples_without_documents(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="packed rows need documents with input_ids; those of the Trainer have the col"
+    ):
+        tritonpack.setup(make(tmp_path), TOKENS)
+    with pytest.raises(
+        ValueError, match=r"labels is an option of PackingCollator|there is no option|max_document_length"
+    ):
+        tritonpack.setup(
+            make(tmp_path), TOKENS, documents=documents_of, collate_fn=tritonpack.TreeCollator(), max_document_length=4
+        )

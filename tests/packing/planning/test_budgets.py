@@ -1,0 +1,214 @@
+"""Units with budgets: no row holds too much of anything, every unit is planned, and rows are full in what is scarce."""
+
+import numpy as np
+import pytest
+
+from tests.packing.lengths import log_normal
+from tests.packing.naive import fits_into
+from tests.packing.planning.test_plan import AWKWARD, MODEL, deferrals
+from tritonpack import Units
+from tritonpack.packing import plan_epoch, plan_statistics
+from tritonpack.packing.planning.order import shuffled
+from tritonpack.packing.planning.plan import choose_steps_together
+from tritonpack.packing.planning.tail import check_tail
+
+OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
+CAPACITY = 4096
+
+
+def chat_with_images(count, seed, share):
+    """Text, and a share of documents with one to five images of 256 patches and a token for four patches."""
+    rng = np.random.default_rng(seed)
+    images = np.where(rng.random(count) < share, rng.integers(1, 6, count), 0)
+    text = np.clip(rng.lognormal(5.5, 1, count), 10, CAPACITY).astype(np.int64)
+    return Units.of_documents(
+        np.where(images, 60 + 64 * images + rng.integers(0, 100, count), text), patches=256 * images
+    )
+
+
+def assert_sound(plan, units, budgets, *, everything=True):
+    assert len(np.unique(plan.items[: plan.num_documents])) == plan.num_documents
+    assert plan.sums(units.tokens).max() <= plan.capacity
+    for name, most in budgets.items():
+        assert plan.sums(units.resources[name]).max() <= most, name
+    assert np.diff(plan.offsets).min() >= 1
+    if everything:
+        assert plan.num_documents == len(units)
+
+
+def fewest_steps(units, ranks, budgets):
+    totals = [(units.tokens.sum(), CAPACITY), *((units.resources[name].sum(), most) for name, most in budgets.items())]
+    return max(-(-int(total) // (ranks * most)) for total, most in totals)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("scarcity", [0.5, 1.0, 2.0])
+def test_steps_are_near_the_lower_bound(share, scarcity):
+    """Where patches are scarce rows are full of patches, where tokens are of tokens, and between of both."""
+    units, ranks = chat_with_images(4000, 0, share), 4
+    even = units.resources["patches"].sum() * CAPACITY / units.tokens.sum()  # rows can be full of both
+    budgets = {"patches": max(1280, int(scarcity * even) // 256 * 256)}
+    plan = plan_epoch(units, CAPACITY, ranks, budgets=budgets, tail="keep")
+    assert_sound(plan, units, budgets)
+    assert plan.num_steps <= 1.05 * fewest_steps(units, ranks, budgets) + 1
+    tokens, patches = plan.sums(units.tokens)[:-1], plan.sums(units.resources["patches"])[:-1]
+    full = (tokens.mean() / CAPACITY, patches.mean() / budgets["patches"])
+    assert max(full) > 0.94
+    if scarcity == 1.0:
+        assert min(full) > 0.85, "rows are full of both"
+    deferred, _ = deferrals(plan, shuffled(len(units), 0, 0))
+    assert deferred.max() < 3 * plan.steps_together, "units with images must not wait"
+
+
+@pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("together", [1, 4])
+def test_no_row_exceeds_a_budget(together, objective, tail):
+    for seed in range(4):
+        units = chat_with_images(300, seed, 0.5)
+        units = Units(units.tokens, units.squares, {**units.resources, "frames": units.tokens % 3})
+        budgets = {"frames": 12, "patches": 1536}
+        options = {"tail": tail, "steps_together": together, "epoch": seed, **OBJECTIVES[objective]}
+        plan = plan_epoch(units, CAPACITY, 3, budgets=budgets, **options)
+        assert_sound(plan, units, budgets, everything=tail != "drop")
+        again = plan_epoch(units, CAPACITY, 3, budgets=dict(reversed(budgets.items())), **options)
+        assert plan.items.tolist() == again.items.tolist(), "the order of budgets doesn't matter"
+
+
+def small_case(seed):
+    """Few units for many ranks; large ones take one resource or the other, so the right pairs must be found."""
+    rng = np.random.default_rng(seed)
+    count, ranks = int(rng.integers(1, 11)), int(rng.integers(1, 8))
+    tokens, patches = rng.integers(1, 13, count), rng.integers(0, 13, count)
+    if seed % 3:
+        tokens, patches = np.where(rng.random(count) < 0.5, [tokens, 1 + patches // 5], [1 + tokens // 5, patches])
+    return Units.of_documents(tokens, patches=patches), ranks
+
+
+@pytest.mark.parametrize("tail", ["keep", "spread"])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
+def test_plans_whatever_brute_force_can_plan(part, tail):
+    planned = repeated = 0
+    for seed in range(150 * part, 150 * part + 150):
+        units, ranks = small_case(seed)
+        plan = plan_epoch(units, 12, ranks, budgets={"patches": 12}, tail=tail, epoch=seed, steps_together=1 + seed % 2)
+        assert_sound(plan, units, {"patches": 12})
+        takes = list(zip(units.tokens.tolist(), units.resources["patches"].tolist(), strict=True))
+        most = len(units) // ranks * ranks
+        possible = most > 0 and fits_into(takes, (12, 12), most)
+        assert (plan.filler_rows == 0) == possible, (takes, ranks)
+        planned += possible
+        repeated += not possible
+    assert min(planned, repeated) > 30
+
+
+def test_large_units_of_different_resources_share_a_row():
+    """63 units that fill more than half a row, some of tokens, some of patches: 60 rows must hold three pairs."""
+    rng = np.random.default_rng(0)
+    text = rng.random(1203) < 0.5
+    tokens, patches = np.where(text, [[90], [0]], [[5], [95]])
+    units = Units.of_documents(tokens, patches=patches)
+    plan = plan_epoch(units, 100, 20, budgets={"patches": 100}, tail="keep")
+    assert_sound(plan, units, {"patches": 100})
+    assert plan.filler_rows == 0
+    assert plan.num_steps <= 36, "most rows hold a pair"
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_units_of_documents_are_planned_as_documents(name):
+    lengths = AWKWARD[name]
+    units = Units.of_documents(lengths, unused=np.zeros(len(lengths), dtype=np.int64))
+    for options in (
+        {"tail": "keep"},
+        {"tail": "spread", "objective": "linear"},
+        {"tail": "keep", **OBJECTIVES["cost"]},
+    ):
+        plan = plan_epoch(lengths, 1024, 4, **options)
+        same = plan_epoch(units, 1024, 4, budgets={"unused": 0}, **options)
+        assert (plan.items.tolist(), plan.offsets.tolist()) == (same.items.tolist(), same.offsets.tolist())
+
+
+def pairs(seed):
+    """Chosen and rejected answers of about equal length, and single documents that are as long as a pair."""
+    rng = np.random.default_rng(seed)
+    lengths = log_normal(3000, mean=300, high=1500, seed=seed)
+    return Units.of_sequences([[n // 2, n - n // 2] if n > 1 and rng.random() < 0.5 else [n] for n in lengths.tolist()])
+
+
+def grpo(seed):
+    """Completions of a prompt, as trees."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(600):
+        prompt = rng.integers(0, 99, rng.integers(1, 600)).tolist()
+        answers = [rng.integers(0, 99, rng.integers(1, 80)).tolist() for _ in range(rng.integers(1, 6))]
+        groups.append([prompt + answer for answer in answers])
+    return Units.of_trees(groups)
+
+
+@pytest.mark.parametrize("make", [pairs, grpo])
+@pytest.mark.parametrize("objective", ["quadratic", "cost"])
+def test_attention_is_balanced_by_squares_of_sequences(objective, make):
+    """Tokens alone, as if each unit were one document, don't tell the work of attention."""
+    units = make(0)
+    by_squares, by_tokens = (
+        plan_statistics(plan_epoch(each, CAPACITY, 4, **OBJECTIVES[objective]), units, cost=MODEL)
+        for each in (units, units.tokens)
+    )
+    assert by_squares.efficiency > by_tokens.efficiency - 0.003
+    if objective == "quadratic":
+        assert by_squares.l2_lag < 0.7 * by_tokens.l2_lag
+    else:
+        assert by_squares.cost_utilization > by_tokens.cost_utilization
+
+
+def test_statistics_count_squares():
+    units = Units.of_sequences([[3, 2], [5], [1, 1, 1]])
+    plan = plan_epoch(units, 8, 2, tail="keep", shuffle=False)
+    assert sorted(plan.sums(units.squares)[0].tolist()) == [13 + 3, 25]
+    assert plan_statistics(plan, units).l2_lag_max == 3
+    with pytest.raises(ValueError, match="padded=True needs the lengths of documents"):
+        plan_statistics(plan, units, padded=True)
+
+
+def test_a_step_that_is_full_of_anything_is_full():
+    """48 patches fill two steps of three ranks; their tokens fill a fifth."""
+    units = Units.of_documents([8] * 12, patches=[4] * 12)
+    check_tail(units, 80, 3, "drop", {"patches": 8})
+    plan = plan_epoch(units, 80, 3, budgets={"patches": 8})
+    assert (plan.num_steps, plan.num_documents) == (2, 12)
+    with pytest.raises(
+        ValueError,
+        match="96 tokens and 48 patches don't fill one step of 3 ranks with 80 tokens and 20 patches each to 95%",
+    ):
+        check_tail(units, 80, 3, "drop", {"patches": 20})  # fmt: skip
+    some = plan_epoch(units, 80, 3, budgets={"patches": 8}, order=np.arange(8))
+    assert (some.num_steps, some.num_documents) == (1, 6)
+
+
+def test_spread_makes_steps_of_equal_tokens():
+    """Patches, of which there is room for twice as many, don't keep it from that."""
+    units = chat_with_images(4000, 0, 0.4)
+    budgets = {"patches": 2 * int(units.resources["patches"].sum() * CAPACITY / units.tokens.sum())}
+    for more in (0, 20):
+        least = fewest_steps(units, 4, budgets) + more
+        plan = plan_epoch(units, CAPACITY, 4, budgets=budgets, tail="spread", least_steps=least)
+        tokens = plan.sums(units.tokens).sum(axis=1)
+        assert plan.num_steps <= least + 1
+        assert tokens.std() < 0.05 * tokens.mean()
+
+
+def test_steps_together_are_chosen_by_what_is_scarce():
+    """Rows hold two images, which combine badly, and any number of tokens."""
+    rng = np.random.default_rng(0)
+    units = Units.of_documents(rng.integers(1, 40, 3000), patches=rng.integers(200, 700, 3000))
+    assert choose_steps_together(units, 10**6, 1, budgets={"patches": 1024}) >= 16
+    assert choose_steps_together(units.tokens, 10**6, 1) == 1
+
+
+def test_resumes_and_orders_as_documents():
+    units, budgets = chat_with_images(400, 0, 0.5), {"patches": 2048}
+    order = shuffled(400, 3, 1)
+    plan = plan_epoch(units, CAPACITY, 2, budgets=budgets, tail="keep", order=order[100:])
+    assert_sound(plan, units, budgets, everything=False)
+    assert sorted(plan.items[: plan.num_documents].tolist()) == sorted(order[100:].tolist())

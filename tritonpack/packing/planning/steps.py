@@ -1,0 +1,48 @@
+"""plan_steps: the steps of an epoch, from units in their shuffled order."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tritonpack.packing.planning.dealing import divide
+from tritonpack.packing.planning.demands import Demands
+from tritonpack.packing.planning.planner import UNLIMITED, fill_steps
+from tritonpack.packing.planning.trades import balance
+
+
+def plan_steps(
+    demands: Demands,
+    costs: NDArray[np.int64],
+    ranks: int,
+    *,
+    target: int,
+    lookahead: float,
+    together: int,
+    level: bool,
+    last_step: int | None = None,
+) -> NDArray[np.int64]:
+    """Plan steps until every unit is placed.
+
+    Args:
+        demands: what the units take, in the shuffled order.
+        costs: (units,) at least 1.
+        ranks: rows of a step.
+        target: tokens up to which rows are filled, at most the capacity; a single unit may be longer.
+        lookahead: the share of its tokens that a step is offered in addition.
+        together: how many steps are planned as one large step; its rows are then divided among them.
+        level: a row takes no more units once it has its share of the step's cost, even if it has room.
+        last_step: the step that is offered all remaining units; its rows are filled up to the capacity.
+
+    Returns:
+        (units,) int64, the row of each unit, `step * ranks + rank`.
+    """
+    last = UNLIMITED if last_step is None else last_step
+    lengths, others, kinds, budgets = demands.lengths, demands.others, demands.kinds, demands.budgets
+    rows, order, groups = fill_steps(
+        lengths, others, kinds, costs, ranks, demands.capacity, budgets, target, float(lookahead), together, level, last
+    )
+    fills = divide(lengths, others, rows, order, groups, ranks, budgets, level)
+    if ranks > 1:
+        balance(lengths, others, kinds, costs, rows, order, ranks, fills, budgets)
+    return rows
