@@ -15,10 +15,12 @@ from tritonpack.packing.samplers.multipack import MultipackBatchSampler
 from tritonpack.packing.streams.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
 from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
+from tritonpack.packing.vision.collator import ExampleSize, VisionPackingCollator
 
 __all__ = [
     "BinDataset",
     "CostModel",
+    "ExampleSize",
     "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
@@ -33,6 +35,7 @@ __all__ = [
     "TreeBatch",
     "TreeCollator",
     "TreePacking",
+    "VisionPackingCollator",
     "dataloader",
     "fit_lengths",
     "pack",
