@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tritonpack
 from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
@@ -99,6 +102,11 @@ def test_rows_with_padding_and_rows_without_images(name: str) -> None:
             expected = torch.cat([model(**alone(document, model_type)).logits[0] for document in chosen])
             got = model(**row).logits[0, : len(expected)]
             assert apart([expected], [got]) < LIMIT
+        if texts:
+            with torch.enable_grad():
+                learn(model, [collate(texts)])
+            towers = [p for parameter, p in model.named_parameters() if any(part in parameter for part in TOWERS)]
+            assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
 
 
 @pytest.mark.slow
@@ -118,3 +126,14 @@ def test_measured_tokens_and_patches(name: str) -> None:
 
 def test_every_family_is_tried() -> None:
     assert {kind.model_type or name for name, kind in KINDS.items()} == set(FAMILIES)
+
+
+def test_every_other_type_is_refused_by_name() -> None:
+    """All model types that transformers calls image-text: those of the table, and others that are refused."""
+    types = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    assert set(FAMILIES) <= types
+    for model_type in types - set(FAMILIES):
+        model = torch.nn.Module()
+        model.config = SimpleNamespace(model_type=model_type)
+        with pytest.raises(ValueError, match=f"doesn't know model type '{model_type}'"):
+            tritonpack.VisionPackingCollator(model)

@@ -84,7 +84,7 @@ TILED = {
     "image_sizes": Column((IMAGES, "2: height, width")),
 }
 COUNTED = TILED | {
-    "batch_num_images": Column(("1: images",), optional=True),
+    "batch_num_images": Column(("groups of images",), optional=True),
     "pixel_values_videos": Column((VIDEOS, "frames", *PIXELS), VIDEOS),
 }
 ROWS = {

@@ -27,7 +27,7 @@ class ModelPositions:
         for name, value in plain.items():
             if not callable(value) and not isinstance(value, Tensor):
                 object.__setattr__(self._module, name, value)
-        self._names = inspect.signature(getattr(self._module, METHOD)).parameters
+        self._names = tuple(inspect.signature(getattr(self._module, METHOD)).parameters)
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelPositions:

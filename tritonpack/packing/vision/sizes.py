@@ -106,15 +106,15 @@ def of_tiled_images(config: Any, media: Media) -> Size:
     if pixels.shape[3:] != (tile, tile):
         raise ValueError(f"has tiles of {tuple(pixels.shape[3:])} pixels; this model takes {tile} x {tile}.")
     counted = media.get("batch_num_images")
-    if counted is not None and int(counted.sum()) != len(pixels):
+    if counted is not None and (bool((counted < 1).any()) or int(counted.sum()) != len(pixels)):
         raise ValueError(f"has batch_num_images {counted.tolist()} for {len(pixels)} images.")
-    whole = counted is not None and len(pixels) > 1  # one of several images: its overview alone
+    groups = [1] * len(pixels) if counted is None else [count for count in counted.tolist() for _ in range(count)]
     side = tile // _side(config.vision_config.patch_size)
     tokens, patches = 0, 0
-    for size in image_sizes.tolist():
+    for size, group in zip(image_sizes.tolist(), groups, strict=True):
         if min(size) < 1:
             raise ValueError(f"has image_sizes {image_sizes.tolist()!r:.100}; heights and widths are at least 1.")
-        tiles, unpadded = (0, 1) if whole else _tiles(config, size, tile, side)
+        tiles, unpadded = (0, 1) if group > 1 else _tiles(config, size, tile, side)  # of several: an overview, a mark
         if tiles + 1 > pixels.shape[1]:
             raise ValueError(
                 f"has an image of {size[0]} x {size[1]} pixels, which is {tiles + 1} tiles, but {pixels.shape[1]} "
