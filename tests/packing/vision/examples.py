@@ -179,6 +179,9 @@ KINDS: dict[str, Kind] = {
         "mm_token_type_ids",
     ),
     "llava": Kind({**INDICES, "vision_config": {"model_type": "clip_vision_model"}}, SQUARES),
+    "llava_siglip": Kind(
+        {**INDICES, "vision_config": SIGLIP, "vision_feature_select_strategy": "full"}, SQUARES, model_type="llava"
+    ),
     "llava_pixtral": Kind(
         {**INDICES, "vision_config": {"model_type": "pixtral", "head_dim": 8}, "vision_feature_layer": -1,
          "vision_feature_select_strategy": "full"},
@@ -207,7 +210,7 @@ KINDS: dict[str, Kind] = {
     "idefics2": Kind(
         {**TOKENS, "perceiver_config": {"resampler_n_latents": 3}},
         [[], [parts(rows(lambda h, w: 3), 16, 8)], [parts(rows(lambda h, w: 3), 12, 12)] * 2,
-         [parts(rows(lambda h, w: 3), 8, 20)]],
+         [parts(rows(lambda h, w: 3), 18, 10)]],
     ),
     "mistral3": Kind({**INDICES, "spatial_merge_size": 2, "vision_feature_layer": -1}, PIXTRAL),
     "glm4v": Kind(

@@ -41,6 +41,7 @@ class Rotated(Model):
 LLAVA = Model("llava", vision_feature_select_strategy="default")
 QWEN = Rotated("qwen2_vl")
 NEXT = Model("llava_next", image_grid_pinpoints=[[8, 16], [16, 8]])
+ONEVISION = Model("llava_onevision", image_grid_pinpoints=[[8, 16]])
 TEXT: dict[str, Any] = {"input_ids": [3, 4, 5]}
 
 
@@ -65,11 +66,20 @@ def tiles(size: list[int], count: int, tokens: int) -> dict[str, Any]:
     return {"input_ids": [3, *[IMAGE] * tokens], "pixel_values": pixels, "image_sizes": sizes}
 
 
+def clip(frames: int) -> dict[str, Any]:
+    return {"input_ids": [3, *[VIDEO] * (frames + 1)], "pixel_values_videos": torch.ones(1, frames, 3, 8, 8)}
+
+
+def row(height: int) -> dict[str, Any]:
+    return {"input_ids": [3, *[IMAGE] * (height // 2)], "pixel_values": torch.ones(1, 3, height, 8)}
+
+
 def without(example: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: values for name, values in example.items() if name not in names}
 
 
 class TestRow:
+    @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
     def test_tokens_are_those_of_packing_collator(self) -> None:
         """Labels leave out images; images are joined in the order of documents."""
         examples = [llava(), TEXT, llava(2)]
@@ -183,6 +193,10 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "images and videos of GLM-4V": (Rotated("glm4v"),
         [qwen(), film(input_ids=[3, IMAGE, IMAGE])],
         "document 0 has images and document 1 has videos; the model type 'glm4v' takes one of them in a call"),
+    "videos of other lengths": (ONEVISION, [clip(2), TEXT, clip(3)],
+        r"pixel_values_videos is .* \(1, 3, 3, 8, 8\) in document 2 .* in document 0; .* one size of frames and"),
+    "images that Idefics 3 can't pad": (Model("idefics3", scale_factor=1), [row(8), row(12)],
+        r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
     "a tower that isn't known": (Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"}),
         [llava()], "document 0 belongs to a model with the tower 'dino'; VisionPackingCollator knows pixtral"),
     "sounds in the text": (Rotated("qwen2_vl", audio_token_id=5), [TEXT], "document 0 has tokens of sound"),
