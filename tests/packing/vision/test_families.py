@@ -124,6 +124,17 @@ def test_measured_tokens_and_patches(name: str) -> None:
         assert (size.patches > 0) == any("pixel" in column for column in document)
 
 
+@pytest.mark.slow
+def test_a_model_with_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "v_proj", "qkv"], r=2, init_lora_weights=False)
+    model, documents = peft.get_peft_model(build("qwen2_vl"), options).double(), examples("qwen2_vl")
+    expected = learn(model, [alone(document, "qwen2_vl") for document in documents])
+    with tritonpack.patch(model):
+        got = learn(model, [tritonpack.VisionPackingCollator(model)(documents)])
+    assert apart(expected[1], got[1]) < LIMIT
+
+
 def test_every_family_is_tried() -> None:
     assert {kind.model_type or name for name, kind in KINDS.items()} == set(FAMILIES)
 

@@ -35,6 +35,9 @@ def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
                 f"has {present[0]!r} but no {', '.join(map(repr, absent))}; pass all columns that the processor "
                 "returns."
             )
+        counts = {name: len(media[name]) for name in present if family.columns[name].axes[0] == kind}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"has columns of different numbers of {kind}: {counts}; pass those of one call.")
     return media
 
 
