@@ -5,6 +5,7 @@ import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +123,18 @@ def test_measured_tokens_and_patches(name: str) -> None:
         assert sum(size.patches for size in measured) == rows
     for size, document in zip(measured, documents, strict=True):
         assert (size.patches > 0) == any("pixel" in column for column in document)
+
+
+@pytest.mark.slow
+def test_positions_are_made_by_the_collator_alone() -> None:
+    model, documents = build("qwen2_vl"), examples("qwen2_vl")
+    with tritonpack.patch(model):
+        row = tritonpack.VisionPackingCollator(model)(documents)
+        expected = model(**row).logits
+        with mock.patch.object(model.model, "get_rope_index", side_effect=AssertionError):
+            assert torch.equal(model(**row).logits, expected)
+            with pytest.raises(AssertionError):
+                model(**row | {"position_ids": None})
 
 
 @pytest.mark.slow
