@@ -200,7 +200,7 @@ KINDS: dict[str, Kind] = {
     "gemma3": Kind({**INDICES, "mm_tokens_per_image": 4, "vision_config": SIGLIP}, SQUARES, "token_type_ids"),
     "paligemma": Kind(
         {**INDICES, "vision_config": {**SIGLIP, "projection_dim": 32}},
-        [[parts(square(4))], [parts(square(4)), parts(square(4))], [parts(square(4))]], "answers",
+        SQUARES, "answers",
     ),
     "internvl": Kind(
         {**TOKENS, "vision_feature_layer": -1}, [[], [parts(square(1), 3)], [parts(square(1)), parts(square(1), 2)]]

@@ -110,6 +110,25 @@ def test_rows_with_padding_and_rows_without_images(name: str) -> None:
             assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
 
 
+def cut(example: Example, tokens: slice) -> Example:
+    return {name: values[tokens] if name in OF_TOKENS else values for name, values in example.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_images_of_two_documents_side_by_side(name: str) -> None:
+    """Nothing but the documents separates the last image of one from the first of the next."""
+    model, model_type = build(name), KINDS[name].model_type or name
+    first, second = [one for one in examples(name) if bool((one["input_ids"] == IMAGE).any())][:2]
+    last, begin = (int((one["input_ids"] == IMAGE).nonzero()[at]) for one, at in ((first, -1), (second, 0)))
+    documents = [cut(first, slice(last + 1)), cut(second, slice(begin, None))]
+    with torch.no_grad():
+        expected = torch.cat([model(**alone(document, model_type)).logits[0] for document in documents])
+        with tritonpack.patch(model):
+            got = model(**tritonpack.VisionPackingCollator(model)(documents)).logits[0]
+    assert apart([expected], [got]) < LIMIT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_measured_tokens_and_patches(name: str) -> None:
