@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tritonpack.packing import TreeCollator as TreeCollator
     from tritonpack.packing import TreePacking as TreePacking
     from tritonpack.packing import Units as Units
+    from tritonpack.packing import VisionPackingCollator as VisionPackingCollator
     from tritonpack.packing import dataloader as dataloader
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
@@ -66,6 +67,7 @@ _HOMES = {
     "TreePacking": "packing",
     "Units": "packing",
     "UnsupportedModelError": "errors",
+    "VisionPackingCollator": "packing",
     "dataloader": "packing",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tile_shapes",

@@ -16,10 +16,12 @@ from tritonpack.packing.streams.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
 from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
 from tritonpack.packing.units import Units
+from tritonpack.packing.vision.collator import ExampleSize, VisionPackingCollator
 
 __all__ = [
     "BinDataset",
     "CostModel",
+    "ExampleSize",
     "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
@@ -35,6 +37,7 @@ __all__ = [
     "TreeCollator",
     "TreePacking",
     "Units",
+    "VisionPackingCollator",
     "dataloader",
     "fit_lengths",
     "pack",

@@ -192,7 +192,7 @@ def _columns(feature: Any, per_token: Sequence[str]) -> Columns:
         if name in PER_TOKEN:
             columns[name] = integers(values, name, bools=True)
         elif name in per_token:
-            columns[name] = _tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
+            columns[name] = as_tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
         if name in LEARNED and ((columns[name] != 0) & (columns[name] != 1)).any():
             raise ValueError(
                 f"needs only 0 and 1 in {name}; got {columns[name].tolist()!r:.100}. Write 1 for the tokens that "
@@ -215,8 +215,8 @@ def _refuse_unknown(feature: Mapping[Any, Any], per_token: Sequence[str]) -> Non
         advice = f": it makes {_quote(made)} itself. Remove such columns first (dataset.remove_columns)."
     elif any(name.startswith(_MEDIA) for name in unknown):
         advice = (
-            ": it packs only tokens. Use the processor's own collator for documents with images or sounds; a patched "
-            "model takes its batches, too."
+            ": it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds "
+            "use the processor's own collator; a patched model takes its batches, too."
         )
     raise ValueError(f"has {_quote(unknown)}, which PackingCollator can't pack{advice}")
 
@@ -230,9 +230,9 @@ def _labels(feature: Mapping[str, Any], objective: Objective) -> Columns:
         raise ValueError(f"has {_quote(given)}, which all name its labels; keep one of them.")
     name, values = given[0], feature[given[0]]
     if objective == "documents":
-        labels = _tensor(values, name, "a number, or a row of numbers,")
+        labels = as_tensor(values, name, "a number, or a row of numbers,")
         return {"labels": labels.to(torch.int64) if labels.dtype == torch.bool else labels}
-    if _tensor(values, name, "a row of integers").ndim == 0:
+    if as_tensor(values, name, "a row of integers").ndim == 0:
         raise ValueError(
             f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. Pass "
             "objective='documents' for a head that scores whole documents."
@@ -244,7 +244,7 @@ def integers(values: Any, name: str, *, bools: bool = False, negative: bool = Fa
     """A row of integers as int64, none below 0 unless `negative`; an empty list is an empty row."""
     if isinstance(values, list) and values and type(values[0]) is int:
         values = _array_of(values)
-    tensor = _tensor(values, name, "a row of integers")
+    tensor = as_tensor(values, name, "a row of integers")
     integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
     if tensor.ndim != 1 or (tensor.numel() and not integer):
         raise ValueError(f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}.")
@@ -267,7 +267,7 @@ def _array_of(values: list[Any]) -> Any:
     return array if array.dtype == np.int64 and array.ndim == 1 else values
 
 
-def _tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 0) -> Tensor:
+def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 0) -> Tensor:
     """A tensor in host memory: int64, bool, or floating point."""
     try:
         converted = values

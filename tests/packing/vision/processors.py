@@ -1,0 +1,135 @@
+"""Real processors of transformers, made without a download: default image processors and a tokenizer of a few words."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.packing.vision.examples import BEGIN, END, IMAGE, VIDEO
+
+WORDS = "<pad> <unk> <s> </s> user assistant the a cat dog sees runs what is in this picture ? .".split()  # noqa: SIM905
+
+
+def tokenizer(**special: Any) -> Any:
+    """A tokenizer of words between spaces. `special` names its tokens: their text, and their number."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    numbers = {word: number for number, word in enumerate(WORDS)} | dict(special.values())
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        extra_special_tokens={name: text for name, (text, _) in special.items()},
+    )  # fmt: skip
+
+
+def picture(height: int, width: int) -> Any:
+    values = np.random.default_rng(height * width).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return pytest.importorskip("PIL.Image").fromarray(values)
+
+
+@contextlib.contextmanager
+def without_video(cls: Any) -> Iterator[None]:
+    """Processors check that they have a processor of videos, which needs torchvision."""
+    with mock.patch.object(cls, "check_argument_for_proper_class"):
+        yield
+
+
+def qwen2_vl() -> Any:
+    from transformers import Qwen2VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
+    words = tokenizer(
+        image_token=("<|image_pad|>", IMAGE), video_token=("<|video_pad|>", VIDEO),
+        vision_bos_token=("<|vision_start|>", BEGIN), vision_eos_token=("<|vision_end|>", END),
+    )  # fmt: skip
+    with without_video(Qwen2VLProcessor):
+        return Qwen2VLProcessor(images, words, video_processor=None)
+
+
+def llava() -> Any:
+    from transformers import LlavaProcessor
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    square = {"height": 8, "width": 8}
+    return LlavaProcessor(
+        LlavaImageProcessorPil(size=square, crop_size=square), tokenizer(image_token=("<image>", IMAGE)), patch_size=4,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def llava_next() -> Any:
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    from tests.packing.vision.examples import PINPOINTS
+
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}, image_grid_pinpoints=PINPOINTS
+    )
+    return LlavaNextProcessor(
+        images, tokenizer(image_token=("<image>", IMAGE)), patch_size=4, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def llava_onevision() -> Any:
+    from transformers import LlavaOnevisionProcessor
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    from tests.packing.vision.examples import PINPOINTS
+
+    images = LlavaOnevisionImageProcessorPil(size={"height": 8, "width": 8}, image_grid_pinpoints=PINPOINTS)
+    words = tokenizer(image_token=("<image>", IMAGE), video_token=("<video>", VIDEO))
+    with without_video(LlavaOnevisionProcessor):
+        return LlavaOnevisionProcessor(images, words, None, num_image_tokens=4, vision_feature_select_strategy="full")
+
+
+def gemma3() -> Any:
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    words = tokenizer(
+        image_token=("<image_soft_token>", IMAGE), boi_token=("<start_of_image>", BEGIN),
+        eoi_token=("<end_of_image>", END),
+    )  # fmt: skip
+    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 8, "width": 8}), words, image_seq_length=4)
+
+
+def idefics3() -> Any:
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    words = tokenizer(
+        image_token=("<image>", IMAGE), fake_image_token=("<fake_token_around_image>", BEGIN),
+        global_image_token=("<global-img>", END), end_of_utterance_token=("<end_of_utterance>", 57),
+    )  # fmt: skip
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 16}, max_image_size={"longest_edge": 8})
+    return Idefics3Processor(images, words, image_seq_len=1)
+
+
+# By the row of `examples.KINDS`: what makes the processor, and what stands for an image in its text.
+PROCESSORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "qwen2_vl": (qwen2_vl, "<|vision_start|> <|image_pad|> <|vision_end|>"),
+    "llava": (llava, "<image>"),
+    "llava_next": (llava_next, "<image>"),
+    "llava_onevision": (llava_onevision, "<image>"),
+    "gemma3": (gemma3, "<start_of_image>"),
+    "idefics3": (idefics3, "<image>"),
+}
+
+
+def processed(name: str, **options: Any) -> list[Any]:
+    """Four conversations as a processor returns them, one by one: with no image, with one, with two, and with one."""
+    make, image = PROCESSORS[name]
+    processor = make()
+    conversations: list[tuple[str, list[Any]]] = [
+        ("user what is this ? assistant a dog .", []),
+        (f"user {image} what is in this picture ? assistant the cat sees a dog .", [picture(12, 31)]),
+        (f"user {image} a {image} cat ? assistant runs .", [picture(17, 9), picture(24, 24)]),
+        (f"{image} the dog runs", [picture(9, 16)]),
+    ]
+    return [processor(**({"images": images} if images else {}), text=text, **options) for text, images in conversations]

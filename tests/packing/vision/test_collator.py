@@ -1,0 +1,241 @@
+"""VisionPackingCollator by itself, without transformers: what it makes, and what it refuses."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tritonpack import PackingCollator, VisionPackingCollator
+
+IMAGE, VIDEO = 60, 61
+
+
+class Model(nn.Module):
+    """A model with no more than a configuration, and a weight that must not be kept."""
+
+    def __init__(self, model_type: str, **settings: Any) -> None:
+        super().__init__()
+        vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "spatial_merge_size": 2}
+        vision |= settings.pop("vision", {})
+        self.config = SimpleNamespace(
+            model_type=model_type, image_token_id=IMAGE, video_token_id=VIDEO, vision_config=SimpleNamespace(**vision),
+            **settings,
+        )  # fmt: skip
+        self.weight = nn.Parameter(torch.zeros(10_000))
+
+
+class Rotated(Model):
+    """A model whose positions count down on the first axis, and are the types on the others."""
+
+    def get_rope_index(
+        self, input_ids: Tensor, mm_token_type_ids: Tensor, image_grid_thw: Any = None, video_grid_thw: Any = None
+    ) -> tuple[Tensor, None]:
+        if (mm_token_type_ids == 2).any() and video_grid_thw is None:
+            raise TypeError("'NoneType' object is not an iterator")
+        return torch.stack([torch.arange(input_ids.shape[1]).flip(0)[None], *[mm_token_type_ids] * 2]), None
+
+
+LLAVA = Model("llava", vision_feature_select_strategy="default")
+QWEN = Rotated("qwen2_vl")
+NEXT = Model("llava_next", image_grid_pinpoints=[[8, 16], [16, 8]])
+ONEVISION = Model("llava_onevision", image_grid_pinpoints=[[8, 16]])
+TEXT: dict[str, Any] = {"input_ids": [3, 4, 5]}
+
+
+def llava(images: int = 1, **more: Any) -> dict[str, Any]:
+    ids = [3, *[IMAGE] * 4 * images, 4]
+    return {"input_ids": ids, "pixel_values": torch.ones(images, 3, 8, 8)} | more
+
+
+def qwen(**more: Any) -> dict[str, Any]:
+    ids = [3, *[IMAGE] * 2, 4]
+    columns = {"pixel_values": torch.ones(8, 96), "image_grid_thw": torch.tensor([[1, 2, 4]])}
+    return {"input_ids": ids, "mm_token_type_ids": [0, 1, 1, 0], **columns} | more
+
+
+def film(**more: Any) -> dict[str, Any]:
+    columns = {"pixel_values_videos": torch.ones(8, 96), "video_grid_thw": torch.tensor([[1, 2, 4]])}
+    return {"input_ids": [3, VIDEO, VIDEO], "mm_token_type_ids": [0, 2, 2], **columns} | more
+
+
+def tiles(size: list[int], count: int, tokens: int) -> dict[str, Any]:
+    pixels, sizes = torch.ones(1, count, 3, 8, 8), torch.tensor([size])
+    return {"input_ids": [3, *[IMAGE] * tokens], "pixel_values": pixels, "image_sizes": sizes}
+
+
+def clip(frames: int) -> dict[str, Any]:
+    return {"input_ids": [3, *[VIDEO] * (frames + 1)], "pixel_values_videos": torch.ones(1, frames, 3, 8, 8)}
+
+
+def row(height: int) -> dict[str, Any]:
+    return {"input_ids": [3, *[IMAGE] * (height // 2)], "pixel_values": torch.ones(1, 3, height, 8)}
+
+
+def without(example: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values for name, values in example.items() if name not in names}
+
+
+class TestRow:
+    @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
+    def test_tokens_are_those_of_packing_collator(self) -> None:
+        """Labels leave out images; images are joined in the order of documents."""
+        examples = [llava(), TEXT, llava(2)]
+        examples[2]["pixel_values"] = torch.stack([torch.full((3, 8, 8), 2.0), torch.full((3, 8, 8), 3.0)])
+        row = VisionPackingCollator(LLAVA)(examples)
+        text = PackingCollator()([without(example, "pixel_values") for example in examples])
+        assert row["pixel_values"][:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
+        assert row["labels"].tolist() == [[-100] * 5 + [4, -100, 4, 5] + [-100] * 9 + [4]]
+        for name, values in text.items():
+            assert name == "labels" or torch.equal(torch.as_tensor(row[name]), torch.as_tensor(values)), name
+        assert set(row) == {*text, "pixel_values"}
+
+    def test_given_labels_stay(self) -> None:
+        example = llava(labels=[3, *[IMAGE] * 4, 4])
+        assert VisionPackingCollator(LLAVA)([example])["labels"].tolist() == [[-100, *[IMAGE] * 4, 4]]
+
+    def test_a_text_alone_has_no_columns_of_images(self) -> None:
+        assert VisionPackingCollator(LLAVA)([TEXT]).keys() == PackingCollator()([TEXT]).keys()
+        assert VisionPackingCollator(LLAVA)([TEXT | {"pixel_values": None}]).keys() == PackingCollator()([TEXT]).keys()
+
+    def test_positions_of_three_axes_restart_in_each_document(self) -> None:
+        row = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)([qwen(), TEXT, film()])
+        assert row["position_ids"][:, 0].tolist() == [
+            [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5],
+            [3, 2, 1, 0, 2, 1, 0, 2, 1, 0, 0, 1, 2, 3, 4, 5],
+            [0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 1, 2, 3, 4, 5],
+            [0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 1, 2, 3, 4, 5],
+        ]
+        assert row["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0]]
+        assert row["cu_seq_lens_q"].tolist() == [0, 4, 7, 10, 16]
+
+    def test_the_axis_of_a_batch_of_one_is_taken_off(self) -> None:
+        plain = qwen()
+        rows = {name: torch.as_tensor(values)[None] for name, values in plain.items()}
+        collate = VisionPackingCollator(QWEN)
+        for name, values in collate([plain]).items():
+            assert torch.equal(torch.as_tensor(collate([rows])[name]), torch.as_tensor(values)), name
+
+    def test_tiles_are_padded_to_the_most(self) -> None:
+        """An overview of 4 patches, then 8 patches in 2 or in 4 lines, each with a mark."""
+        row = VisionPackingCollator(NEXT)([tiles([8, 16], 3, 4 + 8 + 2), tiles([16, 8], 4, 4 + 8 + 4)])
+        assert row["pixel_values"].shape == (2, 4, 3, 8, 8)
+        assert not row["pixel_values"][0, 3].any()
+
+    def test_workers_get_no_weights(self) -> None:
+        """Nor what a patch, or a call, puts on the model."""
+        model = Rotated("qwen2_vl")
+        model.rope_deltas = torch.zeros(10_000)
+        model.get_rope_index = lambda *args: None  # type: ignore[method-assign]
+        collate = VisionPackingCollator(model)
+        data = pickle.dumps(collate)
+        assert len(data) < 10_000
+        assert torch.equal(pickle.loads(data)([qwen()])["position_ids"], collate([qwen()])["position_ids"])
+
+    def test_wrapped_models(self) -> None:
+        for model in (nn.Sequential(QWEN), nn.ModuleDict({"module": nn.ModuleDict({"model": QWEN})})):
+            assert VisionPackingCollator(model)([qwen()])["position_ids"].shape == (4, 1, 4)
+
+    def test_measure(self) -> None:
+        assert VisionPackingCollator(LLAVA).measure(llava(2)) == (10, 8)
+        assert VisionPackingCollator(QWEN).measure(qwen()) == (4, 8)
+        assert VisionPackingCollator(QWEN).measure(TEXT) == (3, 0)
+
+
+# The model, the examples, and what the error says.
+REFUSED: dict[str, tuple[Model, list[Any], str]] = {
+    "tokens without an image": (LLAVA, [TEXT, without(llava(), "pixel_values")],
+        r"document 1 has 4 tokens of images \(token 60\) in input_ids, and no 'pixel_values'\. Pass all columns"),
+    "an image without tokens": (LLAVA, [TEXT | {"pixel_values": torch.ones(1, 3, 8, 8)}],
+        r"document 0 has 0 tokens of images \(token 60\) in input_ids, but its 'pixel_values' take 4"),
+    "a cut image": (LLAVA, [TEXT, llava() | {"input_ids": [3, 60, 60, 60]}],
+        "document 1 has 3 tokens of images .* take 4. Don't truncate input_ids"),
+    "tokens that don't match the grid": (QWEN,
+        [TEXT, qwen(pixel_values=torch.ones(16, 96), image_grid_thw=torch.tensor([[1, 4, 4]]))],
+        "document 1 has 2 tokens of images .* but its 'pixel_values', 'image_grid_thw' take 4"),
+    "columns of other lengths": (QWEN, [qwen(input_ids=[3, 60, 60])],
+        "document 0 has 3 input_ids but 4 mm_token_type_ids"),
+    "patches that don't match the grid": (QWEN, [qwen(image_grid_thw=torch.tensor([[1, 2, 2]]))],
+        r"document 0 has 8 rows of pixel_values, but its image_grid_thw \[\[1, 2, 2\]\] have 4 patches"),
+    "a grid that can't be merged": (QWEN, [qwen(image_grid_thw=torch.tensor([[1, 1, 8]]))],
+        "document 0 has image_grid_thw .* multiples of spatial_merge_size=2"),
+    "a grid without its pixels": (QWEN, [without(qwen(), "pixel_values")],
+        "document 0 has 'image_grid_thw' but no 'pixel_values'; pass all columns"),
+    "pixels without their grid": (QWEN, [without(qwen(), "image_grid_thw")],
+        "document 0 has 'pixel_values' but no 'image_grid_thw'"),
+    "no types of tokens": (QWEN, [TEXT, without(qwen(), "mm_token_type_ids")],
+        "document 1 has images or videos and no 'mm_token_type_ids'.* return_mm_token_type_ids=True"),
+    "wrong types of tokens": (QWEN, [qwen(mm_token_type_ids=[0, 1, 0, 0])],
+        r"document 0 has mm_token_type_ids that aren't 1 exactly for tokens of images \(60\) and 2"),
+    "types of videos for an image": (QWEN, [qwen(mm_token_type_ids=[0, 2, 2, 0])],
+        "document 0 has mm_token_type_ids that aren't 1 exactly"),
+    "an unknown column": (LLAVA, [TEXT, llava(image_grid_thw=torch.ones(1, 3), text="hello")],
+        "document 1 has 'image_grid_thw', 'text', which VisionPackingCollator can't pack for model type 'llava'"),
+    "sounds": (LLAVA, [llava(input_features=torch.ones(1, 3))], "document 0 has 'input_features', which"),
+    "a batch of several": (LLAVA, [{"input_ids": torch.ones(2, 5, dtype=torch.int64)}],
+        "document 0 has 2 rows of input_ids; pass examples one by one"),
+    "a lost axis": (LLAVA, [llava(pixel_values=torch.ones(3, 8, 8))],
+        r"document 0 has pixel_values of shape \(3, 8, 8\); it takes \(images, channels, height, width\)"),
+    "the first patch alone": (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
+    "no images in a column": (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))], r"of shape \(0, 3, 8, 8\)"),
+    "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
+        r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
+    "two dtypes": (LLAVA, [llava(), llava(pixel_values=torch.ones(1, 3, 8, 8, dtype=torch.float64))],
+        "pixel_values is torch.float64 of shape .* in document 1 and torch.float32 .* in document 0; .* one dtype"),
+    "a list of images of two shapes": (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
+        r"document 0 has pixel_values of shapes \[\(3, 8, 8\), \(3, 8, 4\)\]; let the processor pad them"),
+    "labels in some": (LLAVA, [llava(labels=[-100] * 6), TEXT], "document 0 has 'labels' and document 1 hasn't"),
+    "types in some": (LLAVA, [llava(token_type_ids=[0] * 6), TEXT], "document 0 has 'token_type_ids' and document 1"),
+    "padding": (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
+    "no mapping": (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
+    "too few tiles": (NEXT, [tiles([8, 16], 2, 14)],
+        "document 0 has an image of 8 x 16 pixels, which is 3 tiles, but 2 tiles in pixel_values"),
+    "sizes of other images": (NEXT, [tiles([8, 16], 3, 14) | {"image_sizes": torch.ones(2, 2)}],
+        r"document 0 has columns of different numbers of images: .'pixel_values': 1, 'image_sizes': 2."),
+    "images and videos of GLM-4V": (Rotated("glm4v"),
+        [qwen(), film(input_ids=[3, IMAGE, IMAGE])],
+        "document 0 has images and document 1 has videos; the model type 'glm4v' takes one of them in a call"),
+    "seconds of other videos": (Rotated("qwen2_5_vl"), [film(second_per_grid_ts=torch.ones(2))],
+        r"document 0 has columns of different numbers of videos: .'video_grid_thw': 1, 'second_per_grid_ts': 2.; pass"),
+    "videos of other lengths": (ONEVISION, [clip(2), TEXT, clip(3)],
+        r"pixel_values_videos is .* \(1, 3, 3, 8, 8\) in document 2 .* in document 0; .* one size of frames and"),
+    "images that Idefics 3 can't pad": (Model("idefics3", scale_factor=1), [row(8), row(12)],
+        r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
+    "a tower that isn't known": (Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"}),
+        [llava()], "document 0 belongs to a model with the tower 'dino'; VisionPackingCollator knows pixtral"),
+    "sounds in the text": (Rotated("qwen2_vl", audio_token_id=5), [TEXT], "document 0 has tokens of sound"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    model, examples, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        VisionPackingCollator(model)(examples)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (Model("flamingo"), {}, "doesn't know model type 'flamingo'; it knows gemma3, .* batches of one example a row"),
+        (nn.Linear(2, 2), {}, "doesn't know a model without a configuration"),
+        ("llava", {}, "model must be the image-text model that gets the batches; got str"),
+        (Model("qwen2_vl"), {}, "has no get_rope_index"),
+        (LLAVA, {"pad_to_multiple_of": 8, "pad_token_id": 60}, "pad_token_id=60 is the token of images"),
+        (LLAVA, {"pad_to_multiple_of": 8}, "pad_to_multiple_of and pad_token_id go together"),
+    ],
+)
+def test_refused_settings(model: Any, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VisionPackingCollator(model, **settings)
+
+
+def test_a_method_that_fails_names_the_document() -> None:
+    class Failing(Rotated):
+        def get_rope_index(self, input_ids: Tensor) -> Any:  # type: ignore[override]
+            return (torch.zeros(3, 1, 1),) if len(input_ids[0]) == 4 else [input_ids[None].expand(3, 1, -1)]
+
+    with pytest.raises(ValueError, match=r"document 1 .* Failing\.get_rope_index .*positions of shape \(3, 1, 1\)"):
+        VisionPackingCollator(Failing("qwen2_vl"))([TEXT, qwen()])

@@ -1,0 +1,182 @@
+"""Each family trained on packed rows with images and videos, against each document in a call of its own."""
+
+import copy
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+import tritonpack
+from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
+from tritonpack.packing.vision.families import FAMILIES
+from tritonpack.patches.trial.comparison import apart, tolerance
+
+LIMIT = tolerance(torch.float64)
+TOWERS = ("visual", "vision")  # in the names of parameters
+OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+REFUSED_BY_STOCK = ("qwen3_5", "qwen3_5_moe")  # layers that can't keep documents apart without a package
+
+
+def alone(example: Example, model_type: str) -> dict[str, Tensor]:
+    """The call of one document by itself, made without the collator. Labels leave out images and prompts."""
+    columns = FAMILIES[model_type].columns
+    call = {
+        name: values[None] if name in OF_TOKENS or columns[name].of_rows else values for name, values in example.items()
+    }
+    labels = call["input_ids"].clone()
+    labels[(labels == IMAGE) | (labels == VIDEO)] = -100
+    if model_type == "paligemma":
+        labels[call["token_type_ids"] == 0] = -100
+    return call | {"labels": labels}
+
+
+def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss over all documents, and its gradients, by one call for each."""
+    model.zero_grad()
+    counts = [int((call["labels"][:, 1:] != -100).sum()) for call in calls]
+    losses = []
+    for call, count in zip(calls, counts, strict=True):
+        loss = model(**call).loss * (count / sum(counts))
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.sampled("qwen2_vl")
+@pytest.mark.parametrize("name", KINDS)
+def test_training_equals_each_document_alone(name: str) -> None:
+    """Losses and all gradients of some steps, the vision tower's by themselves."""
+    packed, model_type = build(name).train(), KINDS[name].model_type or name
+    single, documents = copy.deepcopy(packed), examples(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tritonpack.PackingWarning)  # the patch comes later
+        row = tritonpack.VisionPackingCollator(packed)(documents)
+    calls = [alone(document, model_type) for document in documents]
+    names = [parameter for parameter, _ in packed.named_parameters()]
+    in_tower = [any(part in parameter for part in TOWERS) for parameter in names]
+    if name not in REFUSED_BY_STOCK:
+        expected, got = learn(single, calls), learn(packed, [row])
+        assert apart(expected[1], got[1]) > 0.05  # stock lets documents see each other
+    with tritonpack.patch(packed):
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, packed)]
+        for _ in range(3):
+            (loss, gradients), (packed_loss, packed_gradients) = learn(single, calls), learn(packed, [row])
+            assert math.isfinite(loss)
+            assert apart([loss], [packed_loss]) < LIMIT
+            for part in (True, False):
+                chosen = [i for i, inside in enumerate(in_tower) if inside is part]
+                own = [gradients[i] for i in chosen]
+                assert any(one is not None and bool(one.any()) for one in own)
+                assert apart(own, [packed_gradients[i] for i in chosen]) < LIMIT
+            for optimizer in optimizers:
+                optimizer.step()
+            weights = list(single.parameters())
+            assert apart(weights, list(packed.parameters())) < LIMIT
+            packed.load_state_dict(
+                single.state_dict()
+            )  # so that the next step doesn't magnify the rounding of this one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_with_padding_and_rows_without_images(name: str) -> None:
+    model, model_type = build(name), KINDS[name].model_type or name
+    documents = examples(name)
+    collate = tritonpack.VisionPackingCollator(model, pad_to_multiple_of=32, pad_token_id=0)
+    texts = [document for document in documents if not any("pixel" in column for column in document)]
+    with tritonpack.patch(model), torch.no_grad():
+        for chosen in (documents[::-1], texts * 2):
+            if not chosen:
+                continue
+            row = collate(chosen)
+            assert row["input_ids"].shape[1] % 32 == 0
+            assert any("pixel" in column for column in row) == (chosen is not texts and len(chosen) == len(documents))
+            expected = torch.cat([model(**alone(document, model_type)).logits[0] for document in chosen])
+            got = model(**row).logits[0, : len(expected)]
+            assert apart([expected], [got]) < LIMIT
+        if texts:
+            with torch.enable_grad():
+                learn(model, [collate(texts)])
+            towers = [p for parameter, p in model.named_parameters() if any(part in parameter for part in TOWERS)]
+            assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
+
+
+def cut(example: Example, tokens: slice) -> Example:
+    return {name: values[tokens] if name in OF_TOKENS else values for name, values in example.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_images_of_two_documents_side_by_side(name: str) -> None:
+    """Nothing but the documents separates the last image of one from the first of the next."""
+    model, model_type = build(name), KINDS[name].model_type or name
+    first, second = [one for one in examples(name) if bool((one["input_ids"] == IMAGE).any())][:2]
+    last, begin = (int((one["input_ids"] == IMAGE).nonzero()[at]) for one, at in ((first, -1), (second, 0)))
+    documents = [cut(first, slice(last + 1)), cut(second, slice(begin, None))]
+    with torch.no_grad():
+        expected = torch.cat([model(**alone(document, model_type)).logits[0] for document in documents])
+        with tritonpack.patch(model):
+            got = model(**tritonpack.VisionPackingCollator(model)(documents)).logits[0]
+    assert apart([expected], [got]) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_measured_tokens_and_patches(name: str) -> None:
+    """Tokens are those of the row; a model with rows of patches has as many patches."""
+    collate, documents = tritonpack.VisionPackingCollator(build(name)), examples(name)
+    measured = [collate.measure(document) for document in documents]
+    row = collate(documents)
+    assert sum(size.tokens for size in measured) == row["input_ids"].shape[1]
+    if "image_grid_thw" in collate.family.columns:
+        rows = sum(len(row[column]) for column in ("pixel_values", "pixel_values_videos") if column in row)
+        assert sum(size.patches for size in measured) == rows
+    for size, document in zip(measured, documents, strict=True):
+        assert (size.patches > 0) == any("pixel" in column for column in document)
+
+
+@pytest.mark.slow
+def test_positions_are_made_by_the_collator_alone() -> None:
+    model, documents = build("qwen2_vl"), examples("qwen2_vl")
+    with tritonpack.patch(model):
+        row = tritonpack.VisionPackingCollator(model)(documents)
+        expected = model(**row).logits
+        with mock.patch.object(model.model, "get_rope_index", side_effect=AssertionError):
+            assert torch.equal(model(**row).logits, expected)
+            with pytest.raises(AssertionError):
+                model(**row | {"position_ids": None})
+
+
+@pytest.mark.slow
+def test_a_model_with_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "v_proj", "qkv"], r=2, init_lora_weights=False)
+    model, documents = peft.get_peft_model(build("qwen2_vl"), options).double(), examples("qwen2_vl")
+    expected = learn(model, [alone(document, "qwen2_vl") for document in documents])
+    with tritonpack.patch(model):
+        got = learn(model, [tritonpack.VisionPackingCollator(model)(documents)])
+    assert apart(expected[1], got[1]) < LIMIT
+
+
+def test_every_family_is_tried() -> None:
+    assert {kind.model_type or name for name, kind in KINDS.items()} == set(FAMILIES)
+
+
+def test_every_other_type_is_refused_by_name() -> None:
+    """All model types that transformers calls image-text: those of the table, and others that are refused."""
+    types = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    assert set(FAMILIES) <= types
+    for model_type in types - set(FAMILIES):
+        model = torch.nn.Module()
+        model.config = SimpleNamespace(model_type=model_type)
+        with pytest.raises(ValueError, match=f"doesn't know model type '{model_type}'"):
+            tritonpack.VisionPackingCollator(model)

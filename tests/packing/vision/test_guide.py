@@ -1,0 +1,107 @@
+"""docs/vision.md: its blocks of Python run, and its table of families is that of the code."""
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+import transformers
+
+import tritonpack
+from tests.packing.vision.examples import build
+from tests.packing.vision.processors import PROCESSORS, picture
+from tests.test_guides import DOCS, blocks
+from tritonpack.packing.vision.families import FAMILIES, Family
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+CONVERSATIONS = [
+    ("user what is this ? assistant a dog .", []),
+    (f"user {IMAGE} what is in this picture ? assistant the cat sees a dog .", [picture(12, 31)]),
+    (f"user {IMAGE} a {IMAGE} cat ? assistant runs .", [picture(17, 9), picture(24, 24)]),
+]
+
+
+@pytest.fixture
+def given() -> dict[str, Any]:
+    """What the page assumes: conversations, and a processor and a model that `from_pretrained` returns."""
+    return {"conversations": CONVERSATIONS, "processor": PROCESSORS["qwen2_vl"][0](), "model": build("qwen2_vl")}
+
+
+def run(number: int, given: dict[str, Any]) -> dict[str, Any]:
+    with (
+        mock.patch.object(transformers.AutoProcessor, "from_pretrained", return_value=given["processor"]),
+        mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", return_value=given["model"]),
+    ):
+        exec(compile(blocks("vision")[number], "vision.md", "exec"), given)
+    return given
+
+
+@pytest.mark.slow
+def test_from_processor_to_training_step(given: dict[str, Any]) -> None:
+    before = [parameter.detach().clone() for parameter in given["model"].parameters()]
+    given = run(0, given)
+    assert not any(torch.equal(a, b) for a, b in zip(before, given["model"].parameters(), strict=True))
+    assert given["batch"]["position_ids"].shape[:2] == (4, 1)
+    assert given["batch"]["cu_seq_lens_q"].numel() == 4
+
+
+@pytest.mark.slow
+def test_rows_by_tokens_and_patches(given: dict[str, Any]) -> None:
+    given = run(1, run(0, given))
+    assert sum(len(batch["pixel_values"]) for batch in given["loader"]) == given["units"].resources["patches"].sum() > 0
+
+
+@pytest.mark.slow
+def test_under_trainer(given: dict[str, Any], tmp_path: Any) -> None:
+    """Two rows of two examples: the loss of a step is that of all labels, and the weights move."""
+    pytest.importorskip("accelerate")
+    given = run(0, given)
+    model, examples = given["model"], [*given["examples"], given["examples"][1]]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, remove_unused_columns=False,
+        dataloader_num_workers=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    transformers.Trainer(model, arguments, train_dataset=examples, data_collator=given["collate"]).train()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"'pixel_values'.* VisionPackingCollator\(model\) packs documents with"):
+        tritonpack.dataloader(
+            [dict(example) for example in examples[1:]], tokens=64, lengths=[60] * 3
+        ).__iter__().__next__()
+
+
+def joined(family: Family) -> str:
+    """How the code joins the images of a family, in the words of the page."""
+    pixels = family.columns["pixel_values"]
+    if "image_grid_thw" in family.columns:
+        return "patches end to end" + ", positions of three axes" * family.own_positions
+    if pixels.axes[1] == "tiles":
+        return "tiles, padded to the most"
+    if "image_position_ids" in family.columns:
+        return "patches of one number for each image, with their places"
+    if pixels.padded and family.columns.get("image_sizes", pixels).optional:
+        return "one size, end to end; with Pixtral's tower padded to the largest"
+    mask = family.columns.get("pixel_attention_mask")
+    if pixels.padded:
+        return "padded to the largest" + ", with a mask of pixels" * (mask is not None)
+    return "one size, end to end"
+
+
+def test_table_of_families_is_that_of_the_code() -> None:
+    page = (DOCS / "vision.md").read_text(encoding="utf-8")
+    cells = [re.split(r" *\| *", line.strip("| ")) for line in page.splitlines() if re.match(r"\| .* \| `", line)]
+    listed = {}
+    for _, types, images, videos, packed in cells:
+        assert packed.startswith("exact")
+        for model_type in re.findall(r"`(\w+)`", types):
+            listed[model_type] = family = FAMILIES[model_type]
+            assert images == joined(family), model_type
+            assert videos.startswith("yes") == (family.videos is not None), model_type
+            assert ("second_per_grid_ts" in videos) == ("second_per_grid_ts" in family.columns), model_type
+            assert ("images beside videos are refused" in packed) == (not family.both_kinds), model_type
+    assert set(listed) == set(FAMILIES)

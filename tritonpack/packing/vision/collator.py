@@ -1,0 +1,288 @@
+"""VisionPackingCollator: makes one row of the outputs of an image-text processor, example by example."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonpack.packing.collator import PackingCollator, documents_of
+from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, labels_of_tokens, read_feature
+from tritonpack.packing.documents import NumberedDocuments
+from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Family
+from tritonpack.packing.vision.media import join_media, read_media
+from tritonpack.packing.vision.positions import ModelPositions
+
+MODALITIES = "mm_token_type_ids"  # of each token: 0 text, 1 image, 2 video
+_TEXT = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN)
+
+
+class ExampleSize(NamedTuple):
+    """What an example takes of a row, and of the vision tower.
+
+    Attributes:
+        tokens: the tokens of the row, those of images and videos included.
+        patches: the squares of `patch_size` pixels that the vision tower embeds.
+    """
+
+    tokens: int
+    patches: int
+
+
+@dataclass(frozen=True)
+class VisionPackingCollator:
+    """Packs examples with images and videos into one row, as PackingCollator packs text.
+
+    An example is what the model's processor returns for one conversation. Take its pixels as they are: `pixel_values`
+    and its companions have one row for each image or patch, not for each example. A first axis of size 1 is taken off
+    a column that has one axis too many (the `input_ids` of `return_tensors="pt"`). A column of images that is None
+    counts as absent.
+
+    | column | in the batch |
+    |---|---|
+    | `input_ids`, `labels`, `mm_token_type_ids` and other columns of tokens | as PackingCollator makes them |
+    | columns of images and videos | joined along images or patches, padded where the model leaves padding out |
+    | `position_ids` | made. Models with positions of three axes get four rows: the place in the document, and what \
+their `get_rope_index` returns for the document alone |
+
+    If no example has labels, they are made from the input ids, -100 for the tokens of images and videos, and for the
+    prompts of PaliGemma. Given labels are kept, but for the first of each document. A text without images may lack
+    `mm_token_type_ids`.
+
+    Attributes:
+        model: the model that gets the batches, bare or wrapped (PEFT, DistributedDataParallel). Only its configuration
+            and its `get_rope_index` are kept, no weights, so workers of a DataLoader get little.
+        pad_to_multiple_of, pad_token_id, per_token: see PackingCollator.
+
+    Raises:
+        ValueError: a model of an unknown family, or a wrong setting.
+    """
+
+    model: InitVar[Any]
+    pad_to_multiple_of: int | None = None
+    pad_token_id: int | None = None
+    per_token: Collection[str] = ()
+    _config: Any = field(init=False, repr=False)
+    _positions: ModelPositions | None = field(init=False, repr=False)
+    _text: PackingCollator = field(init=False, repr=False)
+
+    def __post_init__(self, model: Any) -> None:
+        text = PackingCollator(self.pad_to_multiple_of, self.pad_token_id, per_token=self.per_token)
+        config = _configuration(model)
+        positions = ModelPositions.of(model) if FAMILIES[config.model_type].own_positions else None
+        for name, value in (("_config", config), ("_positions", positions), ("_text", text)):
+            object.__setattr__(self, name, value)
+        if self.pad_token_id is not None and self.pad_token_id in self._placeholders().values():
+            raise ValueError(
+                f"pad_token_id={self.pad_token_id} is the token of images or videos of this model; pass the "
+                "tokenizer's own pad_token_id."
+            )
+
+    @property
+    def family(self) -> Family:
+        """What this collator knows of the model's type."""
+        return FAMILIES[self._config.model_type]
+
+    def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Collate one batch.
+
+        Args:
+            features: one mapping per example, as the processor returns it. A feature may also be a list of examples.
+
+        Returns:
+            The batch of PackingCollator, with `position_ids` (1, T), or (4, 1, T) for models with positions of three
+            axes, and with the columns of images and videos that the examples have.
+
+        Raises:
+            ValueError: an unknown column, images without tokens or tokens without images, columns that contradict each
+                other, or what PackingCollator refuses. The message names the document and the column.
+        """
+        whole = documents_of(features, type(self).__name__)
+        known = features.numbers if isinstance(features, NumberedDocuments) else range(len(whole))
+        numbers, texts, media = list(known), [], []
+        for number, example in zip(numbers, whole, strict=True):
+            text, own = self._read(example, number)
+            texts.append(text)
+            media.append(own)
+        self._complete(texts)
+        batch: dict[str, Any] = self._text(NumberedDocuments(texts, numbers))
+        if self._positions is not None:
+            padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
+            parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
+            axes = torch.cat([*parts, torch.arange(padding).expand(3, -1)], dim=1)
+            batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
+        self._require_one_kind(media, numbers)
+        return batch | join_media(self.family, media, numbers)
+
+    def measure(self, example: Mapping[str, Any]) -> ExampleSize:
+        """Count what one example takes, for packing by tokens and by patches.
+
+        Args:
+            example: what the processor returns for one conversation.
+
+        Returns:
+            `tokens`: those of the row, with images. `patches`: those of the vision tower.
+
+        Raises:
+            ValueError: see `__call__`.
+        """
+        text, media = self._read(example, 0)
+        return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media)[1] for kind in (IMAGES, VIDEOS)))
+
+    def _read(self, example: Any, number: int) -> tuple[Columns, Columns]:
+        """The columns of tokens and those of images and videos of an example, checked."""
+        if not isinstance(example, Mapping):
+            raise ValueError(
+                f"document {number} must be a mapping, as the processor returns it; got {type(example).__name__}."
+            )
+        family, taken = self.family, (*_TEXT, *self.per_token)
+        try:
+            unknown = sorted(str(name) for name in example if name not in taken and name not in family.columns)
+            if unknown:
+                raise ValueError(
+                    f"has {', '.join(map(repr, unknown))}, which VisionPackingCollator can't pack for model type "
+                    f"{self._config.model_type!r}; it takes {', '.join(map(repr, (*taken, *family.columns)))}. Remove "
+                    "other columns first (dataset.remove_columns)."
+                )
+            media = read_media(family, example)
+            tokens = {name: _row(example[name], name) for name in _TEXT if name in example}
+            tokens |= {name: example[name] for name in self.per_token if name in example}
+        except ValueError as error:
+            raise ValueError(f"document {number} {error}") from error
+        (text,) = read_feature(tokens, number, "causal", tuple(self.per_token), None)
+        try:
+            self._check_tokens(text, media)
+        except ValueError as error:
+            raise ValueError(f"document {number} {error}") from error
+        return text, media
+
+    def _check_tokens(self, text: Columns, media: Columns) -> None:
+        """ValueError unless an example has a token for each embedding of its images and videos."""
+        ids, kinds = text["input_ids"], self._kinds(text, media)
+        placeholders = self._placeholders()
+        for kind, code in ((IMAGES, 1), (VIDEOS, 2)):
+            expected = self._size(kind, media)[0]
+            found = int((kinds == code).sum())
+            if found == expected:
+                continue
+            names = [name for name, column in self.family.columns.items() if column.kind == kind]
+            if not any(name in media for name in names):
+                raise ValueError(
+                    f"has {found} tokens of {kind} (token {placeholders[kind]}) in input_ids, and no {names[0]!r}. "
+                    "Pass all columns that the processor returns, or leave the images out of the text."
+                )
+            given = ", ".join(repr(name) for name in names if name in media)
+            raise ValueError(
+                f"has {found} tokens of {kind} (token {placeholders.get(kind)}) in input_ids, but its {given} take "
+                f"{expected}. Don't truncate input_ids, which cuts images, and process the text and the images of an "
+                "example in one call of the processor."
+            )
+        audio = getattr(self._config, "audio_token_id", None)
+        if audio is not None and bool((ids == audio).any()):
+            raise ValueError(
+                f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
+            )
+
+    def _kinds(self, text: Columns, media: Columns) -> Tensor:
+        """(n,) the modality of each token, by the tokens, or by `mm_token_type_ids` where the model reads these."""
+        ids, kinds = text["input_ids"], torch.zeros_like(text["input_ids"])
+        placeholders = self._placeholders()
+        for kind, code in ((VIDEOS, 2), (IMAGES, 1)):
+            if kind in placeholders:
+                kinds[ids == placeholders[kind]] = code
+        if self._positions is None or not bool(kinds.any()):
+            return kinds
+        given = text.get(MODALITIES)
+        if given is None:
+            if not media:
+                return kinds
+            raise ValueError(
+                f"has images or videos and no {MODALITIES!r}, of which the model makes positions. The processor "
+                "returns it with return_mm_token_type_ids=True."
+            )
+        shared = len(set(placeholders.values())) < len(placeholders)  # GLM-4V marks frames by the token of images
+        if not torch.equal(given != 0 if shared else given, kinds != 0 if shared else kinds):
+            raise ValueError(
+                f"has {MODALITIES} that aren't 1 exactly for tokens of images ({placeholders[IMAGES]}) and 2 for those "
+                f"of videos ({placeholders.get(VIDEOS)}); pass both columns of one call of the processor."
+            )
+        return given
+
+    def _complete(self, texts: list[Columns]) -> None:
+        """Add columns that only some examples need, and labels if none have any."""
+        if any(MODALITIES in text for text in texts):
+            for text in texts:
+                if MODALITIES not in text and not bool(self._kinds(text, {}).any()):
+                    text[MODALITIES] = torch.zeros_like(text["input_ids"])
+        if any("labels" in text for text in texts):
+            return
+        for text in texts:
+            labels = labels_of_tokens(text)
+            labels[torch.isin(labels, torch.tensor(list(self._placeholders().values())))] = IGNORED_LABEL
+            if self.family.types_of_answers and "token_type_ids" in text:
+                labels[text["token_type_ids"] == 0] = IGNORED_LABEL
+            text["labels"] = labels
+
+    def _placeholders(self) -> dict[str, int]:
+        """The tokens that images and videos replace."""
+        found = {IMAGES: self._config.image_token_id}
+        if self.family.videos is not None:
+            found[VIDEOS] = getattr(self._config, self.family.video_token)
+        return found
+
+    def _size(self, kind: str, media: Columns) -> tuple[int, int]:
+        """The tokens and the patches of the images, or of the videos, of an example."""
+        count = self.family.images if kind == IMAGES else self.family.videos
+        if count is None or not any(self.family.columns[name].kind == kind for name in media):
+            return 0, 0
+        return count(self._config, media)
+
+    def _require_one_kind(self, media: list[Columns], numbers: list[int]) -> None:
+        first: dict[str, int] = {}
+        for number, own in zip(numbers, media, strict=True):
+            for name in own:
+                first.setdefault(self.family.columns[name].kind, number)
+        if len(first) == 2 and not self.family.both_kinds:
+            raise ValueError(
+                f"document {first[IMAGES]} has images and document {first[VIDEOS]} has videos; the model type "
+                f"{self._config.model_type!r} takes one of them in a call. Pack images and videos in different rows."
+            )
+
+
+def _configuration(model: Any) -> Any:
+    """The configuration of a model, or of the model that it wraps.
+
+    Raises:
+        ValueError: no model, or one of an unknown family.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"model must be the image-text model that gets the batches; got {type(model).__name__}. Pass the model, "
+            "not its name, configuration or processor."
+        )
+    configs = (getattr(module, "config", None) for module in model.modules())
+    config = next((one for one in configs if isinstance(getattr(one, "model_type", None), str)), None)
+    if config is not None and config.model_type in FAMILIES:
+        return config
+    named = "a model without a configuration" if config is None else f"model type {config.model_type!r}"
+    raise ValueError(
+        f"VisionPackingCollator doesn't know {named}; it knows {', '.join(sorted(FAMILIES))}. Use the processor's own "
+        "collator with batches of one example a row; a patched model takes them, too."
+    )
+
+
+def _row(values: Any, name: str) -> Any:
+    """A column of tokens without the axis of a batch of one.
+
+    Raises:
+        ValueError: a batch of several rows.
+    """
+    nested = isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple))
+    if not (nested or getattr(values, "ndim", 1) == 2):
+        return values
+    if len(values) == 1:
+        return values[0]
+    raise ValueError(f"has {len(values)} rows of {name}; pass examples one by one, each as the processor returns it.")

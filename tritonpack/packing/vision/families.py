@@ -1,0 +1,136 @@
+"""Families of image-text models, as a table: the columns of their processors, and how examples are joined in each.
+
+A family is added with a row in `FAMILIES`, a row in tests/packing/vision/examples.py, and a row in docs/vision.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tritonpack.packing.vision import sizes
+from tritonpack.packing.vision.sizes import Size
+
+Media = Mapping[str, Tensor]
+Measure = Callable[[Any, Media], Size]  # of a model's configuration and the images, or the videos, of an example
+IMAGES, VIDEOS = "images", "videos"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of pixels, or of what describes them. Examples are joined along the first axis.
+
+    Attributes:
+        axes: what the axes of one example are, for messages.
+        kind: IMAGES or VIDEOS.
+        padded: axes that are padded at their end to the largest example. The model leaves out this padding by another
+            column. On all other axes examples must have one size.
+        filling: the value of the padding.
+        optional: whether a processor may leave it out.
+        of_rows: whether the model takes the column with one more axis in front, of the rows of a batch.
+    """
+
+    axes: tuple[str, ...]
+    kind: str = IMAGES
+    padded: tuple[int, ...] = ()
+    filling: int = 0
+    optional: bool = False
+    of_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an image-text model takes beside tokens.
+
+    Attributes:
+        columns: the columns of images and videos, by name.
+        images, videos: count the tokens and the patches of an example; None if the model takes none of them.
+        video_token: the name, in the configuration, of the token whose embedding is replaced by a video's.
+        own_positions: whether the model makes positions of three axes by `get_rope_index`.
+        both_kinds: whether images and videos may share a row.
+        types_of_answers: whether only tokens with `token_type_ids` of 1 have labels, if labels are made.
+    """
+
+    columns: Mapping[str, Column]
+    images: Measure
+    videos: Measure | None = None
+    video_token: str = "video_token_id"
+    own_positions: bool = False
+    both_kinds: bool = True
+    types_of_answers: bool = False
+
+
+PIXELS = ("channels", "height", "width")
+GRID = ("3: time, height, width",)
+
+PATCHES = {
+    "pixel_values": Column(("patches", "values")),
+    "image_grid_thw": Column((IMAGES, *GRID)),
+    "pixel_values_videos": Column(("patches", "values"), VIDEOS),
+    "video_grid_thw": Column((VIDEOS, *GRID), VIDEOS),
+}
+TIMED = {"second_per_grid_ts": Column((VIDEOS,), VIDEOS, optional=True)}
+TILES = {"pixel_values": Column((IMAGES, *PIXELS))}
+SIZED = {
+    "pixel_values": Column((IMAGES, *PIXELS), padded=(2, 3)),
+    "image_sizes": Column((IMAGES, "2: height, width")),
+}
+SIZED_OR_NOT = SIZED | {"image_sizes": Column((IMAGES, "2: height, width"), optional=True)}
+TILED = {
+    "pixel_values": Column((IMAGES, "tiles", *PIXELS), padded=(1,)),
+    "image_sizes": Column((IMAGES, "2: height, width")),
+}
+COUNTED = TILED | {
+    "batch_num_images": Column(("groups of images",), optional=True),
+    "pixel_values_videos": Column((VIDEOS, "frames", *PIXELS), VIDEOS),
+}
+ROWS = {
+    "pixel_values": Column((IMAGES, *PIXELS), of_rows=True),
+    "pixel_attention_mask": Column((IMAGES, "height", "width"), optional=True, of_rows=True),
+}
+PADDED_ROWS = {
+    "pixel_values": Column((IMAGES, *PIXELS), padded=(2, 3), of_rows=True),
+    "pixel_attention_mask": Column((IMAGES, "height", "width"), padded=(1, 2), of_rows=True),
+}
+PLACED = {
+    "pixel_values": Column((IMAGES, "patches", "values")),
+    "image_position_ids": Column((IMAGES, "patches", "2: x, y")),
+    "pixel_values_videos": Column(("frames", "patches", "values"), VIDEOS),
+    "video_position_ids": Column(("frames", "patches", "2: x, y"), VIDEOS),
+    "num_frames_per_video": Column((VIDEOS,), VIDEOS),
+}
+
+_QWEN2_VL = Family(PATCHES, sizes.of_image_grids, sizes.of_video_grids, own_positions=True)
+_QWEN2_5_VL = Family(PATCHES | TIMED, sizes.of_image_grids, sizes.of_video_grids, own_positions=True)
+_GLM4V = Family(
+    PATCHES, sizes.of_image_grids, sizes.of_video_grids, video_token="image_token_id", own_positions=True,
+    both_kinds=False,
+)  # fmt: skip
+_IDEFICS3 = Family(ROWS, sizes.of_shuffled_rows)
+
+# By the model type of the whole model's configuration.
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(TILES, sizes.of_pooled_images),
+    "gemma4": Family(PLACED, sizes.of_placed_images, sizes.of_placed_videos),
+    "glm4v": _GLM4V,
+    "glm4v_moe": _GLM4V,
+    "idefics2": Family(PADDED_ROWS, sizes.of_resampled_rows),
+    "idefics3": _IDEFICS3,
+    "internvl": Family(TILES, sizes.of_shuffled_tiles),
+    "llama4": Family(TILES, sizes.of_shuffled_tiles),
+    "llava": Family(SIZED_OR_NOT, sizes.of_plain_images),
+    "llava_next": Family(TILED, sizes.of_tiled_images),
+    "llava_onevision": Family(COUNTED, sizes.of_tiled_images, sizes.of_pooled_videos),
+    "mistral3": Family(SIZED, sizes.of_merged_images),
+    "paligemma": Family(TILES, sizes.of_plain_images, types_of_answers=True),
+    "qwen2_5_vl": _QWEN2_5_VL,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen3_5": _QWEN2_VL,
+    "qwen3_5_moe": _QWEN2_VL,
+    "qwen3_vl": _QWEN2_VL,
+    "qwen3_vl_moe": _QWEN2_VL,
+    "smolvlm": _IDEFICS3,
+}
