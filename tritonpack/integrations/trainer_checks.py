@@ -14,6 +14,7 @@ from tritonpack.packing import PackingCollator
 # transformers' name for the loss of a model -> what its labels belong to.
 LABELS = {
     "ForCausalLM": "causal",
+    "ForConditionalGeneration": "causal",  # of images and text; encoders with decoders are told apart before
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
     "ForSequenceClassification": "documents",

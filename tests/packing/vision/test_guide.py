@@ -69,6 +69,16 @@ def test_under_trainer(given: dict[str, Any], tmp_path: Any) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     transformers.Trainer(model, arguments, train_dataset=examples, data_collator=given["collate"]).train()
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    rows = {
+        "lengths": tritonpack.Units.of_documents([9, 24, 22, 24], patches=[0, 32, 44, 32]),
+        "budgets": {"patches": 64},
+        "collate_fn": given["collate"],
+    }
+    trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+    with tritonpack.setup(trainer, tokens=64, **rows):
+        loader = trainer.get_train_dataloader()
+        assert max(len(batch["pixel_values"]) for batch in loader if "pixel_values" in batch) <= 64
+        trainer.train()
     with pytest.raises(ValueError, match=r"'pixel_values'.* VisionPackingCollator\(model\) packs documents with"):
         tritonpack.dataloader(
             [dict(example) for example in examples[1:]], tokens=64, lengths=[60] * 3
