@@ -88,8 +88,12 @@ def largest_tensor(gather_outputs: bool) -> None:
     with patch(model, tiled_loss=5), SequenceParallel(model, gather_outputs=gather_outputs), Largest(model) as seen:
         output = model(**batch)
         output.loss.backward()
+        with torch.no_grad():
+            evaluated = model(**batch)
     assert seen.numel == 5 * 1009, seen.shape
     assert output.logits is None
+    assert evaluated.logits is None
+    close(evaluated.loss, output.loss.detach(), "loss")
 
 
 def recomputes_layers() -> None:
