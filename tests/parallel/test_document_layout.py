@@ -9,7 +9,7 @@ import torch
 from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
-from tritonpack.parallel import make_layout
+from tritonpack.parallel import layouts, make_layout
 from tritonpack.parallel.exchanges.group_cast import make_plan
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.seen_keys import host_bounds
@@ -142,11 +142,16 @@ def test_all_masks_of_the_layers_count():
     assert runs(windows) == runs([windows, windows]) == 1
     assert runs([full, windows, windows]) > 1
 
+    pairs = host_bounds(full).counts + 20 * host_bounds(windows).counts
     for name in ("balanced", "documents"):
-        layout = make_layout(name, [full, *[windows] * 20], 4)
-        pairs = [host_bounds(mask).counts for mask in (full, windows)]
-        work = [int((pairs[0] + 20 * pairs[1])[rows].sum()) for rows in layout.rows]
+        work = [int(pairs[rows].sum()) for rows in make_layout(name, [full, *[windows] * 20], 4).rows]
         assert max(work) * 4 / sum(work) <= 1.02
+
+
+def test_repeated_masks_count_as_often():
+    causal, alone = of([4]), of([1] * 4)
+    assert layouts._work([causal, alone, alone]).tolist() == [3, 4, 5, 6]
+    assert layouts._work([alone, causal, causal]).tolist() == [3, 5, 7, 9]
 
 
 def test_chunks_keep_a_document_together_if_another_layer_has_none():
@@ -208,6 +213,7 @@ def test_remote_keys_are_those_that_rows_see(name, make):
     [
         ([], r"equally many rows, on one device; got \[\]"),
         ([of([5]), of([6])], "equally many rows, on one device; got .*num_queries=5.*num_queries=6"),
+        (None, "mask must be a BlockDiagonalMask, or a sequence of them; got NoneType"),
         ([of([5]), None], "mask must be a BlockDiagonalMask, or a sequence of them; got NoneType"),
         ([BlockDiagonalMask.from_seqlens([5], [6])], "5 queries and 6 keys"),
     ],

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ def make_layout(
             `chunk` below 1.
     """
     check_choice(name, get_args(LayoutName), "layout")
-    masks = [mask] if isinstance(mask, BlockDiagonalMask) else list(mask)
+    masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     total, device = _check_masks(masks)
     for value, what in ((ranks, "ranks"), (chunk, "chunk")):
         if not is_int(value) or value < 1:
@@ -223,7 +223,7 @@ def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
     """The number of rows of all masks, and their device."""
     for mask in masks:
         if not isinstance(mask, BlockDiagonalMask):
-            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(mask)} in it.")
+            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(mask)}.")
         if mask.num_queries != mask.num_keys:
             raise ValueError(
                 f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "

@@ -80,7 +80,6 @@ def seen_runs(bounds: HostBounds, rows: Tensor) -> Runs:
         bounds: of the mask.
         rows: ascending int64 in host memory.
     """
-    rows = rows[bounds.live[rows]]
     start, stop = bounds.start[rows], bounds.stop[rows]
     if bounds.query_start is None or bounds.query_stop is None:
         ahead = torch.cat([start[:1] - 1, stop[:-1]])  # bounds ascend, so it is the largest stop before each row
