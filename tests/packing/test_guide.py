@@ -15,10 +15,10 @@ TEXTS = (
     "print(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
     "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
     "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
-    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture",
+    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture", "Units.of_trees",
 )  # fmt: skip
 ONE_LINE, PREPARED, LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE = OTHERS
+STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE, UNITS = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -120,6 +120,12 @@ def test_mixture(given):
     mixed = given["mixture"](given["sampler"].seed, 0)
     assert 0 < sum(rows) <= given["mixture"].lengths[mixed].sum()
     assert max(rows) <= 64
+
+
+def test_units(given):
+    plan = run(UNITS, given)["plan"]
+    assert sorted(plan.items.tolist()) == [0, 1, 2]
+    assert plan.sums(given["units"].resources["patches"]).max() == 1024
 
 
 def test_bins(given):
