@@ -334,8 +334,8 @@ def one_of_two_processes(rank, store):
     later = [documents_in(batch) for batch in more]
     after = [row[0] for each in of_all_ranks(later) for batch in each for row in batch[::2]]
     before = [row[0] for each in of_all_ranks(rows[:2]) for batch in each for row in batch[::2]]
-    assert sorted({*map(tuple, before), *map(tuple, after)}) == sorted(set(map(tuple, found)))
-    assert not {*map(tuple, before)} & {*map(tuple, after)}
+    assert sorted({*before, *after}) == sorted(set(found))
+    assert not set(before) & set(after)
     with pytest.raises(ValueError, match=r"budgets is \{'pairs': 4\} on rank 0 and \{'pairs': 5\} on rank 1"):
         loader(budget=4 + rank)
     dist.destroy_process_group()

@@ -56,7 +56,7 @@ def fill_steps(
     arrived = np.empty(count, dtype=np.int32)  # the turn that read a unit from the stream
     pool = np.empty(count, dtype=np.int32)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
-    left, others_left = lengths.sum(), _sums(others)
+    left, others_left = lengths.sum(), others.sum(axis=0)
     digits = 1
     while kinds.max() >> 8 * digits:
         digits += 1
@@ -129,16 +129,6 @@ def fill_steps(
 
 
 @compiled
-def _sums(others: Any) -> Any:
-    """The sum of each column, (resources,)."""
-    sums = np.zeros(others.shape[1], dtype=np.int64)
-    for unit in range(len(others)):
-        for resource in range(others.shape[1]):
-            sums[resource] += others[unit, resource]
-    return sums
-
-
-@compiled
 def _placed_sum(amounts: Any, row_of: Any) -> int:
     """The sum over units that have a row."""
     total = np.int64(0)
@@ -152,7 +142,7 @@ def _placed_sum(amounts: Any, row_of: Any) -> int:
 def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
     """The resource of which units need the most rows, -1 for tokens."""
     scarce, most = -1, lengths.sum() / fill
-    sums = _sums(others)
+    sums = others.sum(axis=0)
     for resource in range(len(budgets)):
         if sums[resource] / budgets[resource] > most:
             scarce, most = resource, sums[resource] / budgets[resource]
@@ -276,6 +266,7 @@ def _exchange(
     gained = np.int64(0)
     tokens, held_in = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
     used = np.zeros((rows, len(budgets)), dtype=np.int64)
+    first = np.zeros(rows + 1, dtype=np.int64)  # where the units of each row begin in `held`
     keys = np.empty(len(lengths), dtype=np.int64)
     left = 0
     for unit in range(len(lengths)):
@@ -283,13 +274,19 @@ def _exchange(
         if row >= 0:
             tokens[row] += lengths[unit]
             held_in[row] += amounts[unit]
+            first[row + 1] += 1
             _use(used, row, others, unit, 1)
         else:
             keys[left] = (np.int64(2**31) - amounts[unit]) << 32 | unit
             left += 1
     out = keys[:left]  # deferred units, those first that take most
     out.sort()
-    held, first = _group(row_of, 1, rows)
+    first = np.cumsum(first)
+    held, cursor = np.empty(first[rows], dtype=np.int64), first.copy()
+    for unit in range(len(lengths)):
+        if row_of[unit] >= 0:
+            held[cursor[row_of[unit]]] = unit
+            cursor[row_of[unit]] += 1
     for row in range(rows):
         while held_in[row] < full:
             best = best_out = best_place = np.int64(0)
@@ -499,22 +496,3 @@ def _update(tree: Any, keys: Any, row: int) -> None:
         left, right = tree[2 * node], tree[2 * node + 1]
         tree[node] = left if keys[left] <= keys[right] else right
         node >>= 1
-
-
-@compiled
-def _group(row_of: Any, ranks: int, steps: int) -> Any:
-    """The documents of each group of `ranks` rows, ascending, and where they start."""
-    starts = np.zeros(steps + 1, dtype=np.int64)
-    for row in row_of:
-        if row >= 0:
-            starts[row // ranks + 1] += 1
-    for step in range(steps):
-        starts[step + 1] += starts[step]
-    grouped = np.empty(starts[steps], dtype=np.int64)
-    cursor = starts.copy()
-    for document in range(len(row_of)):
-        if row_of[document] >= 0:
-            step = row_of[document] // ranks
-            grouped[cursor[step]] = document
-            cursor[step] += 1
-    return grouped, starts

@@ -147,7 +147,7 @@ def _in_rows(demands: Demands, num_rows: int) -> NDArray[np.int64] | None:
     """
     count = len(demands)
     joined = count - num_rows
-    smallest = np.argsort(demands.sizes, kind="stable")
+    smallest = np.argsort(-demands.kinds, kind="stable")
     takes = np.concatenate([demands.lengths[:, None], demands.others], axis=1).astype(np.int64)
     most = min(count, _MOST_SEARCHED) if len(demands.budgets) else 2 * joined
     tried = 2 * joined
