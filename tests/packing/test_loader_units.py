@@ -322,7 +322,7 @@ def one_of_two_processes(rank, store):
     assert steps[0] == steps[1]
     assert max(map(len, rows)) <= 2 * 4
     fillers = whole.rows.plan.filler_rows
-    found = [row[0] for each in of_all_ranks(rows) for batch in each for row in batch[::2]]
+    found = [pair[0] for each in of_all_ranks(rows) for batch in each for pair in batch[::2]]
     assert len(found) - fillers == len(set(found)) == 60
     state = of_all_ranks(whole.state_dict(batches_done=2))
     assert state[0] == state[1]
@@ -332,8 +332,8 @@ def one_of_two_processes(rank, store):
     more = loader(budget=5)
     more.load_state_dict(state[0])
     later = [documents_in(batch) for batch in more]
-    after = [row[0] for each in of_all_ranks(later) for batch in each for row in batch[::2]]
-    before = [row[0] for each in of_all_ranks(rows[:2]) for batch in each for row in batch[::2]]
+    after = [pair[0] for each in of_all_ranks(later) for batch in each for pair in batch[::2]]
+    before = [pair[0] for each in of_all_ranks(rows[:2]) for batch in each for pair in batch[::2]]
     assert sorted({*before, *after}) == sorted(set(found))
     assert not set(before) & set(after)
     with pytest.raises(ValueError, match=r"budgets is \{'pairs': 4\} on rank 0 and \{'pairs': 5\} on rank 1"):
