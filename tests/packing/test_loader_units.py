@@ -194,7 +194,7 @@ class TestResources:
 
         table.__class__ = Counted
         loader = make(table, resources={"patches": "num_patches"}, budgets={"patches": 48})
-        assert [key for key in loads if not isinstance(key, str)] == [[0]], "the first one, for its columns"
+        assert [key for key in loads if isinstance(key, (int, list))] == [[0]], "the first one, for its columns"
         assert self.rows(loader) == self.rows(
             make(IMAGES, resources={"patches": patches}, budgets={"patches": 48}, drop_columns=("num_patches",))
         )
