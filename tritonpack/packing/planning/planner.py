@@ -8,11 +8,6 @@ placed before all others. So a unit moves by two steps at most. Packing a whole 
 
 Rows that aren't full then exchange units for larger ones that would be deferred. If they still leave much open, the
 offer is packed anew: by first-fit, or, if units take several resources, each unit into the row whose room resembles it.
-
-Several steps can be planned as one group, which has more units to combine. Then its rows are divided among its steps
-(dealing.py), and the rows of each step trade units until their costs are about equal (trades.py).
-
-Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
 """
 
 from __future__ import annotations
@@ -64,9 +59,7 @@ def fill_steps(
     of_rows = np.empty((7, 2), dtype=np.int64)
     wholes, spares, offers = budgets.copy(), budgets.copy(), budgets.copy()
     scratch = np.empty((3, 1 + len(budgets)), dtype=np.int64)
-    digits = 1
-    while kinds.max() >> 8 * digits:
-        digits += 1
+    digits = 1 + int(np.log2(kinds.max() + 1) / 8)  # bytes of the largest kind, or one more
     done = waiting = cursor = turn = step = 0
     while done < count:
         last = step == last_step
@@ -132,12 +125,9 @@ def fill_steps(
                     others_left[resource] -= own_others[place, resource]
         kept = 0
         for place in range(waiting):
-            if rows_of[pool[place]] < 0:
-                pool[kept] = pool[place]
-                kept += 1
-        waiting = kept
-        turn += 1
-        step += steps
+            pool[kept] = pool[place]
+            kept += rows_of[pool[place]] < 0
+        waiting, turn, step = kept, turn + 1, step + steps
     return rows_of, order, groups[:turn]
 
 
@@ -271,11 +261,7 @@ def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budget
 def _exchange(
     lengths: Any, others: Any, amounts: Any, overdue: Any, row_of: Any, rows: int, fill: int, budgets: Any, full: int
 ) -> int:
-    """Exchange units of rows with room for deferred ones that take more of the scarcest resource, in place.
-
-    Returns:
-        What is gained of that resource.
-    """
+    """Exchange units of rows with room for deferred ones that take more of the scarcest resource; return the gain."""
     gained = np.int64(0)
     tokens, held_in = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
     used = np.zeros((rows, len(budgets)), dtype=np.int64)
@@ -420,11 +406,10 @@ def _offer(
             tokens += lengths[unit]
             given += 1
             halves[0] += lengths[unit] > fill // 2
-            stopping |= halves[0] >= most_halves
             for resource in range(len(budgets)):
                 held[resource] += others[unit, resource]
                 halves[1 + resource] += others[unit, resource] > budgets[resource] // 2
-                stopping |= halves[1 + resource] >= most_halves
+            stopping |= halves.max() >= most_halves
         else:
             passed += lengths[unit]
             stopping |= passed >= beyond
@@ -490,7 +475,6 @@ def _place(
                     break
                 open_keys[row] = UNLIMITED
                 _update(cheapest, open_keys, row)
-            row = cheapest[1]
             if open_keys[row] < UNLIMITED and (turn or not tokens[row] or cost[row] + costs[unit] <= share):
                 row_of[unit] = row
                 tokens[row] += length
