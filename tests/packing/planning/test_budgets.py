@@ -60,6 +60,16 @@ def test_steps_are_near_the_lower_bound(share, scarcity):
     assert deferred.max() < 3 * plan.steps_together, "units with images must not wait"
 
 
+def test_units_of_few_tokens_and_many_patches_do_not_wait():
+    """Every other unit has an image. Patches suffice for half as many units as tokens."""
+    image = np.random.default_rng(0).random(3000) < 0.5
+    units = Units.of_documents(np.where(image, 1, 100), patches=100 * image)
+    plan = plan_epoch(units, 1000, 4, budgets={"patches": 500}, tail="keep", steps_together=1)
+    deferred, _ = deferrals(plan, shuffled(len(units), 0, 0))
+    assert deferred.max() < 3
+    assert plan.num_steps <= -(-int(image.sum()) // 20) + 1
+
+
 @pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("together", [1, 4])
