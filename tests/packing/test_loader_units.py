@@ -259,10 +259,11 @@ class Own:
 
 class TestOwnCollator:
     def test_gets_the_examples(self):
-        loader = make(IMAGES, resources={"patches": "num_patches"}, budgets={"patches": 48}, collate_fn=Own())
-        found = [batch["examples"] for batch in loader]
-        assert sorted(each["input_ids"][0] for row in found for each in row) == list(range(60))
-        assert all(isinstance(each, Mapping) and "num_patches" in each for row in found for each in row)
+        for resource, columns in (("num_patches", {"input_ids"}), (patches, {"input_ids", "num_patches"})):
+            loader = make(IMAGES, resources={"patches": resource}, budgets={"patches": 48}, collate_fn=Own())
+            found = [example for batch in loader for example in batch["examples"]]
+            assert sorted(example["input_ids"][0] for example in found) == list(range(60))
+            assert all(isinstance(example, Mapping) and set(example) == columns for example in found)
 
     def test_makes_longer_rows_than_planned(self):
         loader = make(IMAGES, lengths=[1] * 60, collate_fn=Own())
