@@ -15,11 +15,11 @@ TEXTS = (
     ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
     "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
     "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
-    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture", "def documents(pair)", "num_patches",
-    "Units.of_sequences", "32768, units, budgets",
+    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture", "Units.of_trees", "def documents(pair)",
+    "num_patches", "32768, units, budgets",
 )  # fmt: skip
 ONE_LINE, PREPARED, LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE, PAIRS, BUDGETS, UNITS, SAMPLER_OF_UNITS = OTHERS
+STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS, SAMPLER_OF_UNITS = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -123,6 +123,12 @@ def test_mixture(given):
     assert max(rows) <= 64
 
 
+def test_units(given):
+    plan = run(UNITS, given)["plan"]
+    assert sorted(plan.items.tolist()) == [0, 1, 2]
+    assert plan.sums(given["units"].resources["patches"]).max() == 1024
+
+
 def test_bins(given):
     run(BINS, given)
     assert len(given["packing"]) == len(given["packed"]) == given["packing"].lower_bound
@@ -189,8 +195,6 @@ def test_budgets_of_rows_and_of_the_sampler(given, capsys):
     exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
     assert f"patches: {sum(patches)}, at most 16 a row" in str(given["loader"])
-    run(UNITS, given)
-    assert given["units"].resources["patches"].tolist() == [256, 0]
     given["units"] = tritonpack.Units.of_documents(LENGTHS, patches=patches)
     (code,) = (block for block in BLOCKS if SAMPLER_OF_UNITS in block)
     exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tritonpack import Units, pack_tree
+from tritonpack import Units, pack, pack_tree
 from tritonpack.packing.units import fit_units
 
 
@@ -57,6 +57,12 @@ def test_fitting_leaves_out_what_exceeds_any_budget():
     assert (whole.documents, str(whole.report)) == (None, "every unit fits")
 
 
+def test_units_of_tokens_alone_are_packed():
+    units = Units.of_sequences([[5], [2, 1], [4], [1, 1]])
+    packing, same = pack(units, 8), pack([5, 3, 4, 2], 8)
+    assert [items.tolist() for items in packing] == [items.tolist() for items in same]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -70,6 +76,8 @@ def test_fitting_leaves_out_what_exceeds_any_budget():
         (lambda: fit_units(PAIRS, 8, {"patches": 2.5}), "the budget of patches must be an integer"),
         (lambda: fit_units(PAIRS, 8, 9), "budgets must be a mapping .* got 9"),
         (lambda: fit_units(PAIRS, 8, {"patches": 9}, "split"), "overlong must be one of 'error', 'drop'"),
+        (lambda: pack(PAIRS, 8), "the units have the resources patches. .*plan_epoch plans them"),
+        (lambda: pack(Units.of_documents([9]), 8, overlong="split"), "overlong='split' cuts documents"),
         (lambda: Units.of_documents([5], tokens=[5]), "tokens aren't one of the resources"),
         (lambda: Units.of_documents([5, 6], patches=[1]), "resource 'patches' must be 2 integers"),
         (lambda: Units.of_documents([5, 6], patches=[1, -1]), "unit 1 has -1"),
@@ -78,9 +86,10 @@ def test_fitting_leaves_out_what_exceeds_any_budget():
         (lambda: Units.of_sequences([[1], [2, 0]]), "unit 1: .*document 1 has length 0"),
         (lambda: Units([5, 6], [25, 37]), "unit 1 has 6 tokens and squares 37"),
         (lambda: Units([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
-        (lambda: Units.of_trees([[[1]], []]), "unit 1 has no sequences"),
+        (lambda: Units.of_trees([[[1]], []]), r"unit 1 must be a list of sequences .*, at least one; got \[\]"),
         (lambda: Units.of_trees([[[1]], [[1], []]]), "unit 1, sequence 1 must be a row of token ids, at least one"),
         (lambda: Units.of_trees([[[0.5]]]), "unit 0, sequence 0 must be a row of token ids"),
+        (lambda: Units.of_trees([5, 6]), "unit 0 must be a list of sequences of token ids, at least one; got 5"),
         (lambda: Units.of_trees([[5, 6]]), r"unit 0, sequence 0 must be a row of token ids.*shape \(\)"),
     ],
 )  # fmt: skip

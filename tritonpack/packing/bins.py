@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
+from tritonpack.packing.units import Units
 
 Algorithm = Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -125,7 +126,7 @@ class Packing(Bins):
 
 
 def pack(
-    lengths: Sequence[int] | NDArray[Any],
+    lengths: Sequence[int] | NDArray[Any] | Units,
     capacity: int,
     *,
     algorithm: Algorithm = "best_fit_decreasing",
@@ -149,7 +150,7 @@ def pack(
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
-            memory.
+            memory; or `Units` that take tokens alone.
         capacity: tokens per bin, at least 1.
         algorithm: see above.
         max_items: documents (or pieces) per bin, at least 1; None for any number.
@@ -158,7 +159,8 @@ def pack(
 
     Raises:
         ValueError: no lengths, lengths that aren't a row of integers, an empty document, a document longer than
-            `capacity` under "error", an unknown option.
+            `capacity` under "error", an unknown option, units with other resources than tokens, or units that would
+            have to be cut.
         ImportError: numba can't be imported.
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
@@ -166,6 +168,15 @@ def pack(
     capacity = check_integer(capacity, "capacity")
     check_choice(algorithm, ALGORITHMS, "algorithm")
     limit = check_limit(max_items, "max_items")
+    if isinstance(lengths, Units):
+        if lengths.resources:
+            raise ValueError(
+                f"pack fills bins with tokens alone, and the units have the resources {', '.join(lengths.resources)}. "
+                "tritonpack.packing.plan_epoch plans them: pass it budgets."
+            )
+        if overlong in ("truncate", "split"):
+            raise ValueError(f"overlong={overlong!r} cuts documents, and units can't be cut. Use 'error' or 'drop'.")
+        lengths = lengths.tokens
     fitted = fit_lengths(lengths, capacity, overlong)
 
     from tritonpack.packing import heuristics  # imports numba, which is slow

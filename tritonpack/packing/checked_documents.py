@@ -60,10 +60,9 @@ class CheckedDocuments(Dataset):
         resources = checked_resources(resources)
         self.dataset = dataset
         self._documents = documents
-        self._dropped = self._unused = frozenset(drop_columns)
-        if collate is not None:
-            of_resources = {each for each in resources.values() if isinstance(each, str)}
-            self._unused = self._unused.union(LENGTH_COLUMNS, of_resources)
+        self._dropped = frozenset(drop_columns)
+        of_resources = {each for each in resources.values() if isinstance(each, str)}
+        self._unused = self._dropped.union(of_resources, LENGTH_COLUMNS if collate is not None else ())
         first = fetch(dataset, [0])[0]
         found = documents_of(first, 0, documents)
         self.columns = self._check_columns(first if found is None else found[0], collate)

@@ -242,7 +242,8 @@ def dataloader(
             example to measure it, and again at each loading. With `num_workers` it must be a function that pickle can
             send to the workers, if they are spawned.
         resources: what else an example takes of a row, by name: the column of an integer, a function of the example
-            that returns an integer, or (examples,) integers. Columns of a `datasets.Dataset` are read at once.
+            that returns an integer, or (examples,) integers. Columns of a `datasets.Dataset` are read at once. The
+            columns that are named aren't packed, and don't reach `collate_fn`.
         budgets: the most that the examples of a row may take of a resource, by its name, at least 1 each.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator. It takes a list of
             examples, or of lists of documents, and returns a batch. Where a unit isn't as long as its documents

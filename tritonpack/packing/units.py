@@ -118,9 +118,12 @@ class Units:
         """
         tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
         for number, group in enumerate(groups):
+            if not isinstance(group, Sequence | np.ndarray) or isinstance(group, str) or not len(group):
+                raise ValueError(
+                    f"unit {number} must be a list of sequences of token ids, at least one; got {group!r:.100}. For a "
+                    "document alone pass [document]."
+                )
             rows = [_ids(sequence, number, place) for place, sequence in enumerate(group)]
-            if not rows:
-                raise ValueError(f"unit {number} has no sequences. Leave it out.")
             lengths = np.array([len(row) for row in rows], dtype=np.int64)
             order, shared = sort_sequences(np.concatenate(rows), lengths)
             # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.

@@ -9,7 +9,7 @@ from tests.packing.planning.test_plan import AWKWARD, MODEL, deferrals
 from tritonpack import Units
 from tritonpack.packing import plan_epoch, plan_statistics
 from tritonpack.packing.planning.order import shuffled
-from tritonpack.packing.planning.plan import choose_steps_together
+from tritonpack.packing.planning.plan import Plan, choose_steps_together
 from tritonpack.packing.planning.tail import check_tail
 
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
@@ -58,6 +58,16 @@ def test_steps_are_near_the_lower_bound(share, scarcity):
         assert min(full) > 0.85, "rows are full of both"
     deferred, _ = deferrals(plan, shuffled(len(units), 0, 0))
     assert deferred.max() < 3 * plan.steps_together, "units with images must not wait"
+
+
+def test_units_of_few_tokens_and_many_patches_do_not_wait():
+    """Every other unit has an image. Patches suffice for half as many units as tokens."""
+    image = np.random.default_rng(0).random(3000) < 0.5
+    units = Units.of_documents(np.where(image, 1, 100), patches=100 * image)
+    plan = plan_epoch(units, 1000, 4, budgets={"patches": 500}, tail="keep", steps_together=1)
+    deferred, _ = deferrals(plan, shuffled(len(units), 0, 0))
+    assert deferred.max() < 3
+    assert plan.num_steps <= -(-int(image.sum()) // 20) + 1
 
 
 @pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
@@ -164,9 +174,11 @@ def test_attention_is_balanced_by_squares_of_sequences(objective, make):
 
 def test_statistics_count_squares():
     units = Units.of_sequences([[3, 2], [5], [1, 1, 1]])
-    plan = plan_epoch(units, 8, 2, tail="keep", shuffle=False)
-    assert sorted(plan.sums(units.squares)[0].tolist()) == [13 + 3, 25]
-    assert plan_statistics(plan, units).l2_lag_max == 3
+    plan = Plan(np.array([0, 2, 1]), np.array([0, 2, 3]), num_ranks=2, capacity=8)
+    found = plan_statistics(plan, units, cost=MODEL)
+    assert found.l2_lag_max == (25 - (13 + 3)) ** 0.5
+    costs = [MODEL.per_token * 8 + MODEL.per_square * 16, MODEL.per_token * 5 + MODEL.per_square * 25]
+    assert found.cost_utilization == pytest.approx(sum(costs) / (2 * max(costs)))
     with pytest.raises(ValueError, match="padded=True needs the lengths of documents"):
         plan_statistics(plan, units, padded=True)
 

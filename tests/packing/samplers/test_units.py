@@ -248,7 +248,7 @@ def test_every_unit_once_over_any_legs(case):
 
 @pytest.mark.slow
 @given(interruptions(), st.integers(0, 5))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_every_unit_once_over_many_legs(case, epoch):
     check_legs(*case, epoch)
 

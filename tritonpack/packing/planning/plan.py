@@ -241,7 +241,7 @@ def _plan_in_order(
         kept_steps = drop_last_step(rows, stream, num_ranks)
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
-        kept = rows < kept_steps * num_ranks
+        kept = np.flatnonzero(rows < kept_steps * num_ranks)
         order, stream, rows = order[kept], stream.select(kept), rows[kept]
         if not len(order):
             return nothing

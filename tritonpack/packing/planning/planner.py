@@ -8,11 +8,6 @@ placed before all others. So a unit moves by two steps at most. Packing a whole 
 
 Rows that aren't full then exchange units for larger ones that would be deferred. If they still leave much open, the
 offer is packed anew: by first-fit, or, if units take several resources, each unit into the row whose room resembles it.
-
-Several steps can be planned as one group, which has more units to combine. Then its rows are divided among its steps
-(dealing.py), and the rows of each step trade units until their costs are about equal (trades.py).
-
-Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
 """
 
 from __future__ import annotations
@@ -56,10 +51,15 @@ def fill_steps(
     arrived = np.empty(count, dtype=np.int32)  # the turn that read a unit from the stream
     pool = np.empty(count, dtype=np.int32)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
-    left, others_left = lengths.sum(), _sums(others)
-    digits = 1
-    while kinds.max() >> 8 * digits:
-        digits += 1
+    left, others_left = lengths.sum(), others.sum(axis=0)
+    # Memory that is used for every step anew, because small steps would take longer to allocate than to plan.
+    keys, own = np.empty((2, count), dtype=np.int64), np.empty((2, count), dtype=np.int64)
+    every_unit, every_overdue = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.bool_)
+    every_others, every_row = np.empty((count, len(budgets)), dtype=np.int64), np.empty(count, dtype=np.int32)
+    of_rows = np.empty((7, 2), dtype=np.int64)
+    wholes, spares, offers = budgets.copy(), budgets.copy(), budgets.copy()
+    scratch = np.empty((3, 1 + len(budgets)), dtype=np.int64)
+    digits = 1 + int(np.log2(kinds.max() + 1) / 8)  # bytes of the largest kind, or one more
     done = waiting = cursor = turn = step = 0
     while done < count:
         last = step == last_step
@@ -69,18 +69,24 @@ def fill_steps(
             steps = max(steps, others_left[resource] // (ranks * budgets[resource]))
         steps = max(1, min(together, steps, last_step - step, waiting + count - cursor))
         rows = ranks * steps
-        whole, wholes = rows * fill, rows * budgets
-        spare, spares = int(lookahead * whole), (lookahead * wholes).astype(np.int64)
-        offer, offers = (UNLIMITED, np.full(len(budgets), UNLIMITED)) if last else (whole + spare, wholes + spares)
+        whole = rows * fill
+        spare = int(lookahead * whole)
+        offer = UNLIMITED if last else whole + spare
+        for resource in range(len(budgets)):
+            wholes[resource] = rows * budgets[resource]
+            spares[resource] = int(lookahead * wholes[resource])
+            offers[resource] = UNLIMITED if last else wholes[resource] + spares[resource]
+        if of_rows.shape[1] < 4 * rows:
+            of_rows = np.empty((7, 4 * rows), dtype=np.int64)
         for final in (False, True):
             pooled, stop = _offer(
-                lengths, others, budgets, pool, offered, waiting, cursor, rows, fill, whole, wholes, offer, offers
-            )
+                lengths, others, budgets, pool, offered, waiting, cursor, rows, fill, whole, wholes, offer, offers,
+                scratch,
+            )  # fmt: skip
             arrived[cursor:stop] = turn
-            units = _largest_first(kinds, pool[:pooled], offered, digits)
-            size = len(units)
-            own_lengths, own_costs = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
-            own_others, overdue = np.empty((size, len(budgets)), dtype=np.int64), np.empty(size, dtype=np.bool_)
+            size = _largest_first(kinds, pool[:pooled], offered, digits, keys, every_unit)
+            units, overdue, row_of = every_unit[:size], every_overdue[:size], every_row[:size]
+            own_lengths, own_costs, own_others = own[0, :size], own[1, :size], every_others[:size]
             for place in range(size):
                 unit = units[place]
                 own_lengths[place], own_costs[place] = lengths[unit], costs[unit]
@@ -96,7 +102,7 @@ def fill_steps(
             # share is the cost of that unit. The end of an epoch needs no limit.
             limited = level and (stop < count or held >= rows * full)
             share = max(int(cost / held * full), own_costs.max()) if limited else UNLIMITED
-            row_of = _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share)
+            _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share, row_of, of_rows)
             taken = _placed_sum(amounts, row_of)
             margin = spare if scarce < 0 else spares[scarce]
             if final or not limited or (offer if scarce < 0 else offers[scarce]) <= taken + margin + margin // 8:
@@ -119,23 +125,10 @@ def fill_steps(
                     others_left[resource] -= own_others[place, resource]
         kept = 0
         for place in range(waiting):
-            if rows_of[pool[place]] < 0:
-                pool[kept] = pool[place]
-                kept += 1
-        waiting = kept
-        turn += 1
-        step += steps
+            pool[kept] = pool[place]
+            kept += rows_of[pool[place]] < 0
+        waiting, turn, step = kept, turn + 1, step + steps
     return rows_of, order, groups[:turn]
-
-
-@compiled
-def _sums(others: Any) -> Any:
-    """The sum of each column, (resources,)."""
-    sums = np.zeros(others.shape[1], dtype=np.int64)
-    for unit in range(len(others)):
-        for resource in range(others.shape[1]):
-            sums[resource] += others[unit, resource]
-    return sums
 
 
 @compiled
@@ -152,10 +145,10 @@ def _placed_sum(amounts: Any, row_of: Any) -> int:
 def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
     """The resource of which units need the most rows, -1 for tokens."""
     scarce, most = -1, lengths.sum() / fill
-    sums = _sums(others)
     for resource in range(len(budgets)):
-        if sums[resource] / budgets[resource] > most:
-            scarce, most = resource, sums[resource] / budgets[resource]
+        rows = others[:, resource].sum() / budgets[resource]
+        if rows > most:
+            scarce, most = resource, rows
     return scarce
 
 
@@ -268,14 +261,11 @@ def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budget
 def _exchange(
     lengths: Any, others: Any, amounts: Any, overdue: Any, row_of: Any, rows: int, fill: int, budgets: Any, full: int
 ) -> int:
-    """Exchange units of rows with room for deferred ones that take more of the scarcest resource, in place.
-
-    Returns:
-        What is gained of that resource.
-    """
+    """Exchange units of rows with room for deferred ones that take more of the scarcest resource; return the gain."""
     gained = np.int64(0)
     tokens, held_in = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
     used = np.zeros((rows, len(budgets)), dtype=np.int64)
+    first = np.zeros(rows + 1, dtype=np.int64)  # where the units of each row begin in `held`
     keys = np.empty(len(lengths), dtype=np.int64)
     left = 0
     for unit in range(len(lengths)):
@@ -283,13 +273,19 @@ def _exchange(
         if row >= 0:
             tokens[row] += lengths[unit]
             held_in[row] += amounts[unit]
+            first[row + 1] += 1
             _use(used, row, others, unit, 1)
         else:
             keys[left] = (np.int64(2**31) - amounts[unit]) << 32 | unit
             left += 1
     out = keys[:left]  # deferred units, those first that take most
     out.sort()
-    held, first = _group(row_of, 1, rows)
+    first = np.cumsum(first)
+    held, cursor = np.empty(first[rows], dtype=np.int64), first.copy()
+    for unit in range(len(lengths)):
+        if row_of[unit] >= 0:
+            held[cursor[row_of[unit]]] = unit
+            cursor[row_of[unit]] += 1
     for row in range(rows):
         while held_in[row] < full:
             best = best_out = best_place = np.int64(0)
@@ -335,13 +331,16 @@ def _exchange(
 
 
 @compiled
-def _largest_first(kinds: Any, pool: Any, offered: Any, digits: int) -> Any:
-    """The offered units of the pool from large to small; those of one kind keep their order.
+def _largest_first(kinds: Any, pool: Any, offered: Any, digits: int, scratch: Any, units: Any) -> int:
+    """Write the offered units of the pool to `units`, from large to small; those of one kind keep their order.
 
     Args:
         digits: the bytes of the largest kind; each is a pass of a radix sort.
+
+    Returns:
+        Their number.
     """
-    keys, sorted_keys = np.empty(len(pool), dtype=np.int64), np.empty(len(pool), dtype=np.int64)
+    keys, sorted_keys = scratch[0], scratch[1]
     count = 0
     for place in range(len(pool)):
         if offered[place]:
@@ -363,16 +362,15 @@ def _largest_first(kinds: Any, pool: Any, offered: Any, digits: int) -> Any:
                 sorted_keys[starts[value]] = keys[place]
                 starts[value] += 1
             keys, sorted_keys = sorted_keys, keys
-    units = np.empty(count, dtype=np.int32)
     for place in range(count):
         units[place] = keys[place] & _LOW
-    return units
+    return count
 
 
 @compiled
 def _offer(
     lengths: Any, others: Any, budgets: Any, pool: Any, offered: Any, waiting: int, cursor: int, rows: int, fill: int,
-    whole: int, wholes: Any, most: int, mosts: Any,
+    whole: int, wholes: Any, most: int, mosts: Any, scratch: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """Choose what a step is offered from the pool; units of the stream are added to the pool as needed.
 
@@ -388,8 +386,8 @@ def _offer(
     most_halves = int(_HALF_ROWS * rows)
     tokens = np.int64(0)
     given = place = 0
-    held, passed_others = np.zeros(len(budgets), dtype=np.int64), np.zeros(len(budgets), dtype=np.int64)
-    halves = np.zeros(1 + len(budgets), dtype=np.int64)  # units that take more than half a row, by resource
+    scratch[:] = 0
+    held, passed_others, halves = scratch[0], scratch[1], scratch[2]  # halves: units of more than half a row
     passed = np.int64(0)
     stopping = False  # too much was passed over, or there are too many of more than half a row
     while place < waiting or cursor < len(lengths):
@@ -408,11 +406,10 @@ def _offer(
             tokens += lengths[unit]
             given += 1
             halves[0] += lengths[unit] > fill // 2
-            stopping |= halves[0] >= most_halves
             for resource in range(len(budgets)):
                 held[resource] += others[unit, resource]
                 halves[1 + resource] += others[unit, resource] > budgets[resource] // 2
-                stopping |= halves[1 + resource] >= most_halves
+            stopping |= halves.max() >= most_halves
         else:
             passed += lengths[unit]
             stopping |= passed >= beyond
@@ -425,24 +422,25 @@ def _offer(
 
 @compiled
 def _place(
-    lengths: Any, others: Any, costs: Any, overdue: Any, ranks: int, fill: int, budgets: Any, share: int
-) -> Any:  # fmt: skip
-    """The row of each unit, -1 for a deferred one: overdue units first, and the largest first among both.
+    lengths: Any, others: Any, costs: Any, overdue: Any, ranks: int, fill: int, budgets: Any, share: int,
+    row_of: Any, scratch: Any,
+) -> None:  # fmt: skip
+    """Set the row of each unit, -1 for a deferred one: overdue units first, and the largest first among both.
 
     A unit goes to the cheapest row with room. Only an overdue unit, or one alone in its row, may bring the cost of a
     row above `share`. A row that has too many tokens for a unit is parked until units are short enough.
     """
-    row_of = np.full(len(lengths), -1, dtype=np.int32)
-    cost, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    row_of[:] = -1
+    cost, tokens, aside = scratch[0, :ranks], scratch[1, :ranks], scratch[2]  # aside: rows without room for a unit
+    cost[:], tokens[:] = 0, 0
     used = np.zeros((ranks, len(budgets)), dtype=np.int64)
-    aside = np.empty(ranks, dtype=np.int32)  # rows that have room for the tokens of a unit, but not for the unit
     leaves = 1
     while leaves < ranks:
         leaves *= 2
     # Of two trees, each node holds the row below it with the smallest key, and of equal ones the first. Keys are the
     # costs of open rows, and the tokens of parked ones.
-    open_keys, parked_keys = np.empty(leaves, dtype=np.int64), np.empty(leaves, dtype=np.int64)
-    cheapest, emptiest = np.empty(2 * leaves, dtype=np.int32), np.empty(2 * leaves, dtype=np.int32)
+    open_keys, parked_keys = scratch[3, :leaves], scratch[4, :leaves]
+    cheapest, emptiest = scratch[5, : 2 * leaves], scratch[6, : 2 * leaves]
     for turn in (True, False):
         if turn and not overdue.any():
             continue
@@ -477,7 +475,6 @@ def _place(
                     break
                 open_keys[row] = UNLIMITED
                 _update(cheapest, open_keys, row)
-            row = cheapest[1]
             if open_keys[row] < UNLIMITED and (turn or not tokens[row] or cost[row] + costs[unit] <= share):
                 row_of[unit] = row
                 tokens[row] += length
@@ -488,7 +485,6 @@ def _place(
             for place in range(put_aside):
                 open_keys[aside[place]] = cost[aside[place]]
                 _update(cheapest, open_keys, aside[place])
-    return row_of
 
 
 @compiled
@@ -499,22 +495,3 @@ def _update(tree: Any, keys: Any, row: int) -> None:
         left, right = tree[2 * node], tree[2 * node + 1]
         tree[node] = left if keys[left] <= keys[right] else right
         node >>= 1
-
-
-@compiled
-def _group(row_of: Any, ranks: int, steps: int) -> Any:
-    """The documents of each group of `ranks` rows, ascending, and where they start."""
-    starts = np.zeros(steps + 1, dtype=np.int64)
-    for row in row_of:
-        if row >= 0:
-            starts[row // ranks + 1] += 1
-    for step in range(steps):
-        starts[step + 1] += starts[step]
-    grouped = np.empty(starts[steps], dtype=np.int64)
-    cursor = starts.copy()
-    for document in range(len(row_of)):
-        if row_of[document] >= 0:
-            step = row_of[document] // ranks
-            grouped[cursor[step]] = document
-            cursor[step] += 1
-    return grouped, starts

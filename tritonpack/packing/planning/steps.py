@@ -1,4 +1,11 @@
-"""plan_steps: the steps of an epoch, from units in their shuffled order."""
+"""plan_steps: the steps of an epoch, from units in their shuffled order.
+
+Units are chosen and put into rows (planner.py). Several steps can be planned as one group, which has more units to
+combine; the rows of a group are then divided among its steps (dealing.py). In the end the rows of each step trade units
+until their costs are about equal (trades.py).
+
+Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _is_full(amounts: Iterable[tuple[int, int]], num_ranks: int) -> bool:
 def drop_last_step(rows: NDArray[np.int64], demands: Demands, num_ranks: int) -> int:
     """The number of steps without a last one that isn't full; at least 1 after `check_tail`."""
     last = int(rows.max()) // num_ranks
-    held = demands.select(rows >= last * num_ranks)
+    held = demands.select(np.flatnonzero(rows >= last * num_ranks))
     return last + _is_full(zip(held.totals, held.limits, strict=True), num_ranks)
 
 
@@ -147,7 +147,7 @@ def _in_rows(demands: Demands, num_rows: int) -> NDArray[np.int64] | None:
     """
     count = len(demands)
     joined = count - num_rows
-    smallest = np.argsort(demands.sizes, kind="stable")
+    smallest = np.argsort(-demands.kinds, kind="stable")
     takes = np.concatenate([demands.lengths[:, None], demands.others], axis=1).astype(np.int64)
     most = min(count, _MOST_SEARCHED) if len(demands.budgets) else 2 * joined
     tried = 2 * joined
