@@ -113,7 +113,7 @@ def test_plans_whatever_brute_force_can_plan(part, tail):
 
 
 def test_large_units_of_different_resources_share_a_row():
-    """63 units that fill more than half a row, some of tokens, some of patches: 60 rows must hold three pairs."""
+    """Each unit fills nine tenths of a row, of tokens or of patches, so a row holds one of each kind."""
     rng = np.random.default_rng(0)
     text = rng.random(1203) < 0.5
     tokens, patches = np.where(text, [[90], [0]], [[5], [95]])

@@ -406,10 +406,11 @@ def _offer(
             tokens += lengths[unit]
             given += 1
             halves[0] += lengths[unit] > fill // 2
+            stopping |= halves[0] >= most_halves
             for resource in range(len(budgets)):
                 held[resource] += others[unit, resource]
                 halves[1 + resource] += others[unit, resource] > budgets[resource] // 2
-            stopping |= halves.max() >= most_halves
+                stopping |= halves[1 + resource] >= most_halves
         else:
             passed += lengths[unit]
             stopping |= passed >= beyond
