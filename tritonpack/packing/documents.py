@@ -16,7 +16,7 @@ TOKENS = "input_ids"  # the column with the tokens of a document
 class NumberedDocuments(list[Any]):
     """Documents with their numbers in a dataset, which messages name in place of their places in the list."""
 
-    def __init__(self, documents: Iterable[Any], numbers: Iterable[int]) -> None:
+    def __init__(self, documents: Iterable[Any], numbers: Iterable[int | str]) -> None:
         super().__init__(documents)
         self.numbers = list(numbers)
 

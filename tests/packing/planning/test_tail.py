@@ -69,6 +69,15 @@ def test_no_documents_that_fit_are_refused(seed, num_ranks, tail):
             assert_complete(plan_epoch(some, capacity, num_ranks, tail=tail, epoch=seed), some, capacity)
 
 
+def test_spread_makes_no_more_steps_than_keep():
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        capacity, num_ranks = int(rng.integers(8, 40)), int(rng.integers(1, 5))
+        lengths = rng.integers(1, capacity + 1, int(rng.integers(5, 60)))
+        spread, keep = (plan_epoch(lengths, capacity, num_ranks, seed=seed, tail=tail) for tail in ("spread", "keep"))
+        assert spread.num_steps <= keep.num_steps
+
+
 @pytest.mark.parametrize("tail", TAILS)
 def test_borrows_from_any_step(tail):
     """10 rows of 6 tokens, one with 1 besides: only steps long before the last have documents to give."""

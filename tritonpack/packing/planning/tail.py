@@ -74,7 +74,10 @@ def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_st
             needed = int(rows.max()) // num_ranks + 1
             if needed <= num_steps:
                 return rows
-        num_steps = needed  # the number of steps with full rows
+        rows = steps(target=capacity)  # a last step that is offered all that is left may leave more over
+        if int(rows.max()) // num_ranks < num_steps:
+            return rows
+        num_steps = min(needed, int(rows.max()) // num_ranks + 1)  # the number of steps with full rows
 
 
 def whole_steps(

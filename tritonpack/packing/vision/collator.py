@@ -101,7 +101,7 @@ their `get_rope_index` returns for the document alone |
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
         whole = documents_of(features, type(self).__name__)
-        known = features.numbers if isinstance(features, NumberedDocuments) else range(len(whole))
+        known = features.names() if isinstance(features, NumberedDocuments) else range(len(whole))
         numbers, texts, media = list(known), [], []
         for number, example in zip(numbers, whole, strict=True):
             text, own = self._read(example, number)
@@ -132,7 +132,7 @@ their `get_rope_index` returns for the document alone |
         text, media = self._read(example, 0)
         return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media)[1] for kind in (IMAGES, VIDEOS)))
 
-    def _read(self, example: Any, number: int) -> tuple[Columns, Columns]:
+    def _read(self, example: Any, number: int | str) -> tuple[Columns, Columns]:
         """The columns of tokens and those of images and videos of an example, checked."""
         if not isinstance(example, Mapping):
             raise ValueError(
@@ -240,8 +240,8 @@ their `get_rope_index` returns for the document alone |
             return 0, 0
         return count(self._config, media)
 
-    def _require_one_kind(self, media: list[Columns], numbers: list[int]) -> None:
-        first: dict[str, int] = {}
+    def _require_one_kind(self, media: list[Columns], numbers: list[int | str]) -> None:
+        first: dict[str, int | str] = {}
         for number, own in zip(numbers, media, strict=True):
             for name in own:
                 first.setdefault(self.family.columns[name].kind, number)

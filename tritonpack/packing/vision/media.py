@@ -60,7 +60,7 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
     return tensor
 
 
-def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int]) -> Columns:
+def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int | str]) -> Columns:
     """The columns of images and videos of all examples, as the model takes them for one row.
 
     Raises:
@@ -81,7 +81,7 @@ def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int])
     return joined
 
 
-def _join(values: Sequence[Tensor], name: str, column: Column, numbers: Sequence[int]) -> Tensor:
+def _join(values: Sequence[Tensor], name: str, column: Column, numbers: Sequence[int | str]) -> Tensor:
     fixed = [axis for axis in range(1, values[0].ndim) if axis not in column.padded]
     for number, one in zip(numbers, values, strict=True):
         if one.dtype != values[0].dtype or any(one.shape[axis] != values[0].shape[axis] for axis in fixed):

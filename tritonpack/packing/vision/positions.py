@@ -43,7 +43,7 @@ class ModelPositions:
             f"{type(model).__name__} has no {METHOD}, by which its family makes positions; pass the whole model."
         )
 
-    def __call__(self, text: Columns, media: Columns, number: int) -> Tensor:
+    def __call__(self, text: Columns, media: Columns, number: int | str) -> Tensor:
         """(3, n) int64, the positions of one example.
 
         Args:
