@@ -56,11 +56,12 @@ def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
             f"got attention_mask {describe(mask)}. Convert it with mask.bool() if 1 stands for a pair that is seen."
         )
     if mask.dtype != torch.bool:
+        known = (mask == 0) | (mask <= HIDDEN)
         require(
-            ((mask == 0) | (mask <= HIDDEN)).all(),
+            known.all(),
             lambda: (
                 "attention_mask holds addends other than 0 and the smallest numbers (at most -65504)"
-                f"{_first(mask, (mask != 0) & (mask > HIDDEN))}. A patched model adds no bias to scores. {REMEDY}"
+                f"{_first(mask, ~known)}. A patched model adds no bias to scores. {REMEDY}"
             ),
         )
     seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
@@ -92,7 +93,11 @@ def _message(differ: Tensor, seen: Tensor, begin: Tensor, first: int) -> str:
         verb = "sees" if seen[row, query, key] else "doesn't see"
         where = f": in row {row} token {query} {verb} token {key}"
         start = int(begin[row, query])
-        where += f", and its document begins at token {start}" if start >= 0 else ", and no document begins before it"
+        where += (
+            f", and its document begins at token {start}"
+            if start >= 0
+            else ", and no token before it sees itself alone, as the first token of a document does"
+        )
     return (
         f"attention_mask isn't block-diagonal and causal{where}. From a mask of pairs a patched model reads documents, "
         "in which each token sees exactly itself and the tokens before it, and padding, which sees nothing. Windows "
