@@ -161,6 +161,17 @@ def test_resumes_from_its_checkpoints(lightning: Any, tmp_path: Path, options: d
 
 
 @pytest.mark.slow
+def test_what_lightning_does_to_a_loader_of_torchs_class(lightning: Any, tmp_path: Path) -> None:
+    """The reasons for `PackedTrainLoader`: epochs 0, 2, 3, each with the number of steps of epoch 0."""
+    plain = tritonpack.dataloader(DOCUMENTS, tokens=40, seed=14)
+    passes = [[row["input_ids"][0].tolist() for row in plain] for _ in range(4)]
+    assert [len(rows) for rows in passes] == [8, 8, 9, 8]
+    module = module_of(lightning.LightningModule)
+    fit(module, tritonpack.dataloader(DOCUMENTS, tokens=40, seed=14), tmp_path, enable_checkpointing=False)
+    assert [row for _, row in module.seen] == [*passes[0], *passes[2][:8], *passes[3]]
+
+
+@pytest.mark.slow
 def test_the_plain_collator(lightning: Any, tmp_path: Path) -> None:
     batches = DataLoader(DOCUMENTS, batch_size=3, collate_fn=tritonpack.PackingCollator())  # type: ignore[arg-type]
     module = module_of(lightning.LightningModule)

@@ -202,6 +202,16 @@ def test_other_masks_are_refused(patched: nn.Module, case: str) -> None:
         patched(**{**batch(), **given})
 
 
+def test_a_cache_is_refused(patched: Any) -> None:
+    """Also by a square mask of the new tokens alone, which says nothing about the tokens in the cache."""
+    ids = batch()["input_ids"]
+    for keys in (6, 12):
+        cache = patched(input_ids=ids[:, :6], use_cache=True).past_key_values
+        mask = torch.ones(1, 1, 6, keys, dtype=torch.bool).tril(keys - 6)
+        with pytest.raises(ValueError, match="cache"):
+            patched(input_ids=ids[:, 6:12], attention_mask=mask, past_key_values=cache)
+
+
 def test_models_that_see_both_directions_are_refused() -> None:
     model = zoo.tiny_model("xlnet")
     tritonpack.patch(model)

@@ -185,6 +185,11 @@ class PackingHook(PreHook):
         pad_token = getattr(self.text_config, "pad_token_id", None)
         packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token, reads_pairs=pairs)
         packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
+        if pairs and packed_batch.cached and not _is_empty(arguments):
+            raise ValueError(
+                "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
+                "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or past_key_values=None."
+            )
         return self._without_padding(packed_batch, arguments)
 
     def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
