@@ -382,7 +382,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask of four dimensions": (
         {"attention_mask": torch.ones(1, 1, 22, 22, dtype=torch.bool)},
-        "makes masks of pairs of tokens itself",
+        "isn't block-diagonal and causal",
     ),
     "offsets too short": ({"cu_seq_lens_q": torch.tensor([0, 5, 20])}, "end with the number of tokens, 22"),
     "offsets that decrease": ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 22])}, "never decrease"),

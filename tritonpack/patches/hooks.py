@@ -30,6 +30,7 @@ from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
 from tritonpack.patches.parts import PreHook
 from tritonpack.patches.report import Report
@@ -158,7 +159,8 @@ class PackingHook(PreHook):
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
-        if mask is not None and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
+        pairs = is_pair_mask(mask) and self.outermost and self.context.state.told is None
+        if mask is not None and not pairs and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
         tokens, shape = tokens_of(arguments)
@@ -182,8 +184,13 @@ class PackingHook(PreHook):
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         pad_token = getattr(self.text_config, "pad_token_id", None)
-        packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token)
+        packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token, reads_pairs=pairs)
         packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
+        if pairs and packed_batch.cached and not _is_empty(arguments):
+            raise ValueError(
+                "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
+                "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or past_key_values=None."
+            )
         return self._without_padding(packed_batch, arguments)
 
     def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:

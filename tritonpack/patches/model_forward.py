@@ -24,6 +24,7 @@ from tritonpack.patches.layers.image_positions import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import holds
@@ -213,7 +214,7 @@ class ModelForward(UnpackingForward):
             return mask
         if len(tokens_of(arguments)[1]) == 3:  # each row is a choice that holds one document
             return None
-        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        if mask is not None and not is_pair_mask(mask) and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return None
         if self.module is not self.hook.module:
             return self.hook.read(arguments)

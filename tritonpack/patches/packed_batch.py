@@ -157,6 +157,7 @@ class PackedBatch(TensorLike):
         tree_ends: (B, T) integers, where the subtree of each token ends, counted from the begin of its row, if the rows
             hold trees; else None. It may lie in host memory, where masks of trees are made in less time.
         placement: where the tokens of the user's rows lie in this one row, if it was made of them; else None.
+        causal: whether a causal mask of pairs of tokens told the documents, so that no layer may see later tokens.
         shared: whether it is one rank's part of a batch.
         counted: whether the patch counted the positions of the call.
         on_use: called when attention uses one of its masks in a model's first call.
@@ -166,7 +167,7 @@ class PackedBatch(TensorLike):
 
     arguments: tuple[str, ...] = (
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
-        "serving", "by_document", "cached", "filler", "tree_ends", "placement",
+        "serving", "by_document", "cached", "filler", "tree_ends", "placement", "causal",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -183,11 +184,12 @@ class PackedBatch(TensorLike):
         filler: Tensor | None = None,
         tree_ends: Tensor | None = None,
         placement: Placement | None = None,
+        causal: bool = False,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.device, self.serving = tokens, device, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
-        self.tree_ends, self.placement = tree_ends, placement
+        self.tree_ends, self.placement, self.causal = tree_ends, placement, causal
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.on_use: Callable[[], None] | None = None
         self.kept_batches: list[Any] = []  # by `batches_of`
@@ -244,6 +246,12 @@ class PackedBatch(TensorLike):
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
             key_offset: how many of these tokens the layer's cache has dropped.
         """
+        if self.causal and spec.overlay is None and spec.window[1] != 0:
+            raise ValueError(
+                "attention_mask is a causal mask of pairs, and layers of this model see both directions. Mark "
+                "documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask with the number of each "
+                "token's document."
+            )
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
             num_keys, query_offset = columns, columns - num_keys  # see `IntervalMask.for_keys`

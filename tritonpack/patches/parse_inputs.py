@@ -13,6 +13,7 @@ from tritonpack.masks.block_diagonal import changes
 from tritonpack.patches.call_arguments import TREE
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
+from tritonpack.patches.pair_masks import is_pair_mask, number_documents
 from tritonpack.patches.tensor_like import TensorLike
 
 SHARED_CONFIG = (
@@ -66,19 +67,24 @@ def make_packed_batch(
     device: torch.device,
     serving: Serving,
     pad_token: int | None = None,
+    reads_pairs: bool = False,
 ) -> PackedBatch:
     """The packing of a forward pass over tokens of shape (B, T), from the arguments of the call.
 
     Documents begin where `cu_seq_lens_q` says so (FlashAttention's offsets over the flattened tokens), else where
     `seq_idx` changes ((B, T) document numbers), else where `position_ids` do not ascend by one. A two-dimensional
     `attention_mask` marks padding by 0, and may number documents. Without a mask, `pad_token` tells what is padding
-    (see `PackedBatch.not_padding`). `tree_ends` say that rows hold trees, whose position ids are depths.
+    (see `PackedBatch.not_padding`). `tree_ends` say that rows hold trees, whose position ids are depths. If it
+    `reads_pairs`, a causal mask of pairs of tokens tells documents and padding, too.
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
     """
     mask = arguments.get("attention_mask")
-    if mask is not None:
+    pairs = reads_pairs and is_pair_mask(mask)
+    if pairs:
+        mask = number_documents(mask, tokens).to(device)
+    elif mask is not None:
         mask = _whole_numbers(mask).to(device)
     position_ids = arguments.get("position_ids")
     if position_ids is not None:
@@ -93,7 +99,7 @@ def make_packed_batch(
     if ends is not None:
         _require_tree(ends, tokens, {**told, "attention_mask": mask})
         return PackedBatch(None, position_ids, None, tokens, device, serving, tree_ends=ends)
-    packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
+    packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler, causal=pairs)
     _require_agreement(packed_batch, told)
     return packed_batch
 
@@ -172,8 +178,10 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
             _require_same((name, boundaries), ("position_ids", starts), live & ~filled, positions)
         told = {**told, "position_ids": starts}
     if mask is not None and told:
-        # Padding ends a document by itself. A mask of 0 and 1 numbers none.
-        inside = live & torch.cat([torch.zeros_like(live[:, :1]), live[:, :-1]], dim=1) & (mask > 1).any()
+        # Padding ends a document by itself. A mask of 0 and 1 numbers none, unless it was made of pairs.
+        inside = live & torch.cat([torch.zeros_like(live[:, :1]), live[:, :-1]], dim=1)
+        if not packed_batch.causal:
+            inside = inside & (mask > 1).any()
         name, boundaries = next(iter(told.items()))
         where = inside & ~filled if name == "position_ids" else inside
         _require_same(("attention_mask", changes(mask)), (name, boundaries), where, mask)

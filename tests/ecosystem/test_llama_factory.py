@@ -1,0 +1,272 @@
+"""Batches in LLaMA-Factory's formats, and a run of LLaMA-Factory itself, patched and not.
+
+Its `neat_packing` numbers a row's documents 1, 2, 3 in the mask, 0 for padding, and restarts position ids. With
+attention other than FlashAttention-2 its collator makes a mask of pairs (B, 1, T, T) of the numbers: 0 where a token
+sees another, the dtype's minimum elsewhere. With FlashAttention-2 it passes no mask and cuts the padding off.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+import tritonpack
+from tests.ecosystem.training import EXACT, arguments, features, tokenizer
+from tests.patches import zoo
+from tests.patches.models import tiny_model
+
+ROWS = ((9, 2, 23), (4, 14, 11, 1))
+LENGTH = 36
+
+
+def batch() -> dict[str, Tensor]:
+    """Two rows of `neat_packing`, padded on the right; the first label of each document counts, too."""
+    documents = iter(features(ROWS[0] + ROWS[1]))
+    rows = []
+    for row in ROWS:
+        ids = [next(documents)["input_ids"] for _ in row]
+        rest = LENGTH - sum(row)
+        rows.append(
+            {
+                "input_ids": torch.tensor([token for one in ids for token in one] + [0] * rest),
+                "attention_mask": torch.tensor([i for i, n in enumerate(row, 1) for _ in range(n)] + [0] * rest),
+                "position_ids": torch.tensor([i for n in row for i in range(n)] + [0] * rest),
+                "labels": torch.tensor([x for one in ids for x in (-100, *one[1:])] + [-100] * rest),
+            }
+        )
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def of_pairs(numbers: Tensor) -> Tensor:
+    """Which token sees which, (B, 1, T, T) bool, from the numbers of documents (B, T)."""
+    one_document = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (numbers != 0)[:, None, None, :]
+    return one_document & torch.ones(numbers.shape[1], numbers.shape[1], dtype=torch.bool).tril()
+
+
+def added(pairs: Tensor, dtype: torch.dtype, hidden: float | None = None) -> Tensor:
+    hidden = torch.finfo(dtype).min if hidden is None else hidden
+    return torch.zeros(pairs.shape, dtype=dtype).masked_fill(~pairs, hidden)
+
+
+FORMS: dict[str, Any] = {
+    "numbers": lambda numbers: numbers,
+    "float32": lambda numbers: added(of_pairs(numbers), torch.float32),
+    "bfloat16": lambda numbers: added(of_pairs(numbers), torch.bfloat16),
+    "minus infinity": lambda numbers: added(of_pairs(numbers), torch.float64, -torch.inf),
+    "bool": of_pairs,
+}
+
+
+def outcome(model: nn.Module, *calls: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """The loss of all predicted tokens and the gradients of all weights."""
+    model.zero_grad()
+    count = sum(int((call["labels"][:, 1:] != -100).sum()) for call in calls)
+    loss = sum(model(**call, num_items_in_batch=count).loss for call in calls)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def alone() -> list[dict[str, Tensor]]:
+    documents = [torch.tensor([document["input_ids"]]) for document in features(ROWS[0] + ROWS[1])]
+    return [{"input_ids": ids, "labels": ids} for ids in documents]
+
+
+def difference(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> float:
+    largest = max(float(x.abs().max()) for x in b[1])
+    gradients = max(float((x - y).abs().max()) for x, y in zip(a[1], b[1], strict=True)) / largest
+    return max(float((a[0] - b[0]).abs() / b[0]), gradients)
+
+
+@pytest.mark.parametrize("positions", [True, False], ids=["", "no position ids"])
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_stay_apart(form: str, positions: bool) -> None:
+    """The tiny Mistral has a window, which a mask of pairs must not switch off."""
+    model = tiny_model("mistral")
+    want = outcome(model, *alone())
+    tritonpack.patch(model)
+    call = batch()
+    call["attention_mask"] = FORMS[form](call["attention_mask"])
+    if not positions:
+        del call["position_ids"]
+    assert difference(outcome(model, call), want) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"attention": "sdpa"}, {"attention": "eager"}, {"unpad": True}, {"share_prefixes": True}], ids=str
+)
+def test_with_other_options(options: dict[str, Any]) -> None:
+    model = tiny_model("mistral")
+    want = outcome(model, *alone())
+    tritonpack.patch(model, **options)
+    call = batch()
+    call["attention_mask"] = FORMS["float32"](call["attention_mask"])
+    assert difference(outcome(model, call), want) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "bloom", "gpt2", "jamba", "mamba2", "opt"])
+def test_other_families(family: str) -> None:
+    """Windows, ALiBi, absolute positions and recurrent layers: a mask of pairs gives what numbers give."""
+    model = zoo.tiny_model(family).eval()
+    tritonpack.patch(model)
+    call = batch()
+    del call["position_ids"], call["labels"]
+    want = model(**call).logits
+    got = model(**{**call, "attention_mask": FORMS["float32"](call["attention_mask"])}).logits
+    assert torch.equal(got, want)
+
+
+def test_one_result_a_document() -> None:
+    """Numbers or pairs: a classifier gives each document its result."""
+    config = tiny_model("mistral").config
+    config.pad_token_id = 0
+    model: Any = AutoModelForSequenceClassification.from_config(config).double().eval()
+    want = torch.cat([model(input_ids=call["input_ids"]).logits for call in alone()])
+    tritonpack.patch(model)
+    call = batch()
+    del call["labels"]
+    for form in ("numbers", "bool"):
+        got = model(**{**call, "attention_mask": FORMS[form](call["attention_mask"])}).logits
+        assert float((got - want).detach().abs().max()) < EXACT
+
+
+def pairs() -> Tensor:
+    return of_pairs(batch()["attention_mask"])
+
+
+def seeing(query: int, key: int) -> Tensor:
+    mask = pairs()
+    mask[1, 0, query, key] ^= True
+    return mask
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a token of another document": (
+        {"attention_mask": seeing(10, 2)},
+        r"isn't block-diagonal and causal: in row 1 token 10 sees token 2, and its document begins at token 4",
+    ),
+    "a later token": ({"attention_mask": seeing(10, 11)}, "in row 1 token 10 sees token 11"),
+    "a gap": ({"attention_mask": seeing(10, 6)}, "in row 1 token 10 doesn't see token 6"),
+    "a window": (
+        {"attention_mask": pairs() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-7)},
+        r"in row 0 token 8 doesn't see token 0.*Windows and images come from the model",
+    ),
+    "both directions": (
+        {"attention_mask": pairs() | pairs().transpose(2, 3)},
+        "isn't block-diagonal and causal: in row 0 token 0",
+    ),
+    "nothing that begins": (
+        {
+            "attention_mask": torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool).index_fill(
+                3, torch.tensor([3, 4]), True
+            )
+        },
+        "in row 0 token 0 doesn't see token 0, and no token before it sees itself alone",
+    ),
+    "a bias": (
+        {"attention_mask": added(pairs(), torch.float32, -10000.0)},
+        r"addends other than 0 .*: -10000 in row 0 for token 0 and token 1",
+    ),
+    "not a number": ({"attention_mask": added(pairs(), torch.float32, torch.nan)}, "addends other than 0"),
+    "integers": ({"attention_mask": pairs().long()}, r"Convert it with mask\.bool\(\)"),
+    "a mask for each head": ({"attention_mask": pairs().expand(2, 4, -1, -1)}, r"of shape \(2, 1, 36, 36\): one for"),
+    "another length": ({"attention_mask": pairs()[..., 1:]}, r"shape \(2, 1, 36, 35\)"),
+    "other positions": (
+        {"attention_mask": pairs(), "position_ids": torch.arange(LENGTH).expand(2, -1)},
+        "attention_mask and position_ids contradict each other",
+    ),
+    "positions that restart under one document": (
+        {"attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
+        "attention_mask and position_ids contradict each other",
+    ),
+    "three dimensions": ({"attention_mask": pairs()[:, 0]}, "makes masks of pairs of tokens itself"),
+}
+
+
+@pytest.fixture(scope="module")
+def patched() -> nn.Module:
+    model = tiny_model("mistral")
+    tritonpack.patch(model)
+    return model
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_other_masks_are_refused(patched: nn.Module, case: str) -> None:
+    given, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        patched(**{**batch(), **given})
+
+
+def test_a_cache_is_refused(patched: Any) -> None:
+    """Also by a square mask of the new tokens alone, which says nothing about the tokens in the cache."""
+    ids = batch()["input_ids"]
+    for keys in (6, 12):
+        cache = patched(input_ids=ids[:, :6], use_cache=True).past_key_values
+        mask = torch.ones(1, 1, 6, keys, dtype=torch.bool).tril(keys - 6)
+        with pytest.raises(ValueError, match="cache"):
+            patched(input_ids=ids[:, 6:12], attention_mask=mask, past_key_values=cache)
+
+
+def test_models_that_see_both_directions_are_refused() -> None:
+    model = zoo.tiny_model("xlnet")
+    tritonpack.patch(model)
+    with pytest.raises(ValueError, match="layers of this model see both directions"):
+        model(input_ids=batch()["input_ids"], attention_mask=pairs())
+
+
+@pytest.mark.slow
+def test_a_compiled_model_checks_masks_too() -> None:
+    model = tiny_model("mistral")
+    want = outcome(model, *alone())
+    tritonpack.patch(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    assert difference(outcome(compiled, {**batch(), "attention_mask": pairs()}), want) < EXACT
+    with pytest.raises(ValueError, match="in row 1 token 10 sees token 2"):
+        compiled(**{**batch(), "attention_mask": seeing(10, 2)})
+
+
+class Patch(TrainerCallback):
+    """The recipe of docs/ecosystem.md."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.report = tritonpack.patch(model).report
+
+
+class Logs(TrainerCallback):
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("neat", [True, False], ids=["neat_packing", "packing"])
+def test_llama_factory_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neat: bool) -> None:
+    """LLaMA-Factory trains a patched model as it trains a stock one with its masks of pairs.
+
+    Its `packing` alone means that documents see each other; patched, position ids that restart keep them apart.
+    """
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    tuner = pytest.importorskip("llamafactory.train.tuner", exc_type=ImportError)
+    tokenizer().save_pretrained(tmp_path / "model")
+    model = tiny_model("llama").float()
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    model.save_pretrained(tmp_path / "model")
+    texts = [" ".join(f"w{token}" for token in document["input_ids"]) for document in features()]
+    (tmp_path / "documents.json").write_text(json.dumps([{"instruction": x, "input": "", "output": x} for x in texts]))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"documents": {"file_name": "documents.json"}}))
+    options = {
+        **arguments(tmp_path / "out", per_device_train_batch_size=2, overwrite_output_dir=True),
+        "model_name_or_path": str(tmp_path / "model"), "stage": "sft", "do_train": True, "finetuning_type": "full",
+        "dataset": "documents", "dataset_dir": str(tmp_path), "template": "empty", "cutoff_len": 128,
+        "packing": True, "flash_attn": "sdpa", "overwrite_cache": True, "preprocessing_num_workers": 1,
+    }  # fmt: skip
+    stock, logs, patch = Logs(), Logs(), Patch()
+    tuner.run_exp({**options, "neat_packing": True}, callbacks=[stock])
+    tuner.run_exp({**options, "neat_packing": neat}, callbacks=[patch, logs])
+    assert patch.report.attention == "tritonpack"
+    assert logs.losses == pytest.approx(stock.losses, rel=EXACT)
+    assert len(logs.losses) == 3
