@@ -67,6 +67,21 @@ def test_set_epoch_chooses_the_next_pass():
         loader.set_epoch(-1)
 
 
+def test_set_epoch_of_the_batch_sampler_chooses_the_next_pass():
+    """As loops for DistributedSampler and Lightning call it, which also makes an iterator that it doesn't use."""
+    loader = make()
+    for epoch in (0, 1, 5, 2):
+        iter(loader)
+        loader.batch_sampler.set_epoch(epoch)
+        assert one_pass(loader) == planned(epoch)
+    assert one_pass(loader) == planned(3)
+    loader.load_state_dict(loader.state_dict(2))
+    loader.batch_sampler.set_epoch(3)
+    assert one_pass(loader) == planned(3)[2:]
+    loader.batch_sampler.set_epoch(4)
+    assert one_pass(loader) == planned(4)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_ranks_take_their_rows(rank):
     loader = make(num_replicas=3, rank=rank)

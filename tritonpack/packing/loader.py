@@ -79,16 +79,15 @@ class PackedDataLoader(DataLoader):
         return len(self._own)
 
     def __iter__(self) -> Any:
-        if self._started:
+        # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
+        if self._started and not self._offered.is_epoch_chosen:
             self.rows.set_epoch(self.epoch + 1)
         self._started = True
+        self._offered.note_pass()
         epoch, done = self._resumed or (self.epoch, 0)
         self._done, self._resumed = (done if epoch == self.epoch else 0), None
-        return self._count(super().__iter__())
-
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         epoch = self.epoch
-        for number, batch in enumerate(batches, self._done + 1):
+        for number, batch in enumerate(super().__iter__(), self._done + 1):
             if self.epoch == epoch:
                 self._done = number
             yield batch
@@ -323,6 +322,7 @@ class _Rows(Sampler[list[int]]):
     def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
         self._rows, self.rank = rows, rank
         self.is_divided = False  # by accelerate
+        self.is_epoch_chosen = False  # by a library or a loop that calls `set_epoch` here, since the last pass began
         self._next: int | None = None
         self._shift = 0
 
@@ -332,7 +332,7 @@ class _Rows(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, because DataLoader with workers makes two iterators for a pass and uses only the second.
         self.is_divided = self.rank is None
-        self._next = None
+        self.note_pass()
         first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
         row = None
         for row in islice(self._rows, first, None, stride):
@@ -362,11 +362,16 @@ class _Rows(Sampler[list[int]]):
         """Let the next pass of accelerate be over this epoch, whatever its number there."""
         self._next = epoch if self.rank is None else None
 
+    def note_pass(self) -> None:
+        """A pass begins, here or in the loader: the next `set_epoch` is for another one."""
+        self._next, self.is_epoch_chosen = None, False
+
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, as accelerate does at each pass. It numbers its own passes from 0."""
+        """Choose the epoch, as accelerate and Lightning do at each pass. accelerate numbers its own passes from 0."""
         if self._next is not None:
             self._shift = self._next - epoch
         self._rows.set_epoch(epoch + self._shift)
+        self.is_epoch_chosen = True
 
 
 def _check_fit(units: Units, tokens: int, budgets: Any, overlong: Any, *, can_cut: bool) -> None:
