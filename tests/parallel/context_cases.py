@@ -133,13 +133,27 @@ def loss_by_total(grad_reduce):
     with SequenceParallel(model, layout="stripe", grad_reduce=grad_reduce) as context:
         logits = model(**batch).logits
         assert logits.shape[1] < labels.shape[1]
-        mine = context.shard(targets)
+        mine = context.shard(targets, fill=-100)
         terms = torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum")
         loss = context.total(terms) / (targets != -100).sum()
         loss.backward()
         close(context.gather(mine), targets, "gathered")
     result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
     same(result, alone_on("llama", "packed"))
+
+
+def loss_by_total_of_few_tokens():
+    """Padding, which gives every rank of a short batch a row, has no target."""
+    model, reference = make_model(), make_model()
+    ids = torch.tensor([[5, 57, 6]])
+    patch(reference)
+    logits = reference(input_ids=ids).logits
+    wanted = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+    with SequenceParallel(model) as context:
+        logits = model(input_ids=ids).logits
+        mine = context.shard(torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100), fill=-100)
+        total = context.total(torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum"))
+    close(total, wanted, "loss")
 
 
 def outputs(batch, **options):
@@ -338,6 +352,7 @@ CASES = {
     "loss in parts, summed": partial(loss_in_parts, "sum"),
     "loss by total, averaged": partial(loss_by_total, "mean"),
     "loss by total, summed": partial(loss_by_total, "sum"),
+    "loss by total, of few tokens": loss_by_total_of_few_tokens,
     "outputs": partial(outputs, "packed"),
     "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
     "kept logits": partial(kept_logits, "balanced"),

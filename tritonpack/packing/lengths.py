@@ -26,29 +26,23 @@ class OverlongReport:
         documents: the number of documents that are longer than the capacity.
         tokens_lost: their tokens that were cut off or dropped.
         pieces: the number of pieces that were made of them.
-        units: the documents are `Units`, which don't fit if they take too much of any resource.
     """
 
     policy: str
     documents: int = 0
     tokens_lost: int = 0
     pieces: int = 0
-    units: bool = False
 
     def __str__(self) -> str:
         if not self.documents:
-            return "every unit fits" if self.units else "every document fits"
+            return "every document fits"
         done = {
             "truncate": f"truncated: {self.tokens_lost:,} tokens cut off",
             "split": f"split into {self.pieces:,} pieces: no token lost",
             "drop": f"dropped: {self.tokens_lost:,} tokens lost",
         }[self.policy]
-        one = self.documents == 1
-        if self.units:
-            what = "unit that takes more than a row has" if one else "units that take more than a row has"
-        else:
-            what = f"{'document' if one else 'documents'} longer than the capacity"
-        return f"{self.documents:,} {what} {done}"
+        noun = "document" if self.documents == 1 else "documents"
+        return f"{self.documents:,} {noun} longer than the capacity {done}"
 
 
 @dataclass(frozen=True, eq=False)

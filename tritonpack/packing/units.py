@@ -149,6 +149,16 @@ def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
     return lengths if isinstance(lengths, Units) else Units.of_documents(lengths)
 
 
+class UnitsReport(OverlongReport):
+    """What was done with the units that take too much of any resource."""
+
+    def __str__(self) -> str:
+        if not self.documents:
+            return "every unit fits"
+        what = "unit that takes" if self.documents == 1 else "units that take"
+        return f"{self.documents:,} {what} more than a row has dropped: {self.tokens_lost:,} tokens lost"
+
+
 @dataclass(frozen=True, eq=False)
 class FittedUnits:
     """Units that fit into a row, and their numbers among all units.
@@ -161,7 +171,7 @@ class FittedUnits:
 
     units: Units
     documents: NDArray[np.int32] | None
-    report: OverlongReport
+    report: UnitsReport
 
 
 def fit_units(
@@ -202,7 +212,7 @@ def fit_units(
         above |= values > limits[resource]
     count = int(above.sum())
     if not count:
-        return FittedUnits(units, None, OverlongReport(overlong, units=True))
+        return FittedUnits(units, None, UnitsReport(overlong))
     if overlong == "error":
         unit = int(np.argmax(above))
         resource = next(each for each, values in takes.items() if values[unit] > limits[each])
@@ -218,7 +228,7 @@ def fit_units(
             f"overlong='drop' leaves nothing: each of {count} units takes more than a row has "
             f"({', '.join(f'{most} {resource}' for resource, most in limits.items())}). Raise the {name} or a budget."
         )
-    report = OverlongReport(overlong, count, int(units.tokens[above].sum()), units=True)
+    report = UnitsReport(overlong, count, int(units.tokens[above].sum()))
     return FittedUnits(units.select(~above), np.flatnonzero(~above).astype(np.int32), report)
 
 

@@ -151,13 +151,16 @@ class SequenceParallel:
         finally:
             self.state.paused = before
 
-    def shard(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor, *, fill: float = 0) -> Tensor:
         """This rank's rows, (1, rows, ...), of a tensor (B, T, ...) for the batch of the last forward.
+
+        A batch with few tokens is padded, so that every rank has some; `fill` is the value of the padding. Pass -100
+        for targets, which leaves the padding out of the loss.
 
         Raises:
             ValueError: another shape, or no forward yet.
         """
-        return self._last().shard(x)
+        return self._last().shard(x, fill=fill)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all ranks, (1, rows, ...) each, as (B, T, ...) in the order of the batch, differentiably.
