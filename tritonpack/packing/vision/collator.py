@@ -127,9 +127,9 @@ their `get_rope_index` returns for the document alone |
             `tokens`: those of the row, with images. `patches`: those of the vision tower.
 
         Raises:
-            ValueError: see `__call__`.
+            ValueError: see `__call__`; the message calls the example "document to measure".
         """
-        text, media = self._read(example, 0)
+        text, media = self._read(example, "to measure")
         return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media)[1] for kind in (IMAGES, VIDEOS)))
 
     def _read(self, example: Any, number: int | str) -> tuple[Columns, Columns]:
