@@ -241,8 +241,8 @@ def setup(
     It patches the model, and replaces the loader of the training alone: evaluation and prediction keep their padded
     batches, in which the model computes no padding. The trainer's epochs, steps, seeds, workers, accumulation and
     checkpoints hold for packed rows, too. Image-text models get `num_items_in_batch`, which Trainer keeps from some,
-    so each target of accumulated rows weighs alike. A callback logs what `SavedTokensCallback` logs, and the packing efficiency.
-    Only this trainer changes.
+    so each target of accumulated rows weighs alike. A callback logs what `SavedTokensCallback` logs, and the packing
+    efficiency. Only this trainer changes.
 
     Rows have different numbers of documents, so `per_device_train_batch_size` has no effect. With
     `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and

@@ -117,8 +117,8 @@ def measure(
     if own is not None or by_example or of_sizes:
         counted: dict[str, list[int]] = {name: [] for name in (*by_example, *of_sizes)}
         for number, example in _examples(dataset):
-            counts = own is not None or len(of_sizes) > 0
-            sizes = sizes_of(example, number) if sizes_of is not None and counts else []
+            is_counted = own is not None or len(of_sizes) > 0
+            sizes = sizes_of(example, number) if sizes_of is not None and is_counted else []
             if own is not None:
                 own.append([size.tokens for size in sizes] or _lengths_of(example, number, documents))
             for name in of_sizes:

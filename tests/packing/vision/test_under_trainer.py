@@ -101,3 +101,20 @@ def test_loss_of_a_row_without_targets() -> None:
     row = tritonpack.VisionPackingCollator(model)([example | {"labels": torch.full_like(example["input_ids"], -100)}])
     assert model(**row).loss.isnan()
     assert model(**row, num_items_in_batch=torch.tensor(3)).loss == 0
+
+
+@pytest.mark.slow
+def test_evaluation_needs_the_collator_too(tmp_path: Path) -> None:
+    dataset = examples("qwen2_5_vl")
+    for collated in (False, True):
+        model = build("qwen2_5_vl")
+        collate = tritonpack.VisionPackingCollator(model)
+        options = TrainingArguments(**arguments(tmp_path, remove_unused_columns=False))
+        own = {"data_collator": collate} if collated else {}
+        trainer = Trainer(model, options, train_dataset=dataset, eval_dataset=dataset, **own)
+        with tritonpack.setup(trainer, 256, collate_fn=collate):
+            if collated:
+                assert trainer.evaluate()["eval_loss"] == pytest.approx(model(**collate(dataset)).loss.item())
+            else:
+                with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+                    trainer.evaluate()
