@@ -411,7 +411,7 @@ class TestRefusals:
     def test_losses_that_rows_cannot_weigh(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path)
         trainer.model_accepts_loss_kwargs = False
-        with pytest.raises(ValueError, match=r"loss of LlamaForCausalLM doesn't take num_items_in_batch.*compute_loss"):
+        with pytest.raises(ValueError, match=r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss"):
             tritonpack.setup(trainer, TOKENS)
 
 

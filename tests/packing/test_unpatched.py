@@ -9,7 +9,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.packing.test_training import tiny_llama
-from tritonpack import PackingCollator, PackingWarning, notices, patch, register
+from tests.packing.vision.test_collator import LLAVA
+from tritonpack import PackingCollator, PackingWarning, VisionPackingCollator, notices, patch, register
 
 pytest.importorskip("transformers.modeling_utils")
 
@@ -41,6 +42,11 @@ def test_warns_once_with_remedy():
     assert message.startswith("unpatched-model: PackingCollator laid 2 documents into one row, and no model is patched")
     assert "Call tritonpack.patch(model)" in message
     assert "FlashAttention implementations, which read position_ids in training, do so, too." in message
+
+
+def test_warning_names_the_collator():
+    (message,) = packing_warnings(lambda: VisionPackingCollator(LLAVA)(DOCUMENTS))
+    assert message.startswith("unpatched-model: VisionPackingCollator laid 2 documents into one row")
 
 
 def test_warning_with_padding():

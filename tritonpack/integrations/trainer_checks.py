@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from tritonpack.integrations.trainer import SavedTokensCallback
 from tritonpack.packing import PackingCollator
+from tritonpack.packing.vision.families import FAMILIES
 
 # transformers' name for the loss of a model -> what its labels belong to.
 LABELS = {
@@ -21,14 +22,30 @@ LABELS = {
 }
 
 
+def is_held_back(trainer: Trainer) -> bool:
+    """Whether Trainer keeps `num_items_in_batch` from a model whose loss is divided by it.
+
+    Some of transformers' image-text classes have `accepts_loss_kwargs = False`, and their forward gives all arguments
+    to the loss function. Trainer would take the mean of the rows' means.
+    """
+    model = _bare(trainer.model)
+    known = getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+    given = trainer.model_accepts_loss_kwargs or getattr(model, "accepts_loss_kwargs", True)
+    return known and not given and trainer.compute_loss_func is None
+
+
+def _bare(model: Any) -> Any:
+    """A model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def labels_of(trainer: Trainer) -> str:
     """What a label of the trainer's model belongs to, as PackingCollator's `objective` names it.
 
     Raises:
         ValueError: a model whose loss doesn't tell.
     """
-    model = trainer.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = _bare(trainer.model)
     loss = getattr(model, "loss_type", None)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "tokens"
@@ -106,9 +123,10 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
     unweighted = not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None
     if unweighted and args.gradient_accumulation_steps * args.world_size > 1:
         raise ValueError(
-            f"the loss of {type(trainer.model).__name__} doesn't take num_items_in_batch, so rows with few targets "
-            "would weigh as much as rows with many. Pass a compute_loss_func to the trainer, or use one process and "
-            "gradient_accumulation_steps=1."
+            f"Trainer doesn't pass num_items_in_batch to {type(_bare(trainer.model)).__name__}, so rows with few "
+            "targets would weigh as much as rows with many. If the model's loss divides by it, set "
+            "model.accepts_loss_kwargs = True before the trainer is made. Else pass a compute_loss_func to the "
+            "trainer, or use one process and gradient_accumulation_steps=1."
         )
 
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import seed_worker
 from tritonpack.backends import Backend
 from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
-from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
+from tritonpack.integrations.trainer_checks import check_trainer, check_training, is_held_back, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
@@ -71,10 +71,16 @@ class TrainerSetup:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
         self._documents: CheckedDocuments | None = None  # of the latest loader
-        self._loader = self._load(epochs=1)
-        self._callback = _PackedTraining(self)
-        self.patch: Patch = self._patch(trainer.model)
         self._before = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
+        self._released = is_held_back(trainer)
+        trainer.model_accepts_loss_kwargs |= self._released
+        try:
+            self._loader = self._load(epochs=1)
+            self._callback = _PackedTraining(self)
+            self.patch: Patch = self._patch(trainer.model)
+        except BaseException:
+            self._hold_back()
+            raise
         try:
             trainer.add_callback(self._callback)
             for name in _REPLACED:
@@ -97,9 +103,14 @@ class TrainerSetup:
             if getattr(vars(self.trainer).get(name), "__self__", None) is self:
                 delattr(self.trainer, name)
                 vars(self.trainer).update({name: self._before[name]} if name in self._before else {})
+        self._hold_back()
         if self._callback in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self._callback)
         self.patch.unpatch()
+
+    def _hold_back(self) -> None:
+        if self._released:
+            self.trainer.model_accepts_loss_kwargs = self._released = False
 
     def _original(self, name: str) -> Any:
         """The trainer's own method."""
@@ -229,8 +240,9 @@ def setup(
 
     It patches the model, and replaces the loader of the training alone: evaluation and prediction keep their padded
     batches, in which the model computes no padding. The trainer's epochs, steps, seeds, workers, accumulation and
-    checkpoints hold for packed rows, too. A callback logs what `SavedTokensCallback` logs, and the packing efficiency.
-    Only this trainer changes.
+    checkpoints hold for packed rows, too. Image-text models get `num_items_in_batch`, which Trainer keeps from some,
+    so each target of accumulated rows weighs alike. A callback logs what `SavedTokensCallback` logs, and the packing
+    efficiency. Only this trainer changes.
 
     Rows have different numbers of documents, so `per_device_train_batch_size` has no effect. With
     `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and

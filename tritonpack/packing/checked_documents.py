@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -11,6 +11,7 @@ from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import TAKEN
 from tritonpack.packing.documents import TOKENS, NumberedDocuments, fetch
 from tritonpack.packing.measured import (
+    BY_COLLATOR,
     GIVEN,
     LENGTH_COLUMNS,
     DocumentsOf,
@@ -19,7 +20,9 @@ from tritonpack.packing.measured import (
     documents_of,
     measure,
     resource_of,
+    size_of,
 )
+from tritonpack.packing.units import Units
 
 
 class CheckedDocuments(Dataset):
@@ -34,6 +37,8 @@ class CheckedDocuments(Dataset):
     Args:
         dataset, lengths, documents, resources, drop_columns: see `dataloader`.
         collate: the collator whose columns the documents have; None for one that takes examples of any form.
+        measure_by: a collator's `measure`: the tokens of a document, and resources, as attributes of what it returns.
+        budgets: see `dataloader`. `measure_by` counts those of its resources that neither lengths nor resources have.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class CheckedDocuments(Dataset):
         resources: Mapping[str, Resource] | None,
         drop_columns: Collection[str],
         collate: PackingCollator | None,
+        measure_by: Callable[[Any], Any] | None = None,
+        budgets: Any = None,
     ) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
@@ -59,14 +66,19 @@ class CheckedDocuments(Dataset):
             )
         resources = checked_resources(resources)
         self.dataset = dataset
-        self._documents = documents
+        self._documents, self._measure_by = documents, measure_by
         self._dropped = frozenset(drop_columns)
         of_resources = {each for each in resources.values() if isinstance(each, str)}
         self._unused = self._dropped.union(of_resources, LENGTH_COLUMNS if collate is not None else ())
         first = fetch(dataset, [0])[0]
         found = documents_of(first, 0, documents)
         self.columns = self._check_columns(first if found is None else found[0], collate)
-        self.measured = measure(dataset, lengths, documents, resources, self._dropped)
+        sizes_of, of_sizes = None, []
+        if measure_by is not None:
+            sizes_of, given = self._sizes_of, {*resources, *(lengths.resources if isinstance(lengths, Units) else ())}
+            wanted = [name for name in (budgets if isinstance(budgets, Mapping) else ()) if name not in given]
+            of_sizes = [name for name in wanted if hasattr(sizes_of(first, 0)[0], name)]
+        self.measured = measure(dataset, lengths, documents, resources, self._dropped, sizes_of, of_sizes)
         # Units of a collator of one's own need not be the sums of lengths, such as those of trees.
         self._checks_lengths = collate is not None or self.measured.source != GIVEN
         self._by_example: dict[str, Any] = {
@@ -97,13 +109,45 @@ class CheckedDocuments(Dataset):
         held = [example] if found is None else found
         if not all(isinstance(document, Mapping) and TOKENS in document for document in held):
             return example if found is None else found  # the collator says what is wrong
-        if self._checks_lengths:
-            self._check_lengths(held, number)
-        used = [{name: document[name] for name in document if name not in self._unused} for document in held]
+        used = self._used(held)
+        if self._measure_by is not None:
+            sizes = [size_of(self._measure_by, document, number) for document in used]
+            self._check_sizes(sizes, number)
+        elif self._checks_lengths:
+            self._check_lengths([len(document[TOKENS]) for document in held], number)
         return used[0] if found is None else used
 
-    def _check_lengths(self, documents: list[Any], number: int) -> None:
-        own = [len(document[TOKENS]) for document in documents]
+    def _used(self, documents: Sequence[Any]) -> list[Any]:
+        """Documents without columns that aren't used."""
+        return [
+            {name: each[name] for name in each if name not in self._unused} if isinstance(each, Mapping) else each
+            for each in documents
+        ]
+
+    def _sizes_of(self, example: Any, number: int) -> list[Any]:
+        """What the collator's `measure` returns for each document of an example."""
+        assert self._measure_by is not None
+        found = documents_of(example, number, self._documents)
+        used = self._used([example] if found is None else found)
+        return [size_of(self._measure_by, document, number) for document in used]
+
+    def _check_sizes(self, sizes: Sequence[Any], number: int) -> None:
+        """ValueError unless an example takes what was planned, by the collator's `measure`."""
+        if self._checks_lengths:
+            self._check_lengths([size.tokens for size in sizes], number)
+        units = self.measured.units
+        for name, planned in {"tokens": units.tokens, **units.resources}.items():
+            if not hasattr(sizes[0], name):
+                continue
+            amount = sum(getattr(size, name) for size in sizes)
+            if amount != planned[number]:
+                raise ValueError(
+                    f"example {number} has {amount} {name} by {BY_COLLATOR}, but {planned[number]} were given for it. "
+                    f"Pass what {BY_COLLATOR} counts, or leave lengths= and resources= out: it then measures the "
+                    "examples itself."
+                )
+
+    def _check_lengths(self, own: list[int], number: int) -> None:
         units, source = self.measured.units, self.measured.source
         if sum(own) != units.tokens[number]:
             raise ValueError(

@@ -128,8 +128,12 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
             ValueError: no features, a column that can't be packed or that some documents don't have, a document that
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length.
         """
-        documents, numbers = self._read(features)
-        _warn_if_unpatched(len(documents), padded=self.pad_to_multiple_of is not None)
+        return self._collate(features, type(self).__name__)
+
+    def _collate(self, features: Any, name: str) -> dict[str, Tensor | int]:
+        """What a call returns, for a collator of this name, which messages say."""
+        documents, numbers = self._read(features, name)
+        _warn_if_unpatched(name, len(documents), padded=self.pad_to_multiple_of is not None)
         batch: dict[str, Tensor | int] = {}
         if self.objective == "documents" and "labels" in documents[0]:
             batch["labels"] = join_labels_of_documents([columns.pop("labels") for columns in documents], numbers)
@@ -152,9 +156,9 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
             rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
         return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
 
-    def _read(self, features: Any) -> tuple[list[Columns], list[int | str]]:
+    def _read(self, features: Any, name: str) -> tuple[list[Columns], list[int | str]]:
         """The columns of all documents, checked, with labels; and the numbers of their features, for messages."""
-        whole = documents_of(features, "PackingCollator")
+        whole = documents_of(features, name)
         known = features.names() if isinstance(features, NumberedDocuments) else range(len(whole))
         documents: list[Columns] = []
         numbers: list[int | str] = []
@@ -213,14 +217,14 @@ def may_lack_a_patch() -> bool:
     return notices.knows_patched_models()
 
 
-def _warn_if_unpatched(documents: int, *, padded: bool) -> None:
+def _warn_if_unpatched(name: str, documents: int, *, padded: bool) -> None:
     """Warn if several documents share a row, and transformers' models are imported but none is patched."""
     if documents < 2 or not may_lack_a_patch():
         return
     flash = "don't, because of the attention_mask that pad_to_multiple_of adds" if padded else "do so, too"
     notices.say_once(
         "unpatched-model",
-        f"PackingCollator laid {documents} documents into one row, and no model is patched in this process. Most "
+        f"{name} laid {documents} documents into one row, and no model is patched in this process. Most "
         "models then let the documents see each other. Call tritonpack.patch(model) before the first batch. A patched "
         "model keeps documents apart. transformers' FlashAttention implementations, which read position_ids in "
         f"training, {flash}.",

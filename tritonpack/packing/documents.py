@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Length = Callable[[Any], int]
 TOKENS = "input_ids"  # the column with the tokens of a document
+_PASS_LENGTH = "For documents of another form pass length=, a function that returns the number of their tokens."
 
 
 class NumberedDocuments(list[Any]):
@@ -29,11 +30,11 @@ class NumberedDocuments(list[Any]):
         return named
 
 
-def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
+def measure_lengths(dataset: Any, length: Length | None = None, *, remedy: str = _PASS_LENGTH) -> NDArray[np.int64]:
     """(documents,) int64, the number of tokens of each document of a map-style dataset.
 
     Without `length` the offsets in the table of a `datasets.Dataset` are read, and no tokens. Of other datasets each
-    document is read.
+    document is read. `remedy`: see `checked_length`.
 
     Raises:
         ValueError: see `checked_length`, `require_map_style` and `check_length_function`.
@@ -43,11 +44,16 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
     if length is None and hasattr(dataset, "with_format") and TOKENS in (getattr(dataset, "column_names", None) or ()):
         tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
         chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
-        if all(hasattr(chunk, "value_lengths") and not chunk.null_count for chunk in chunks):
+        if all(_has_rows(chunk) for chunk in chunks):
             parts = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
             return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
-    lengths = [checked_length(dataset[number], number, length) for number in range(len(dataset))]
+    lengths = [checked_length(dataset[number], number, length, remedy) for number in range(len(dataset))]
     return np.array(lengths, dtype=np.int64)
+
+
+def _has_rows(chunk: Any) -> bool:
+    """Whether a chunk of a column holds a row of single values for each document: no row of rows, and none missing."""
+    return hasattr(chunk, "value_lengths") and not chunk.null_count and not chunk.type.value_type.num_fields
 
 
 def is_table(dataset: Any) -> bool:
@@ -56,8 +62,10 @@ def is_table(dataset: Any) -> bool:
     return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
-def checked_length(document: Any, number: int, length: Length | None) -> int:
+def checked_length(document: Any, number: int, length: Length | None, remedy: str = _PASS_LENGTH) -> int:
     """The number of tokens of a document: what `length` returns, or the length of the row or of its "input_ids".
+
+    `remedy`: for documents of another form, the last sentence of the message.
 
     Raises:
         ValueError: a document of another form, or with less than one token.
@@ -72,8 +80,7 @@ def checked_length(document: Any, number: int, length: Length | None) -> int:
                 given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
             raise ValueError(
                 f"document {number} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got "
-                f"{given}. Tokenize text first. For documents of another form pass length=, a function that returns "
-                "the number of their tokens."
+                f"{given}. Tokenize text first. {remedy}"
             )
         count = len(tokens)
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:

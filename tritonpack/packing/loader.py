@@ -170,7 +170,9 @@ class PackedDataLoader(DataLoader):
         nothing = "no document" if rows._order is None else "no document of the order"
         lines.append(f"  left out: {'; '.join(left_out) or nothing}")
         used, unused = self.documents.columns
-        lines.append(f"  columns: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
+        own = isinstance(self.collate_fn, _OwnCollator)  # documents may then have different columns
+        columns = "columns of the first document" if own else "columns"
+        lines.append(f"  {columns}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
 
 
@@ -236,7 +238,7 @@ def dataloader(
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
             `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
-            no tokens.
+            no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
         documents: a function of an example that returns its documents, a list of mappings. It is called once for each
             example to measure it, and again at each loading. With `num_workers` it must be a function that pickle can
             send to the workers, if they are spawned.
@@ -246,7 +248,10 @@ def dataloader(
         budgets: the most that the examples of a row may take of a resource, by its name, at least 1 each.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator. It takes a list of
             examples, or of lists of documents, and returns a batch. Where a unit isn't as long as its documents
-            together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an error.
+            together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an error. A
+            method `measure` of it, as VisionPackingCollator has one, returns for a document an object with the
+            attribute `tokens`, and with resources by name. It gives the `lengths` and the resources of `budgets` that
+            aren't passed, and checks each example again when it is loaded.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, cost_model, tail, lookahead, steps_together, shuffle, order: see MultipackDistributedBatchSampler.
             The default tail "spread" leaves out no document.
@@ -284,7 +289,10 @@ def dataloader(
             f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
             f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
         )
-    checked = CheckedDocuments(dataset, lengths, documents, resources, drop_columns, collate)
+    measure_by = getattr(collate_fn, "measure", None)
+    checked = CheckedDocuments(
+        dataset, lengths, documents, resources, drop_columns, collate, measure_by=measure_by, budgets=budgets
+    )
     units = checked.measured.cut(max_document_length)
     _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
     num_replicas, own_rank = place_in_world(num_replicas, rank, True)

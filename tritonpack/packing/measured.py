@@ -15,9 +15,15 @@ from tritonpack.packing.lengths import whole_lengths
 from tritonpack.packing.units import Units
 
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
+SizesOf = Callable[[Any, int], list[Any]]  # of an example and its number: of each document what `measure` returns
 Resource = str | Callable[[Any], int] | Sequence[int] | NDArray[Any]
 LENGTH_COLUMNS = ("length", "lengths")
 GIVEN = "the argument lengths"
+BY_COLLATOR = "collate_fn.measure"
+_PASS_LENGTHS = (
+    "For documents of another form pass a collate_fn that takes them and has a method measure, such as "
+    "VisionPackingCollator(model), or pass lengths=, the tokens of each."
+)
 _AT_ONCE = 16
 
 
@@ -73,6 +79,8 @@ def measure(
     documents: DocumentsOf | None,
     resources: Mapping[str, Resource],
     dropped: Collection[str],
+    sizes_of: SizesOf | None = None,
+    of_sizes: Collection[str] = (),
 ) -> Measured:
     """Measure the examples of a dataset, reading as little as possible.
 
@@ -84,6 +92,8 @@ def measure(
         lengths: (examples,) integers, the tokens of the one document of each example; Units; None measures.
         documents, resources: see `dataloader`.
         dropped: columns that aren't used.
+        sizes_of: counts the tokens and the resources of each document; None counts `input_ids`.
+        of_sizes: the resources that it counts, by name.
 
     Raises:
         ValueError: what can't be measured; the message names the example.
@@ -98,15 +108,21 @@ def measure(
         source = GIVEN
     elif documents is None and (column := _length_column(dataset, dropped)) is not None:
         lengths, source = column
+    elif sizes_of is not None:
+        own, source = [], BY_COLLATOR
     elif documents is None and is_table:
-        lengths, source = measure_lengths(dataset), TOKENS
+        lengths, source = measure_lengths(dataset, remedy=_PASS_LENGTHS), TOKENS
     else:
         own, source = [], TOKENS if documents is None else "the documents of each example"
-    if own is not None or by_example:
-        counted: dict[str, list[int]] = {name: [] for name in by_example}
+    if own is not None or by_example or of_sizes:
+        counted: dict[str, list[int]] = {name: [] for name in (*by_example, *of_sizes)}
         for number, example in _examples(dataset):
+            is_counted = own is not None or len(of_sizes) > 0
+            sizes = sizes_of(example, number) if sizes_of is not None and is_counted else []
             if own is not None:
-                own.append(_lengths_of(example, number, documents))
+                own.append([size.tokens for size in sizes] or _lengths_of(example, number, documents))
+            for name in of_sizes:
+                counted[name].append(sum(getattr(size, name) for size in sizes))
             for name, resource in by_example.items():
                 counted[name].append(resource_of(example, number, name, resource))
         known |= counted
@@ -149,11 +165,11 @@ def _lengths_of(example: Any, number: int, documents: DocumentsOf | None) -> lis
     """The tokens of each document of an example."""
     found = documents_of(example, number, documents)
     if found is None:
-        return [checked_length(example, number, None)]
+        return [checked_length(example, number, None, _PASS_LENGTHS)]
     lengths = []
     for place, document in enumerate(found):
         try:
-            lengths.append(checked_length(document, place, None))
+            lengths.append(checked_length(document, place, None, _PASS_LENGTHS))
         except ValueError as error:
             raise ValueError(f"example {number}: {error}") from None
     return lengths
@@ -181,6 +197,22 @@ def resource_of(example: Any, number: int, name: str, resource: str | Callable[[
     if whole < 0 or isinstance(value, bool):
         raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
     return whole
+
+
+def size_of(measure: Callable[[Any], Any], document: Any, number: int) -> Any:
+    """What the `measure` of a collator returns for a document of an example: its `tokens`, and resources by name.
+
+    Raises:
+        ValueError: it fails, or returns no number of tokens.
+    """
+    size = called(measure, document, number, BY_COLLATOR)
+    tokens = getattr(size, "tokens", None)
+    if not isinstance(tokens, (int, np.integer)) or tokens < 1:
+        raise ValueError(
+            f"{BY_COLLATOR} must return an object whose attribute tokens is an integer of at least 1; for example "
+            f"{number} it returned {size!r:.100}."
+        )
+    return size
 
 
 def called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:

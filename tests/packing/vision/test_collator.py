@@ -42,6 +42,9 @@ LLAVA = Model("llava", vision_feature_select_strategy="default")
 QWEN = Rotated("qwen2_vl")
 NEXT = Model("llava_next", image_grid_pinpoints=[[8, 16], [16, 8]])
 ONEVISION = Model("llava_onevision", image_grid_pinpoints=[[8, 16]])
+GEMMA3 = Model("gemma3", mm_tokens_per_image=4)
+GEMMA4 = Model("gemma4", vision={"pooling_kernel_size": 2})
+TIMED = Rotated("qwen2_5_vl")
 TEXT: dict[str, Any] = {"input_ids": [3, 4, 5]}
 
 
@@ -59,6 +62,22 @@ def qwen(**more: Any) -> dict[str, Any]:
 def film(**more: Any) -> dict[str, Any]:
     columns = {"pixel_values_videos": torch.ones(8, 96), "video_grid_thw": torch.tensor([[1, 2, 4]])}
     return {"input_ids": [3, VIDEO, VIDEO], "mm_token_type_ids": [0, 2, 2], **columns} | more
+
+
+def gemma3(**more: Any) -> dict[str, Any]:
+    return llava() | {"token_type_ids": [0, 1, 1, 1, 1, 0]} | more
+
+
+def gemma4(**more: Any) -> dict[str, Any]:
+    columns = {"pixel_values": torch.ones(1, 4, 48), "image_position_ids": torch.ones(1, 4, 2, dtype=torch.int64)}
+    return {"input_ids": [3, IMAGE], "mm_token_type_ids": [0, 1], **columns} | more
+
+
+def gemma4_film(counts: torch.dtype) -> dict[str, Any]:
+    pixels, places = torch.ones(1, 4, 48), torch.ones(1, 4, 2, dtype=torch.int64)
+    columns = {"pixel_values_videos": pixels, "video_position_ids": places}
+    frames = torch.ones(1, dtype=counts)
+    return {"input_ids": [3, VIDEO], "mm_token_type_ids": [0, 2], "num_frames_per_video": frames, **columns}
 
 
 def tiles(size: list[int], count: int, tokens: int) -> dict[str, Any]:
@@ -99,6 +118,28 @@ class TestRow:
     def test_a_text_alone_has_no_columns_of_images(self) -> None:
         assert VisionPackingCollator(LLAVA)([TEXT]).keys() == PackingCollator()([TEXT]).keys()
         assert VisionPackingCollator(LLAVA)([TEXT | {"pixel_values": None}]).keys() == PackingCollator()([TEXT]).keys()
+
+    @pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
+    def test_none_and_empty_columns_of_images_are_absent(self, text: str) -> None:
+        """A table has all columns for all examples."""
+        plain = VisionPackingCollator(TIMED)([qwen(), TEXT, film()])
+        pixels, grids = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
+        for absent in (None, [], torch.ones(0, 96)):
+            columns = {text: None, "second_per_grid_ts": None, **dict.fromkeys((*pixels, *grids), absent)}
+            given = [columns | example for example in (qwen(), TEXT, film())]
+            made = VisionPackingCollator(TIMED)(given)
+            assert made.keys() == plain.keys()
+            assert all(torch.equal(torch.as_tensor(made[name]), torch.as_tensor(plain[name])) for name in plain)
+            assert VisionPackingCollator(TIMED).measure(given[0]) == (4, 8)
+
+    def test_texts_of_gemma_3_may_lack_types(self) -> None:
+        made = VisionPackingCollator(GEMMA3)([TEXT, gemma3(), TEXT | {"token_type_ids": None}])
+        assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
+
+    def test_whole_seconds_beside_parts(self) -> None:
+        made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1]), film(second_per_grid_ts=[0.5])])
+        assert made["second_per_grid_ts"].tolist() == [1.0, 0.5]
+        assert made["second_per_grid_ts"].dtype == torch.float32
 
     def test_positions_of_three_axes_restart_in_each_document(self) -> None:
         row = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)([qwen(), TEXT, film()])
@@ -179,7 +220,23 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "a lost axis": (LLAVA, [llava(pixel_values=torch.ones(3, 8, 8))],
         r"document 0 has pixel_values of shape \(3, 8, 8\); it takes \(images, channels, height, width\)"),
     "the first patch alone": (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
-    "no images in a column": (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))], r"of shape \(0, 3, 8, 8\)"),
+    "no images in a column": (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))],
+        "document 0 has 4 tokens of images .* and no 'pixel_values'"),
+    "no grids in a column": (QWEN, [qwen(image_grid_thw=[])], "has 'pixel_values' but no 'image_grid_thw'"),
+    "labels that are None in some": (LLAVA, [llava(labels=[-100] * 6), TEXT | {"labels": None}],
+        "document 0 has 'labels' and document 1 hasn't"),
+    "no types of Gemma 3": (GEMMA3, [TEXT, without(gemma3(), "token_type_ids")],
+        "document 1 has images or videos and no 'token_type_ids', by which the model tells their tokens from text"),
+    "types of Gemma 3 that are None": (GEMMA3, [gemma3(token_type_ids=None)], "and no 'token_type_ids', by which"),
+    "wrong types of Gemma 3": (GEMMA3, [gemma3(token_type_ids=[0] * 6)],
+        r"document 0 has token_type_ids that aren't 1 exactly for tokens of images \(60\); pass"),
+    "no types of Gemma 4": (GEMMA4, [without(gemma4(), "mm_token_type_ids")],
+        "document 0 has images or videos and no 'mm_token_type_ids'.* return_mm_token_type_ids=True"),
+    "seconds in words": (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
+    "grids of two dtypes": (QWEN, [qwen(), qwen(image_grid_thw=torch.tensor([[1.0, 2, 4]]))],
+        "image_grid_thw is torch.float32 .* one dtype and one size of 3: time, height, width in a call"),
+    "frames of two dtypes": (GEMMA4, [gemma4_film(torch.int64), gemma4_film(torch.float32)],
+        r"num_frames_per_video is torch.float32 .* the model takes one dtype in a call\. Process"),
     "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
         r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
     "two dtypes": (LLAVA, [llava(), llava(pixel_values=torch.ones(1, 3, 8, 8, dtype=torch.float64))],
@@ -204,7 +261,7 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "images that Idefics 3 can't pad": (Model("idefics3", scale_factor=1), [row(8), row(12)],
         r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
     "a tower that isn't known": (Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"}),
-        [llava()], "document 0 belongs to a model with the tower 'dino'; VisionPackingCollator knows pixtral"),
+        [], "doesn't know llava with the vision tower 'dino'; it knows pixtral, clip_.* one example a row"),
     "sounds in the text": (Rotated("qwen2_vl", audio_token_id=5), [TEXT], "document 0 has tokens of sound"),
 }  # fmt: skip
 
@@ -230,6 +287,11 @@ def test_refused(case: str) -> None:
 def test_refused_settings(model: Any, settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VisionPackingCollator(model, **settings)
+
+
+def test_repr_names_the_model_type() -> None:
+    assert repr(VisionPackingCollator(LLAVA)).startswith("VisionPackingCollator(model_type='llava', pad_to_multiple_of")
+    assert VisionPackingCollator(LLAVA).model_type == "llava"
 
 
 def test_a_method_that_fails_names_the_document() -> None:

@@ -53,7 +53,8 @@ def test_from_processor_to_training_step(given: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_rows_by_tokens_and_patches(given: dict[str, Any]) -> None:
     given = run(1, run(0, given))
-    assert sum(len(batch["pixel_values"]) for batch in given["loader"]) == given["units"].resources["patches"].sum() > 0
+    units = given["loader"].documents.measured.units
+    assert sum(len(batch["pixel_values"]) for batch in given["loader"]) == units.resources["patches"].sum() > 0
 
 
 @pytest.mark.slow
@@ -69,11 +70,7 @@ def test_under_trainer(given: dict[str, Any], tmp_path: Any) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     transformers.Trainer(model, arguments, train_dataset=examples, data_collator=given["collate"]).train()
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    rows = {
-        "lengths": tritonpack.Units.of_documents([9, 24, 22, 24], patches=[0, 32, 44, 32]),
-        "budgets": {"patches": 64},
-        "collate_fn": given["collate"],
-    }
+    rows = {"budgets": {"patches": 64}, "collate_fn": given["collate"]}
     trainer = transformers.Trainer(model, arguments, train_dataset=examples)
     with tritonpack.setup(trainer, tokens=64, **rows):
         loader = trainer.get_train_dataloader()

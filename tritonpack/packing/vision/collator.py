@@ -12,11 +12,11 @@ from torch import Tensor
 from tritonpack.packing.collator import PackingCollator, documents_of
 from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, labels_of_tokens, read_feature
 from tritonpack.packing.documents import NumberedDocuments
-from tritonpack.packing.vision.families import FAMILIES, IMAGES, VIDEOS, Family
+from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
 from tritonpack.packing.vision.media import join_media, read_media
 from tritonpack.packing.vision.positions import ModelPositions
 
-MODALITIES = "mm_token_type_ids"  # of each token: 0 text, 1 image, 2 video
+_INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _TEXT = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN)
 
 
@@ -38,8 +38,8 @@ class VisionPackingCollator:
 
     An example is what the model's processor returns for one conversation. Take its pixels as they are: `pixel_values`
     and its companions have one row for each image or patch, not for each example. A first axis of size 1 is taken off
-    a column that has one axis too many (the `input_ids` of `return_tensors="pt"`). A column of images that is None
-    counts as absent.
+    a column that has one axis too many (the `input_ids` of `return_tensors="pt"`). A column that is None counts as
+    absent, and so does a column of images or videos without elements.
 
     | column | in the batch |
     |---|---|
@@ -50,18 +50,20 @@ their `get_rope_index` returns for the document alone |
 
     If no example has labels, they are made from the input ids, -100 for the tokens of images and videos, and for the
     prompts of PaliGemma. Given labels are kept, but for the first of each document. A text without images may lack
-    `mm_token_type_ids`.
+    `mm_token_type_ids`, and Gemma 3's `token_type_ids`.
 
     Attributes:
         model: the model that gets the batches, bare or wrapped (PEFT, DistributedDataParallel). Only its configuration
             and its `get_rope_index` are kept, no weights, so workers of a DataLoader get little.
+        model_type: that of the model's configuration.
         pad_to_multiple_of, pad_token_id, per_token: see PackingCollator.
 
     Raises:
-        ValueError: a model of an unknown family, or a wrong setting.
+        ValueError: a model of an unknown family, or with an unknown vision tower, or a wrong setting.
     """
 
     model: InitVar[Any]
+    model_type: str = field(init=False)
     pad_to_multiple_of: int | None = None
     pad_token_id: int | None = None
     per_token: Collection[str] = ()
@@ -73,7 +75,8 @@ their `get_rope_index` returns for the document alone |
         text = PackingCollator(self.pad_to_multiple_of, self.pad_token_id, per_token=self.per_token)
         config = _configuration(model)
         positions = ModelPositions.of(model) if FAMILIES[config.model_type].own_positions else None
-        for name, value in (("_config", config), ("_positions", positions), ("_text", text)):
+        made = {"model_type": config.model_type, "_config": config, "_positions": positions, "_text": text}
+        for name, value in made.items():
             object.__setattr__(self, name, value)
         if self.pad_token_id is not None and self.pad_token_id in self._placeholders().values():
             raise ValueError(
@@ -84,7 +87,7 @@ their `get_rope_index` returns for the document alone |
     @property
     def family(self) -> Family:
         """What this collator knows of the model's type."""
-        return FAMILIES[self._config.model_type]
+        return FAMILIES[self.model_type]
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         """Collate one batch.
@@ -108,7 +111,7 @@ their `get_rope_index` returns for the document alone |
             texts.append(text)
             media.append(own)
         self._complete(texts)
-        batch: dict[str, Any] = self._text(NumberedDocuments(texts, numbers))
+        batch: dict[str, Any] = self._text._collate(NumberedDocuments(texts, numbers), type(self).__name__)
         if self._positions is not None:
             padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
             parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
@@ -127,9 +130,9 @@ their `get_rope_index` returns for the document alone |
             `tokens`: those of the row, with images. `patches`: those of the vision tower.
 
         Raises:
-            ValueError: see `__call__`.
+            ValueError: see `__call__`; the message calls the example "document to measure".
         """
-        text, media = self._read(example, 0)
+        text, media = self._read(example, "to measure")
         return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media)[1] for kind in (IMAGES, VIDEOS)))
 
     def _read(self, example: Any, number: int | str) -> tuple[Columns, Columns]:
@@ -139,12 +142,13 @@ their `get_rope_index` returns for the document alone |
                 f"document {number} must be a mapping, as the processor returns it; got {type(example).__name__}."
             )
         family, taken = self.family, (*_TEXT, *self.per_token)
+        example = {name: values for name, values in example.items() if values is not None}
         try:
             unknown = sorted(str(name) for name in example if name not in taken and name not in family.columns)
             if unknown:
                 raise ValueError(
                     f"has {', '.join(map(repr, unknown))}, which VisionPackingCollator can't pack for model type "
-                    f"{self._config.model_type!r}; it takes {', '.join(map(repr, (*taken, *family.columns)))}. Remove "
+                    f"{self.model_type!r}; it takes {', '.join(map(repr, (*taken, *family.columns)))}. Remove "
                     "other columns first (dataset.remove_columns)."
                 )
             media = read_media(family, example)
@@ -161,8 +165,12 @@ their `get_rope_index` returns for the document alone |
 
     def _check_tokens(self, text: Columns, media: Columns) -> None:
         """ValueError unless an example has a token for each embedding of its images and videos."""
-        ids, kinds = text["input_ids"], self._kinds(text, media)
-        placeholders = self._placeholders()
+        audio = getattr(self._config, "audio_token_id", None)
+        if audio is not None and bool((text["input_ids"] == audio).any()):
+            raise ValueError(
+                f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
+            )
+        kinds, placeholders = self._kinds(text, media), self._placeholders()
         for kind, code in ((IMAGES, 1), (VIDEOS, 2)):
             expected = self._size(kind, media)[0]
             found = int((kinds == code).sum())
@@ -180,43 +188,41 @@ their `get_rope_index` returns for the document alone |
                 f"{expected}. Don't truncate input_ids, which cuts images, and process the text and the images of an "
                 "example in one call of the processor."
             )
-        audio = getattr(self._config, "audio_token_id", None)
-        if audio is not None and bool((ids == audio).any()):
-            raise ValueError(
-                f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
-            )
 
     def _kinds(self, text: Columns, media: Columns) -> Tensor:
-        """(n,) the modality of each token, by the tokens, or by `mm_token_type_ids` where the model reads these."""
+        """(n,) the modality of each token, by the tokens, or by the column of types that the model reads."""
         ids, kinds = text["input_ids"], torch.zeros_like(text["input_ids"])
         placeholders = self._placeholders()
         for kind, code in ((VIDEOS, 2), (IMAGES, 1)):
             if kind in placeholders:
                 kinds[ids == placeholders[kind]] = code
-        if self._positions is None or not bool(kinds.any()):
+        types = self.family.types
+        if types is None or not bool(kinds.any()):
             return kinds
-        given = text.get(MODALITIES)
+        given = text.get(types)
         if given is None:
             if not media:
                 return kinds
             raise ValueError(
-                f"has images or videos and no {MODALITIES!r}, of which the model makes positions. The processor "
-                "returns it with return_mm_token_type_ids=True."
+                f"has images or videos and no {types!r}, by which the model tells their tokens from text. The "
+                "processor returns it with return_mm_token_type_ids=True."
             )
         shared = len(set(placeholders.values())) < len(placeholders)  # GLM-4V marks frames by the token of images
         if not torch.equal(given != 0 if shared else given, kinds != 0 if shared else kinds):
+            codes = zip((IMAGES, VIDEOS), (1, 2), strict=True)
+            wanted = [f"{code} exactly for tokens of {kind} ({placeholders[kind]})" for kind, code in codes
+                      if kind in placeholders]  # fmt: skip
             raise ValueError(
-                f"has {MODALITIES} that aren't 1 exactly for tokens of images ({placeholders[IMAGES]}) and 2 for those "
-                f"of videos ({placeholders.get(VIDEOS)}); pass both columns of one call of the processor."
+                f"has {types} that aren't {' and '.join(wanted)}; pass both columns of one call of the processor."
             )
         return given
 
     def _complete(self, texts: list[Columns]) -> None:
         """Add columns that only some examples need, and labels if none have any."""
-        if any(MODALITIES in text for text in texts):
-            for text in texts:
-                if MODALITIES not in text and not bool(self._kinds(text, {}).any()):
-                    text[MODALITIES] = torch.zeros_like(text["input_ids"])
+        for name in {MODALITIES, self.family.types or MODALITIES}:
+            for text in texts if any(name in text for text in texts) else ():
+                if name not in text and not bool(self._kinds(text, {}).any()):
+                    text[name] = torch.zeros_like(text["input_ids"])
         if any("labels" in text for text in texts):
             return
         for text in texts:
@@ -248,7 +254,7 @@ their `get_rope_index` returns for the document alone |
         if len(first) == 2 and not self.family.both_kinds:
             raise ValueError(
                 f"document {first[IMAGES]} has images and document {first[VIDEOS]} has videos; the model type "
-                f"{self._config.model_type!r} takes one of them in a call. Pack images and videos in different rows."
+                f"{self.model_type!r} takes one of them in a call. Pack images and videos in different rows."
             )
 
 
@@ -256,7 +262,7 @@ def _configuration(model: Any) -> Any:
     """The configuration of a model, or of the model that it wraps.
 
     Raises:
-        ValueError: no model, or one of an unknown family.
+        ValueError: no model, or one of an unknown family, or with an unknown vision tower.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(
@@ -266,12 +272,15 @@ def _configuration(model: Any) -> Any:
     configs = (getattr(module, "config", None) for module in model.modules())
     config = next((one for one in configs if isinstance(getattr(one, "model_type", None), str)), None)
     if config is not None and config.model_type in FAMILIES:
+        towers, tower = FAMILIES[config.model_type].towers, config.vision_config.model_type
+        if towers and tower not in towers:
+            raise ValueError(
+                f"VisionPackingCollator doesn't know {config.model_type} with the vision tower {tower!r}; it knows "
+                f"{', '.join(towers)}, because towers differ in their number of tokens for an image. {_INSTEAD}"
+            )
         return config
     named = "a model without a configuration" if config is None else f"model type {config.model_type!r}"
-    raise ValueError(
-        f"VisionPackingCollator doesn't know {named}; it knows {', '.join(sorted(FAMILIES))}. Use the processor's own "
-        "collator with batches of one example a row; a patched model takes them, too."
-    )
+    raise ValueError(f"VisionPackingCollator doesn't know {named}; it knows {', '.join(sorted(FAMILIES))}. {_INSTEAD}")
 
 
 def _row(values: Any, name: str) -> Any:

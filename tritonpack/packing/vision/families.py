@@ -6,7 +6,7 @@ A family is added with a row in `FAMILIES`, a row in tests/packing/vision/exampl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from tritonpack.packing.vision.sizes import Size
 Media = Mapping[str, Tensor]
 Measure = Callable[[Any, Media], Size]  # of a model's configuration and the images, or the videos, of an example
 IMAGES, VIDEOS = "images", "videos"
+MODALITIES = "mm_token_type_ids"  # of each token: 0 text, 1 image, 2 video
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Column:
         filling: the value of the padding.
         optional: whether a processor may leave it out.
         of_rows: whether the model takes the column with one more axis in front, of the rows of a batch.
+        promoted: whether examples may have different dtypes, such as the integer 1 beside 0.5. Their common dtype is
+            then that of the row.
     """
 
     axes: tuple[str, ...]
@@ -39,6 +42,7 @@ class Column:
     filling: int = 0
     optional: bool = False
     of_rows: bool = False
+    promoted: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class Family:
         video_token: the name, in the configuration, of the token whose embedding is replaced by a video's.
         own_positions: whether the model makes positions of three axes by `get_rope_index`.
         both_kinds: whether images and videos may share a row.
+        types: the column from which the model reads which tokens are of images (1) and of videos (2); None if it reads
+            none. Without it the model would make other positions, or masks in which images are causal.
+        towers: the types of vision towers whose tokens are counted; none if any is.
         types_of_answers: whether only tokens with `token_type_ids` of 1 have labels, if labels are made.
     """
 
@@ -60,6 +67,8 @@ class Family:
     video_token: str = "video_token_id"
     own_positions: bool = False
     both_kinds: bool = True
+    types: str | None = None
+    towers: tuple[str, ...] = ()
     types_of_answers: bool = False
 
 
@@ -72,7 +81,7 @@ PATCHES = {
     "pixel_values_videos": Column(("patches", "values"), VIDEOS),
     "video_grid_thw": Column((VIDEOS, *GRID), VIDEOS),
 }
-TIMED = {"second_per_grid_ts": Column((VIDEOS,), VIDEOS, optional=True)}
+TIMED = {"second_per_grid_ts": Column((VIDEOS,), VIDEOS, optional=True, promoted=True)}
 TILES = {"pixel_values": Column((IMAGES, *PIXELS))}
 SIZED = {
     "pixel_values": Column((IMAGES, *PIXELS), padded=(2, 3)),
@@ -103,29 +112,26 @@ PLACED = {
     "num_frames_per_video": Column((VIDEOS,), VIDEOS),
 }
 
-_QWEN2_VL = Family(PATCHES, sizes.of_image_grids, sizes.of_video_grids, own_positions=True)
-_QWEN2_5_VL = Family(PATCHES | TIMED, sizes.of_image_grids, sizes.of_video_grids, own_positions=True)
-_GLM4V = Family(
-    PATCHES, sizes.of_image_grids, sizes.of_video_grids, video_token="image_token_id", own_positions=True,
-    both_kinds=False,
-)  # fmt: skip
+_QWEN2_VL = Family(PATCHES, sizes.of_image_grids, sizes.of_video_grids, own_positions=True, types=MODALITIES)
+_QWEN2_5_VL = replace(_QWEN2_VL, columns=PATCHES | TIMED)
+_GLM4V = replace(_QWEN2_VL, video_token="image_token_id", both_kinds=False)
 _IDEFICS3 = Family(ROWS, sizes.of_shuffled_rows)
 
 # By the model type of the whole model's configuration.
 FAMILIES: dict[str, Family] = {
-    "gemma3": Family(TILES, sizes.of_pooled_images),
-    "gemma4": Family(PLACED, sizes.of_placed_images, sizes.of_placed_videos),
+    "gemma3": Family(TILES, sizes.of_pooled_images, types="token_type_ids"),
+    "gemma4": Family(PLACED, sizes.of_placed_images, sizes.of_placed_videos, types=MODALITIES),
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
     "idefics2": Family(PADDED_ROWS, sizes.of_resampled_rows),
     "idefics3": _IDEFICS3,
     "internvl": Family(TILES, sizes.of_shuffled_tiles),
     "llama4": Family(TILES, sizes.of_shuffled_tiles),
-    "llava": Family(SIZED_OR_NOT, sizes.of_plain_images),
+    "llava": Family(SIZED_OR_NOT, sizes.of_plain_images, towers=("pixtral", *sizes.CLASS_TOKENS)),
     "llava_next": Family(TILED, sizes.of_tiled_images),
     "llava_onevision": Family(COUNTED, sizes.of_tiled_images, sizes.of_pooled_videos),
     "mistral3": Family(SIZED, sizes.of_merged_images),
-    "paligemma": Family(TILES, sizes.of_plain_images, types_of_answers=True),
+    "paligemma": Family(TILES, sizes.of_plain_images, towers=tuple(sizes.CLASS_TOKENS), types_of_answers=True),
     "qwen2_5_vl": _QWEN2_5_VL,
     "qwen2_vl": _QWEN2_VL,
     "qwen3_5": _QWEN2_VL,

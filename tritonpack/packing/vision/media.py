@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ from tritonpack.packing.vision.families import IMAGES, VIDEOS, Column, Family
 
 
 def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
-    """The columns of images and videos of an example, those that are None left out.
+    """The columns of images and videos of an example, those that hold nothing left out.
 
     Raises:
         ValueError: a column of another form, or one without another that belongs to it.
     """
     media = {}
     for name, column in family.columns.items():
-        if example.get(name) is not None:
-            media[name] = _read(example[name], name, column)
+        if name in example and (tensor := _read(example[name], name, column)).numel():
+            media[name] = tensor
     for kind in (IMAGES, VIDEOS):
         present = [name for name in media if family.columns[name].kind == kind]
         absent = [
@@ -42,7 +43,7 @@ def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
 
 
 def _read(values: Any, name: str, column: Column) -> Tensor:
-    """A column as a tensor with the axes of one example."""
+    """A column as a tensor with the axes of one example, or without elements."""
     if isinstance(values, (list, tuple)) and any(isinstance(one, Tensor) or hasattr(one, "dtype") for one in values):
         parts = [as_tensor(one, name, "arrays") for one in values]
         if len({part.shape for part in parts}) > 1:
@@ -52,7 +53,7 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
     tensor = as_tensor(values, name, f"an array with the axes ({', '.join(column.axes)})")
     if tensor.ndim == len(column.axes) + 1 and len(tensor) == 1:
         tensor = tensor[0]
-    if tensor.ndim != len(column.axes) or not tensor.numel():
+    if tensor.ndim != len(column.axes) and tensor.numel():
         raise ValueError(
             f"has {name} of shape {tuple(tensor.shape)}; it takes ({', '.join(column.axes)}), as the processor returns "
             "it for one example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
@@ -83,13 +84,16 @@ def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int |
 
 def _join(values: Sequence[Tensor], name: str, column: Column, numbers: Sequence[int | str]) -> Tensor:
     fixed = [axis for axis in range(1, values[0].ndim) if axis not in column.padded]
+    if column.promoted:
+        dtype = reduce(torch.promote_types, [one.dtype for one in values])
+        values = [one.to(dtype) for one in values]
+    sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
     for number, one in zip(numbers, values, strict=True):
         if one.dtype != values[0].dtype or any(one.shape[axis] != values[0].shape[axis] for axis in fixed):
             raise ValueError(
                 f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {values[0].dtype} of "
-                f"shape {tuple(values[0].shape)} in document {numbers[0]}; the model takes one dtype and one size of "
-                f"{' and '.join(column.axes[axis] for axis in fixed)} in a call. Process all examples alike, or pack "
-                "them in different rows."
+                f"shape {tuple(values[0].shape)} in document {numbers[0]}; the model takes one dtype{sizes} in a call. "
+                "Process all examples alike, or pack them in different rows."
             )
     most = {axis: max(one.shape[axis] for one in values) for axis in column.padded}
     filled = [_fill(one, most, column.filling) for one in values]

@@ -56,11 +56,6 @@ def of_plain_images(config: Any, media: Media) -> Size:
         return of_merged_images(config, media)
     if "image_sizes" in media:
         raise ValueError(f"has image_sizes, which a model with the tower {vision.model_type!r} doesn't take.")
-    if vision.model_type not in CLASS_TOKENS:
-        raise ValueError(
-            f"belongs to a model with the tower {vision.model_type!r}; VisionPackingCollator knows pixtral, "
-            f"{', '.join(CLASS_TOKENS)}, because towers differ in their number of tokens for an image."
-        )
     patches = _square(config, pixels)
     extra = 0
     if (select := getattr(config, "vision_feature_select_strategy", None)) is not None:  # "default" drops the first
