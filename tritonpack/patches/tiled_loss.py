@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tritonpack.checks import describe, is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.head_alone import STATES, own_parameters, own_tensors, run_head
+from tritonpack.patches.head_gradients import require_no_backward_hooks
 from tritonpack.patches.head_targets import HeadTargets, computes_later, why_not_by_token
 from tritonpack.patches.labels import IGNORED, takes_targets
 from tritonpack.patches.packed_batch import PackedBatch
@@ -197,6 +198,7 @@ class TiledTargets(HeadTargets):
         parameters = list(own_tensors(head, getattr(head, path)))
         if torch.is_grad_enabled():
             _require_whole(head, getattr(head, path))
+            require_no_backward_hooks(head, getattr(head, path))
         tiles = Tiles(part, targets, count > 0, self.tiled.rows, type(head).__name__)
         total = tiled_sum(tiles, states, parameters)
         items = count if num_items_in_batch is None else num_items_in_batch

@@ -1,0 +1,96 @@
+"""The output of a module after its forward hooks, which may change it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.first_call import Watch
+from tritonpack.patches.head_alone import STATES
+from tritonpack.patches.placement import Placement
+
+
+class AfterHooks:
+    """Forward hooks that run once in one call of a head, after those of users on modules inside of it.
+
+    Attributes:
+        pending: the modules whose hook hasn't run, each with the handle of that hook.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[nn.Module, Any] = {}
+        self._thread = threading.get_ident()
+
+    def call(self, module: nn.Module, action: Callable[[Any], Any]) -> None:
+        """Call `action` with the output of the running call of a module. What it returns is the output then."""
+
+        def last(_: nn.Module, __: Any, output: Any) -> Any:
+            if threading.get_ident() != self._thread or module not in self.pending:
+                return None
+            self.pending.pop(module).remove()
+            return action(output)
+
+        self.pending[module] = module.register_forward_hook(last)
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, Watch):  # after an exception torch calls it, and its removal must be that of the last
+                module._forward_hooks.move_to_end(key)
+
+    def end(self) -> None:
+        """Remove hooks that haven't run, because a hook of a user raised an exception."""
+        while self.pending:
+            self.pending.popitem()[1].remove()
+
+    def require_run(self) -> None:
+        """Refuse a call in which a hook of a user hasn't run."""
+        for module in self.pending:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has a forward hook, and its forward was called without its hooks, so its "
+                "states weren't found. Remove the hook, or patch the model without tiled_loss, unpad and "
+                "share_prefixes."
+            )
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or all_modules._global_forward_hooks)
+
+
+def back_in_row(output: Any, placement: Placement | None) -> Any:
+    """An output that was laid back for hooks, with the states of the row's tokens alone."""
+    if placement is not None and isinstance(output, Mapping) and STATES in output:
+        output[STATES] = placement.take(output[STATES])  # type: ignore[index]
+    return output
+
+
+def require_same_states(name: str, before: Any) -> Callable[[Any], Any]:
+    """Refuse hooks that change states after the model has handed them on.
+
+    Args:
+        name: of the module with the hooks.
+        before: its output before the hooks.
+
+    Returns:
+        What to call with the output after the hooks.
+    """
+    states = before.get(STATES) if isinstance(before, Mapping) else None
+    version = _version(states)
+
+    def check(output: Any) -> Any:
+        after = output.get(STATES) if isinstance(output, Mapping) else None
+        if after is not states or _version(after) != version:
+            raise UnsupportedModelError(
+                f"a forward hook of {name} changes its states, which the head of the model gets from a module inside "
+                "of it. Put the hook on that module, or patch the model without tiled_loss, unpad and share_prefixes."
+            )
+        return output
+
+    return check
+
+
+def _version(states: Any) -> int | None:
+    """How often states were changed in place; None if torch doesn't count it."""
+    return None if not isinstance(states, Tensor) or states.is_inference() else states._version
