@@ -13,7 +13,6 @@ import torch
 import torch.multiprocessing  # which teaches ForkingPickler tensors
 from torch import Tensor
 
-
 import tritonpack
 from tests.patches.models import tiny_model
 from tests.patches.test_head_targets import completions

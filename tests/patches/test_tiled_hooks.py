@@ -1,7 +1,6 @@
 """Hooks of users, second derivatives and losses of one's own beside tiles: as without tiles, or refused by name."""
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,9 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
 import tritonpack
-from tests.patches import zoo
-from tests.patches.models import VOCAB, tiny_model
+from tests.patches.models import tiny_model
 from tests.patches.test_head_targets import completions
-from tests.patches.test_tiled_loss import FLOAT32, equal_as_untiled, exact_loss, packed
+from tests.patches.test_tiled_loss import FLOAT32, equal_as_untiled, exact_loss
 from tests.patches.test_unpad import LIMIT, padded, real
 from tritonpack.patches.trial.comparison import apart
 
@@ -118,7 +116,10 @@ class TestHooksOfModules:
         model = tiny_model("llama")
         handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
         try:
-            with tritonpack.patch(model, tiled_loss=4), pytest.raises(ValueError, match="a backward hook of all modules"):
+            with (
+                tritonpack.patch(model, tiled_loss=4),
+                pytest.raises(ValueError, match="a backward hook of all modules"),
+            ):
                 model(**padded())
         finally:
             handle.remove()
@@ -156,24 +157,6 @@ class TestHooksOfModules:
             assert apart(outputs[0], got) < FLOAT32
         assert set(shapes) == {batch["input_ids"].shape}
 
-    def test_hooks_between_head_and_base(self) -> None:
-        """They may read, and change other outputs than the states, which come from the module inside."""
-        model = zoo.tiny_model("llava")
-        outer = model.model
-        handles = [outer.register_forward_hook(lambda *_: None)]
-        batch = padded()
-        with tritonpack.patch(model, tiled_loss=4):
-            model(**batch)
-            for change in (torch.neg, torch.Tensor.neg_):
-                handles.append(
-                    outer.register_forward_hook(
-                        lambda _, __, x, change=change: x.update(last_hidden_state=change(x.last_hidden_state))
-                    )
-                )
-                with pytest.raises(ValueError, match=r"a forward hook of LlavaModel changes its states"):
-                    model(**batch)
-                handles.pop().remove()
-
     def test_a_hook_of_the_base_model_that_fails(self) -> None:
         model = tiny_model("llama")
 
@@ -199,3 +182,72 @@ def test_second_derivatives_are_refused(options: dict[str, Any]) -> None:
     assert gradient.requires_grad
     with pytest.raises(RuntimeError, match=r"differentiate twice.* Patch the model without"):
         gradient.square().sum().backward()
+
+
+def own_loss(total: Callable[..., Tensor]) -> Any:
+    """A loss of `total(logits, targets, items)`, with the arguments of transformers' causal loss."""
+
+    def loss(
+        logits: Tensor, labels: Any, vocab_size: int, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any
+    ) -> Tensor:
+        targets = pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+        items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return total(logits.flatten(0, -2), targets.flatten(), items)
+
+    return loss
+
+
+class TestLosses:
+    @pytest.mark.parametrize(
+        "total",
+        [
+            lambda x, targets, items: cross_entropy(x, targets),
+            lambda x, targets, items: cross_entropy(x, targets) / items,
+            lambda x, targets, items: (
+                cross_entropy(x, targets, reduction="sum") / items + 1e-2 * x.logsumexp(-1).mean()
+            ),
+            lambda x, targets, items: cross_entropy(x, targets, reduction="sum") / items**0.5,
+            lambda x, targets, items: (
+                cross_entropy(x, targets, reduction="sum") / items + 1e-2 * x.square().sum() / items
+            ),
+        ],
+        ids=["mean", "mean over items", "mean of all", "root", "tokens without targets"],
+    )
+    @pytest.mark.parametrize("rows", [1, 1000])
+    def test_losses_that_are_no_sums_are_refused(self, total: Callable[..., Tensor], rows: int) -> None:
+        model = tiny_model("llama")
+        model.loss_function = own_loss(total)
+        for batch in (padded(), completions()):
+            with (
+                tritonpack.patch(model, tiled_loss=rows),
+                pytest.raises(
+                    ValueError, match=r"loss function loss of LlamaForCausalLM isn't a sum over .* num_items_in_batch"
+                ),
+            ):
+                model(**batch)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_sums_in_low_precision(self, dtype: torch.dtype) -> None:
+        """Also with labels smoothed over a large vocabulary."""
+        model = tiny_model("llama", dtype=dtype, vocab_size=5000)
+        model.loss_function = own_loss(
+            lambda x, targets, items: cross_entropy(x, targets, reduction="sum", label_smoothing=0.1) / items
+        )
+        with tritonpack.patch(model, tiled_loss=4):
+            model(**padded()).loss.backward()
+
+    def test_the_check_runs_once(self) -> None:
+        """In the first call with tokens, on two tokens of its own."""
+        model, calls = tiny_model("llama"), []
+
+        def total(x: Tensor, targets: Tensor, items: Any) -> Tensor:
+            calls.append(len(x))
+            return cross_entropy(x, targets, reduction="sum") / items
+
+        model.loss_function = own_loss(total)
+        with tritonpack.patch(model, tiled_loss=20):
+            model(**padded())
+            assert sorted(set(calls)) == [1, 2, 5, 20]
+            calls.clear()
+            model(**padded())
+            assert calls == [20, 20, 5]

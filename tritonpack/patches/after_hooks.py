@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as all_modules
 
 from tritonpack.errors import UnsupportedModelError
@@ -38,7 +38,7 @@ class AfterHooks:
         self.pending[module] = module.register_forward_hook(last)
         for key, hook in list(module._forward_hooks.items()):
             if isinstance(hook, Watch):  # after an exception torch calls it, and its removal must be that of the last
-                module._forward_hooks.move_to_end(key)
+                module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
     def end(self) -> None:
         """Remove hooks that haven't run, because a hook of a user raised an exception."""
@@ -56,6 +56,7 @@ class AfterHooks:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a forward hook runs after the forward of a module: one of its own, or one of all modules."""
     return bool(module._forward_hooks or all_modules._global_forward_hooks)
 
 
@@ -64,33 +65,3 @@ def back_in_row(output: Any, placement: Placement | None) -> Any:
     if placement is not None and isinstance(output, Mapping) and STATES in output:
         output[STATES] = placement.take(output[STATES])  # type: ignore[index]
     return output
-
-
-def require_same_states(name: str, before: Any) -> Callable[[Any], Any]:
-    """Refuse hooks that change states after the model has handed them on.
-
-    Args:
-        name: of the module with the hooks.
-        before: its output before the hooks.
-
-    Returns:
-        What to call with the output after the hooks.
-    """
-    states = before.get(STATES) if isinstance(before, Mapping) else None
-    version = _version(states)
-
-    def check(output: Any) -> Any:
-        after = output.get(STATES) if isinstance(output, Mapping) else None
-        if after is not states or _version(after) != version:
-            raise UnsupportedModelError(
-                f"a forward hook of {name} changes its states, which the head of the model gets from a module inside "
-                "of it. Put the hook on that module, or patch the model without tiled_loss, unpad and share_prefixes."
-            )
-        return output
-
-    return check
-
-
-def _version(states: Any) -> int | None:
-    """How often states were changed in place; None if torch doesn't count it."""
-    return None if not isinstance(states, Tensor) or states.is_inference() else states._version

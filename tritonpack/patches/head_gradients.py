@@ -95,7 +95,7 @@ class _Last(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         raise RuntimeError(
             "can't differentiate twice: with tiled_loss, and through logits that are computed when they are read, "
             "gradients have no derivatives. Patch the model without tiled_loss, unpad and share_prefixes."

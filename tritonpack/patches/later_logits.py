@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 from tritonpack.patches.head_alone import own_parameters, run_head
 from tritonpack.patches.head_gradients import Aliases, once_differentiable
 
-
 # Methods of a tensor that read its memory, not by an operator.
 IN_MEMORY = {
     "__array__", "__deepcopy__", "__dlpack__", "__dlpack_device__", "_typed_storage", "data_ptr", "is_shared", "numpy",

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.after_hooks import back_in_row, has_forward_hooks, require_same_states
+from tritonpack.patches.after_hooks import back_in_row, has_forward_hooks
 from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
@@ -144,19 +144,16 @@ class ModelForward(UnpackingForward):
     def _hand_on(self, output: Any, placement: Placement | None) -> Any:
         """An output for the head around this model, or for the user: in the shape of the batch that was given."""
         targets = self.context.state.targets
+        patched = self.module is self.hook.module
         hooked = targets is not None and not targets.whole and has_forward_hooks(self.module)
-        if self.module is self.hook.module and targets is not None and not hooked:
+        if patched and targets is not None and not hooked:
             return targets.take_states(output, placement)
-        if self.module is self.hook.module and placement is not None:
+        if patched and placement is not None:
             output = placement.lay_back_all(output)
-        if targets is None:
-            return output
-        if self.module is self.hook.module:
+        if patched and targets is not None:
             targets.hooks.call(self.module, lambda x: targets.take_states(back_in_row(x, placement), placement))
-            return output
-        targets.output = output  # between the head and the patched module
-        if hooked:
-            targets.hooks.call(self.module, require_same_states(self.name, output))
+        elif targets is not None:  # between the head and the patched module
+            targets.output = output
         return output
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
