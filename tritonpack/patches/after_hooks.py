@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
@@ -24,13 +25,14 @@ class AfterHooks:
 
     def __init__(self) -> None:
         self.pending: dict[nn.Module, Any] = {}
-        self._thread = threading.get_ident()
 
     def call(self, module: nn.Module, action: Callable[[Any], Any]) -> None:
         """Call `action` with the output of the running call of a module. What it returns is the output then."""
 
+        thread = _thread()
+
         def last(_: nn.Module, __: Any, output: Any) -> Any:
-            if threading.get_ident() != self._thread or module not in self.pending:
+            if thread not in (None, _thread()) or module not in self.pending:
                 return None
             self.pending.pop(module).remove()
             return action(output)
@@ -65,3 +67,8 @@ def back_in_row(output: Any, placement: Placement | None) -> Any:
     if placement is not None and isinstance(output, Mapping) and STATES in output:
         output[STATES] = placement.take(output[STATES])  # type: ignore[index]
     return output
+
+
+def _thread() -> int | None:
+    """The number of this thread; None in code that torch compiles, which can't read it."""
+    return None if torch.compiler.is_compiling() else threading.get_ident()
