@@ -49,6 +49,15 @@ def test_losses_of_the_trainer_read_logits(option: str, tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_later_setup_needs_the_option(tmp_path: Path) -> None:
+    """It patches the model once more, and the last patch is in force."""
+    trainer = make_trainer(tmp_path)
+    tritonpack.patch(trainer.model, tiled_loss=7)
+    for options, rows in (({}, 0), ({"tiled_loss": 5}, 5)):
+        with tritonpack.setup(trainer, 64, **options) as handle:
+            assert handle.patch.report.tile_rows == rows
+
+
 def test_metrics_of_logits(tmp_path: Path) -> None:
     """Evaluation computes logits where something reads them."""
     seen: list[Any] = []

@@ -252,7 +252,8 @@ def setup(
         trainer: a transformers.Trainer or TRL's SFTTrainer, with an indexed train_dataset of tokenized documents.
         tokens: the tokens of a row, from 1 to 2**30.
         labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
-        attention, backend, unpad, tiled_loss: see `patch`.
+        attention, backend, unpad, tiled_loss: see `patch`. They take the place of those of an earlier patch of the
+            model: pass `tiled_loss` here, too, if that had it.
         options: `lengths`, `documents`, `resources`, `budgets`, `collate_fn`, `objective`, `cost_model`, `tail`,
             `lookahead`, `steps_together`, `overlong`, `order`, `per_token`, `drop_columns`, `max_document_length`,
             `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With `documents` or `collate_fn` no column is

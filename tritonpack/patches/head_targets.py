@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.after_hooks import AfterHooks
 from tritonpack.patches.head_alone import STATES, own_parameters
 from tritonpack.patches.labels import IGNORED, predicts_own_tokens, shifts_labels
 from tritonpack.patches.later_logits import Reading
@@ -49,6 +50,7 @@ class HeadTargets(TensorLike):
         placement: where the tokens of the batch lie in the row; None if the model ran on the batch as it is.
         states: (1, N, ...) or (B, T, ...), of all tokens that the model ran on.
         output: what the head got.
+        hooks: what runs after forward hooks of users, which may change the states.
     """
 
     narrow, placed = False, True
@@ -62,6 +64,7 @@ class HeadTargets(TensorLike):
     def __init__(self, given: Tensor, wanted: Tensor, keep: int, *, whole: bool = False) -> None:
         self.given, self.wanted, self.keep, self.whole = given, wanted, keep, whole
         self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
+        self.hooks = AfterHooks()
 
     @property
     def kept(self) -> tuple[int, int]:

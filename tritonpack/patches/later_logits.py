@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from tritonpack.patches.head_alone import own_parameters, run_head
+from tritonpack.patches.head_gradients import Aliases, once_differentiable
+
+# Methods of a tensor that read its memory, not by an operator.
+IN_MEMORY = {
+    "__array__", "__deepcopy__", "__dlpack__", "__dlpack_device__", "_typed_storage", "data_ptr", "is_shared", "numpy",
+    "share_memory_", "storage", "tolist", "untyped_storage",
+}  # fmt: skip
 
 
 class Reading:
@@ -90,23 +96,26 @@ class LaterLogits(Tensor):
 
     def float(self) -> Tensor:
         """In float32, also computed when it is read: accelerate asks for it in mixed precision, whoever reads it."""
-        return self if self.dtype == torch.float32 else self.reading.cast(torch.float32).logits()
+        if self.dtype == torch.float32:
+            return self
+        with torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()):
+            return self.reading.cast(torch.float32).logits()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if getattr(function, "__name__", "") in IN_MEMORY and isinstance(args[0], LaterLogits):
+                args = (args[0].plain(), *args[1:])
             return function(*args, **(kwargs or {}))
+
+    def plain(self) -> Tensor:
+        """The logits as a plain tensor, which requires a gradient if these do."""
+        return self.view(self.shape) if self.requires_grad else self.reading.read()
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         out = function(*tree_map(_read, args), **tree_map(_read, kwargs or {}))
         return args[0] if function._schema.is_mutable and isinstance(args[0], LaterLogits) else out
-
-    def tolist(self) -> Any:
-        return self.detach().tolist()
-
-    def data_ptr(self) -> int:
-        return self.reading.read().data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.detach())
@@ -132,12 +141,12 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         states, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
+        aliases = Aliases(parameters)
+        with torch.enable_grad(), aliases.in_place():
             states = states.detach().requires_grad_(ctx.needs_input_grad[1])
             logits = ctx.reading.run(states)
-        wanted = [
-            x if needed else None for x, needed in zip((states, *parameters), ctx.needs_input_grad[1:], strict=True)
-        ]
+        inputs = (states, *aliases.inputs)
+        wanted = [x if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)]
         found = torch.autograd.grad(logits, [x for x in wanted if x is not None], gradient, allow_unused=True)
         gradients = iter(found)
         return None, *(None if x is None else next(gradients) for x in wanted)

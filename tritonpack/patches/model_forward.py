@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.after_hooks import back_in_row, has_forward_hooks
 from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
@@ -143,11 +144,15 @@ class ModelForward(UnpackingForward):
     def _hand_on(self, output: Any, placement: Placement | None) -> Any:
         """An output for the head around this model, or for the user: in the shape of the batch that was given."""
         targets = self.context.state.targets
-        if self.module is self.hook.module and targets is not None:
+        patched = self.module is self.hook.module
+        hooked = targets is not None and not targets.whole and has_forward_hooks(self.module)
+        if patched and targets is not None and not hooked:
             return targets.take_states(output, placement)
-        if self.module is self.hook.module and placement is not None:
-            return placement.lay_back_all(output)
-        if targets is not None:  # between the head and the patched module
+        if patched and placement is not None:
+            output = placement.lay_back_all(output)
+        if patched and targets is not None:
+            targets.hooks.call(self.module, lambda x: targets.take_states(back_in_row(x, placement), placement))
+        elif targets is not None:  # between the head and the patched module
             targets.output = output
         return output
 
@@ -167,10 +172,15 @@ class ModelForward(UnpackingForward):
             watch = kept_apart(self.module, packed_batch) if first else nullcontext()
             with self.context.holding(told=packed_batch, targets=targets), watch:
                 output = self.inner(**within)
+            if outermost and targets is not None:
+                targets.hooks.require_run()
         except (ValueError, RuntimeError, IndexError) as error:
             if outermost:
                 self._explain(error, arguments, packed_batch)
             raise
+        finally:
+            if outermost and targets is not None:
+                targets.hooks.end()
         if outermost and targets is not None:
             output = targets.finish(output, self.module, self.path, arguments)
         if packed_batch.counted and isinstance(output, dict) and output.get("past_key_values") is not None:

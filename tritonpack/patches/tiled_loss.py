@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 from tritonpack.checks import describe, is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.head_alone import STATES, own_parameters, own_tensors, run_head
+from tritonpack.patches.head_gradients import require_no_backward_hooks
 from tritonpack.patches.head_targets import HeadTargets, computes_later, why_not_by_token
 from tritonpack.patches.labels import IGNORED, takes_targets
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward, Part
 from tritonpack.patches.placement import Placement
+from tritonpack.patches.sums_of_losses import why_no_sum
 from tritonpack.patches.tiles import Tiles, tiled_sum
 
 TILE_ROWS = 1024  # 525 MB of float32 logits with a vocabulary of 128,256
@@ -51,9 +53,11 @@ class TiledLoss(Part):
         path: the name of the base model in the model.
         rows: of a tile.
         own: the model's own loss function.
+        checked: whether a call has seen that it is a sum over targets.
     """
 
     own: Any = None
+    checked = False
 
     def __init__(self, head: PreTrainedModel, path: str, rows: int) -> None:
         super().__init__(head)
@@ -81,6 +85,24 @@ class TiledLoss(Part):
         if isinstance(labels, TiledTargets):
             return labels.loss_of(self.own, *args, **kwargs)
         return self.own(logits, labels, *args, **kwargs)
+
+    def check(self, loss: Callable[[Tensor, Tensor, int], Tensor], logits: Tensor, ignored: int) -> None:
+        """Refuse a loss function that tiles would change. This waits for the device, so it runs once.
+
+        Args:
+            loss: the own one as a function of logits, targets and their number.
+            logits: of a tile.
+            ignored: the target that counts as none.
+        """
+        why = why_no_sum(loss, logits, ignored)
+        if why is not None:
+            raise UnsupportedModelError(
+                f"the loss function {_name_of(self.own)} of {type(self.module).__name__} isn't a sum over targets "
+                f"divided by num_items_in_batch, so it can't be computed in tiles: {why}. Compute the sum over targets "
+                "that aren't ignore_index (reduction='sum') and divide it by num_items_in_batch if that is given. "
+                f"{REMEDY}"
+            )
+        self.checked = True
 
     def targets(self, arguments: Mapping[str, Any], packed_batch: PackedBatch, *, compacted: bool) -> TiledTargets:
         """The targets of a call with labels.
@@ -191,12 +213,18 @@ class TiledTargets(HeadTargets):
         head, path = self.tiled.module, self.tiled.path.split(".")[0]
 
         def part(tile: Tensor, of_tile: Tensor) -> Tensor:
-            logits, of_tile = run_head(head, path, self.output, tile[None], self.call), of_tile[None]
-            return own(logits, of_tile, *args, num_items_in_batch=1, shift_labels=of_tile, **kwargs)
+            logits = run_head(head, path, self.output, tile[None], self.call)
+            if not self.tiled.checked and of_tile.numel():
+                self.tiled.check(loss, logits, kwargs.get("ignore_index", IGNORED))
+            return loss(logits, of_tile[None], 1)
+
+        def loss(logits: Tensor, of_tile: Tensor, items: int) -> Tensor:
+            return own(logits, of_tile, *args, num_items_in_batch=items, shift_labels=of_tile, **kwargs)
 
         parameters = list(own_tensors(head, getattr(head, path)))
         if torch.is_grad_enabled():
             _require_whole(head, getattr(head, path))
+            require_no_backward_hooks(head, getattr(head, path))
         tiles = Tiles(part, targets, count > 0, self.tiled.rows, type(head).__name__)
         total = tiled_sum(tiles, states, parameters)
         items = count if num_items_in_batch is None else num_items_in_batch
@@ -245,6 +273,10 @@ def _in_batch(targets: Tensor, tokens: torch.Size, keep: Any, ignored: int) -> T
     return wanted
 
 
+def _name_of(loss: Any) -> str:
+    return getattr(loss, "__name__", repr(loss))
+
+
 def _require_known_head(head: PreTrainedModel, path: str) -> None:
     """Refuse a model whose head or loss isn't known to compute each token by itself.
 
@@ -262,10 +294,9 @@ def _require_known_head(head: PreTrainedModel, path: str) -> None:
         forward = forward.own
     why = why_not_by_token(head, forward or type(head).forward, head.get_submodule(path.split(".")[0]))
     if why is None and not takes_targets(head.loss_function):
-        loss = getattr(head.loss_function, "__name__", repr(head.loss_function))
         why = (
-            f"its loss function {loss} doesn't take shift_labels and num_items_in_batch, as ForCausalLMLoss of "
-            "transformers does"
+            f"its loss function {_name_of(head.loss_function)} doesn't take shift_labels and num_items_in_batch, as "
+            "ForCausalLMLoss of transformers does"
         )
     if why is not None:
         raise UnsupportedModelError(f"the loss of {name} can't be computed in tiles: {why}. {REMEDY}")

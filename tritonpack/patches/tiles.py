@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.head_gradients import Aliases, once_differentiable
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -57,6 +57,7 @@ class _TiledSum(torch.autograd.Function):
         of_states, *of_parameters = ctx.needs_input_grad[1:]
         wanted = [x for x, needed in zip(parameters, of_parameters, strict=True) if needed]
         gradient = torch.empty_like(states) if of_states else None
+        aliases = Aliases(wanted)
         sums: list[Tensor | None] = [None] * len(wanted)
         parts = []
         for a in range(0, max(states.shape[0], 1), tiles.rows):  # one tile without rows tells the dtype of the sum
@@ -64,11 +65,12 @@ class _TiledSum(torch.autograd.Function):
             # Hooks that store activations elsewhere would also move logits, which are needed again at once.
             with torch.set_grad_enabled(of_states or bool(wanted)), saved_tensors_hooks(_same, _same):
                 tile.requires_grad_(of_states)
-                part = tiles.part(tile, targets)
+                with aliases.in_place():
+                    part = tiles.part(tile, targets)
             parts.append(part.detach())
             if not part.requires_grad:
                 continue
-            inputs = [tile, *wanted] if of_states else wanted
+            inputs = [tile, *aliases.inputs] if of_states else aliases.inputs
             if a == 0:
                 _require_known(part, inputs, tiles.name)
             found = list(torch.autograd.grad(part, inputs, allow_unused=True))
@@ -126,6 +128,12 @@ def _require_known(part: Tensor, inputs: Sequence[Tensor], name: str) -> None:
     known = {id(x) for x in inputs}
     made = {x.grad_fn for x in inputs if x.grad_fn is not None}
     for leaf in _leaves(part.grad_fn, made):
+        if id(leaf) not in known and leaf._backward_hooks:
+            raise UnsupportedModelError(
+                f"a tensor of shape {tuple(leaf.shape)} that the head of {name} reads has a hook on its gradient "
+                "(register_hook), and is read by code that isn't a function of torch, so the hook would run once per "
+                "tile. Remove the hook, or patch the model without tiled_loss."
+            )
         if id(leaf) not in known:
             raise UnsupportedModelError(
                 f"the head of {name} reads a tensor of shape {tuple(leaf.shape)} that isn't a parameter of the head, "
