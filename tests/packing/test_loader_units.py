@@ -232,6 +232,10 @@ class TestResources:
                 "names the column 'patch', which example 0 hasn't: it has the columns",
             ),
             (
+                {"resources": {"patches": "num_patch"}, "drop_columns": ()},
+                r"resources\['patches'\] names the column 'num_patch', which example 0 hasn't: .*'num_patches'",
+            ),
+            (
                 {"resources": {"patches": lambda example: example["x"]}},
                 r"resources\['patches'\] failed on example 0.*'x'",
             ),

@@ -64,6 +64,9 @@ class CheckedDocuments(Dataset):
         of_resources = {each for each in resources.values() if isinstance(each, str)}
         self._unused = self._dropped.union(of_resources, LENGTH_COLUMNS if collate is not None else ())
         first = fetch(dataset, [0])[0]
+        for name, resource in resources.items():  # before the columns, of which a misspelt one looks like any other
+            if isinstance(resource, str):
+                resource_of(first, 0, name, resource)
         found = documents_of(first, 0, documents)
         self.columns = self._check_columns(first if found is None else found[0], collate)
         self.measured = measure(dataset, lengths, documents, resources, self._dropped)

@@ -22,7 +22,7 @@ from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
-from tritonpack.packing.samplers.ranks import place_in_world
+from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import are_documents
 from tritonpack.packing.units import Units, fit_units
 
@@ -265,37 +265,40 @@ def dataloader(
 
     Raises:
         ValueError: a wrong option, lengths or resources that don't fit, a column that can't be packed, a function that
-            fails; while loading, a document with another number of tokens than its length, an example with other
-            resources than before, documents with other columns than the first.
+            fails, on every rank if it is so on one; while loading, a document with another number of tokens than its
+            length, an example with other resources than before, documents with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
-    require_map_style(dataset)
-    tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-    _check_options(options, objective, labels, overlong)
-    packing = {
-        "objective": labels, "per_token": per_token, "max_document_length": max_document_length,
-        "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
-    }  # fmt: skip
-    collate = PackingCollator(**packing) if collate_fn is None else None  # type: ignore[arg-type]
-    if collate_fn is not None:
-        _check_collate_fn(collate_fn, packing)
-    if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
-        raise ValueError(
-            f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
-            f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
-        )
-    checked = CheckedDocuments(dataset, lengths, documents, resources, drop_columns, collate)
-    units = checked.measured.cut(max_document_length)
-    _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
-    num_replicas, own_rank = place_in_world(num_replicas, rank, True)
-    assert own_rank is not None
+    with raise_faults_on_all_ranks("loader", num_replicas):
+        require_map_style(dataset)
+        tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+        _check_options(options, objective, labels, overlong)
+        packing = {
+            "objective": labels, "per_token": per_token, "max_document_length": max_document_length,
+            "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
+        }  # fmt: skip
+        collate = PackingCollator(**packing) if collate_fn is None else None  # type: ignore[arg-type]
+        if collate_fn is not None:
+            _check_collate_fn(collate_fn, packing)
+        if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
+            raise ValueError(
+                f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing "
+                f"past {tokens}. Make tokens a multiple of pad_to_multiple_of."
+            )
+        checked = CheckedDocuments(dataset, lengths, documents, resources, drop_columns, collate)
+        units = checked.measured.cut(max_document_length)
+        _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
+        num_replicas, own_rank = place_in_world(num_replicas, rank, True)
+        assert own_rank is not None
+        check_flag(shard, "shard")
+        own_collate = collate or _OwnCollator(collate_fn, tokens)
+        DataLoader(checked, collate_fn=own_collate, **options)  # raises for options that torch refuses
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
         lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
         budgets=budgets, epochs=epochs, shard=False,
     )  # fmt: skip
-    check_flag(shard, "shard")
-    return PackedDataLoader(checked, rows, own_rank, collate or _OwnCollator(collate_fn, tokens), shard, **options)
+    return PackedDataLoader(checked, rows, own_rank, own_collate, shard, **options)
 
 
 class _OwnCollator:

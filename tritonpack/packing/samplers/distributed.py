@@ -22,9 +22,11 @@ from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.samplers.ranks import (
+    SUBJECT,
     can_compare,
     compare,
     describe_differences,
+    find_raised,
     name_ranks,
     place_among_processes,
     place_in_world,
@@ -128,7 +130,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         order: Order | None = None,
         shard: bool = True,
     ) -> None:
-        with raise_faults_on_all_ranks("made this sampler", num_replicas, _find_difference):
+        with raise_faults_on_all_ranks("sampler", num_replicas):
             self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
             check_flag(shuffle, "shuffle")
             self._seed_is_given = seed is not None
@@ -178,7 +180,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 "shuffle": shuffle,
             }
         if can_compare(self.num_replicas):
-            first = compare("made this sampler", {"fault": "", **self._values_to_compare()}, _find_difference)
+            first = compare(SUBJECT, {"fault": "", **self._values_to_compare()}, _find_difference)
             self.seed = first["torch.initial_seed()"] if seed is None else self.seed
         elif seed is None and shuffle and place_among_processes()[0] > 1:
             raise ValueError(
@@ -428,9 +430,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
 def _find_difference(values: Sequence[dict[str, Any]]) -> str:
     """How the samplers of the ranks differ, an empty string if they don't."""
-    for process, each in enumerate(values):
-        if each.get("fault"):
-            return f"rank {process} can't make its sampler: {each['fault']}"
+    if raised := find_raised(values):
+        return raised
     settings = [{**each, "rank": None, "torch.initial_seed()": None} for each in values]
     differences = describe_differences(settings)
     if differences:
