@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from tritonpack import flash_attn as flash_attn
     from tritonpack import packing as packing
     from tritonpack import parallel as parallel
-    from tritonpack import testing as testing
     from tritonpack.attention import varlen_attention as varlen_attention
     from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
     from tritonpack.errors import IsolationError as IsolationError

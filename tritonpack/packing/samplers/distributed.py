@@ -356,6 +356,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     def efficiency(self, resource: str | None = None) -> float:
         """The share of the room in the rows of `plan` that is used, from 0 to 1, over all ranks.
 
+        Documents that filler rows repeat count once, as in `plan_statistics`.
+
         Args:
             resource: the name of a resource with a budget; None takes the tokens.
 
@@ -366,8 +368,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             raise ValueError(f"{resource!r} has no budget; those with one are {', '.join(self.budgets) or 'none'}.")
         most = self.batch_max_length if resource is None else self.budgets[resource]
         used = self._units.tokens if resource is None else self._units.resources[resource]
-        room = self.plan.num_steps * self.num_replicas * most
-        return float(self.plan.sums(used).sum() / room) if room else 1.0
+        plan = self.plan
+        room = plan.num_steps * self.num_replicas * most
+        return float(used[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
 
     def tokens_per_step(self) -> NDArray[np.int64]:
         """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
