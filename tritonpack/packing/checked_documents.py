@@ -108,10 +108,13 @@ class CheckedDocuments(Dataset):
     def _check_lengths(self, documents: list[Any], number: int) -> None:
         own = [len(document[TOKENS]) for document in documents]
         units, source = self.measured.units, self.measured.source
+        if self._documents is not None and source != GIVEN:
+            remedy = "The function documents must return the same at each call."
+        else:
+            remedy = "Pass lengths= with the number of each document's tokens."
         if sum(own) != units.tokens[number]:
             raise ValueError(
-                f"document {number} has {sum(own)} tokens, but {units.tokens[number]} by {source}. Pass lengths= with "
-                "the number of each document's tokens."
+                f"document {number} has {sum(own)} tokens, but {units.tokens[number]} by {source}. {remedy}"
             )
         if sum(length**2 for length in own) != units.squares[number]:
             raise ValueError(

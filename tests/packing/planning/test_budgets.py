@@ -217,7 +217,7 @@ def test_spread_makes_steps_equal_in_what_is_scarce():
     units = Units.of_documents(rng.integers(10, 200, 4000), patches=rng.integers(0, 100, 4000))
     for budget, least in ((1000, 1), (1000, 60), (1200, 1), (1800, 1)):
         plan = plan_epoch(
-            units, CAPACITY, 4, budgets={"patches": budget}, tail="spread", least_steps=least, steps_together=2
+            units, CAPACITY, 4, budgets={"patches": budget}, tail="spread", least_steps=least, steps_together=4
         )
         assert_sound(plan, units, {"patches": budget})
         held = plan.sums(units.resources["patches"]).sum(axis=1)
