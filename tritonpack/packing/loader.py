@@ -298,7 +298,7 @@ def dataloader(
         num_replicas, own_rank = place_in_world(num_replicas, rank, True)
         assert own_rank is not None
         check_flag(shard, "shard")
-        own_collate = collate or _OwnCollator(collate_fn, tokens)
+        own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
         DataLoader(checked, collate_fn=own_collate, **options)  # raises for options that torch refuses
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
