@@ -188,6 +188,10 @@ except ImportError as error:
 """
 
 PACKING = """
+assert "tritonpack.packing" not in sys.modules, "subpackages are attributes that are imported at their first use"
+assert tritonpack.packing.plan_epoch([3, 5], 8, 1).num_steps == 1
+assert {"packing", "parallel", "testing"} <= set(dir(tritonpack))
+tritonpack.parallel, tritonpack.testing.make_inputs
 from tritonpack import MultipackDistributedBatchSampler, PackingCollator, pack, pack_dataset, pack_stream
 
 lengths = [3, 5, 2, 7]

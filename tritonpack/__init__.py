@@ -7,6 +7,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tritonpack import flash_attn as flash_attn
+    from tritonpack import packing as packing
+    from tritonpack import parallel as parallel
     from tritonpack.attention import varlen_attention as varlen_attention
     from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
     from tritonpack.errors import IsolationError as IsolationError
@@ -84,10 +86,15 @@ _HOMES = {
     "varlen_attention": "attention",
 }
 
+# Subpackages with public names of their own, imported at their first use as attributes.
+_SUBPACKAGES = ("packing", "parallel", "testing")
+
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"tritonpack.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
@@ -104,4 +111,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

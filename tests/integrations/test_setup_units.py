@@ -11,6 +11,7 @@ from transformers import Trainer
 import tritonpack
 from tests.ecosystem.training import EXACT, distance, features, trained
 from tests.integrations.test_setup import StopAt, Watch, make_trainer
+from tritonpack.packing.samplers import ranks
 
 # Pairs of documents that begin alike; the first token is the number of the pair.
 PAIRS = [
@@ -53,6 +54,25 @@ def test_pairs_stay_together_within_the_budget(tmp_path: Path) -> None:
         tokens += sum(lengths)
     last = trainer.state.log_history[-1]
     assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
+
+
+class Unreadable(list[Any]):
+    """A dataset that one rank can't read."""
+
+    def __getitem__(self, number: Any) -> Any:
+        raise OSError("no such file")
+
+
+def test_a_rank_that_fails_tells_the_others_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(ranks, "can_compare", lambda num_replicas: True)
+    monkeypatch.setattr(ranks, "compare", lambda subject, mine, find_fault: told.append(mine["fault"]))
+    for dataset, options in ((Unreadable(PAIRS), {}), (PAIRS, {"documents": lambda pair: pair["answer"]})):
+        told.clear()
+        with pytest.raises((OSError, ValueError)):
+            tritonpack.setup(make(tmp_path, train_dataset=dataset), TOKENS, **options)
+        assert len(told) == 1
+        assert told[0].startswith("can't make its loader: ")
 
 
 @pytest.mark.slow

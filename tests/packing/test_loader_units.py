@@ -160,7 +160,9 @@ class TestDocuments:
             extra = [1] * (len(seen) > 150)
             return [{"input_ids": pair["prompt_ids"] + extra}]
 
-        with pytest.raises(ValueError, match=r"document \d+ has .* tokens, but .* by the documents of each example"):
+        with pytest.raises(
+            ValueError, match=r"document \d+ has .*The function documents must return the same at each call"
+        ):
             [list(make(documents=changing)) for _ in range(2)]
 
 
@@ -209,6 +211,10 @@ class TestResources:
         )
         assert [len(documents_in(batch)) for batch in loader] == [2] * 60
 
+    def test_that_no_example_takes(self):
+        loader = make(IMAGES, resources={"sounds": [0] * 60}, budgets={"sounds": 0}, drop_columns=("num_patches",))
+        assert "  sounds: 0, at most 0 a row\n" in str(loader)
+
     def test_over_the_budget(self):
         with pytest.raises(ValueError, match=r"units take more .* 32 patches, and the budget of patches is 16"):
             make(IMAGES, resources={"patches": "num_patches"}, budgets={"patches": 16})
@@ -232,6 +238,10 @@ class TestResources:
                 "names the column 'patch', which example 0 hasn't: it has the columns",
             ),
             (
+                {"resources": {"patches": "num_patch"}, "drop_columns": ()},
+                r"resources\['patches'\] names the column 'num_patch', which example 0 hasn't: .*'num_patches'",
+            ),
+            (
                 {"resources": {"patches": lambda example: example["x"]}},
                 r"resources\['patches'\] failed on example 0.*'x'",
             ),
@@ -240,8 +250,19 @@ class TestResources:
             ({"resources": {"patches": lambda example: True}}, "patches of example 0 must be an integer .*; got True"),
             ({"resources": {"patches": [1, 2]}}, "resource 'patches' must be 60 integers"),
             ({"resources": ["patches"]}, r"resources must be a mapping from names .*; got \['patches'\]"),
-            ({"resources": {"patches": patches}}, "resource 'patches', and budgets={} doesn't say how much"),
-            ({"budgets": {"patches": 3}}, "budgets has 'patches', which isn't a resource"),
+            (
+                {"resources": {"patches": patches}},
+                r"resource 'patches', and budgets={} doesn't say how much.*budgets=\{'patches'.* out of resources",
+            ),
+            ({"budgets": {"patches": 3}}, "budgets has 'patches', which isn't a resource.* Pass resources= with it"),
+            (
+                {"resources": {"patches": [2**62] * 60}, "budgets": {"patches": 3}},
+                r"resource 'patches' must be integers from 0 to 2\*\*62 - 1; unit 0 has",
+            ),
+            (
+                {"resources": {"patches": [4] * 60}, "budgets": {"patches": 3}},
+                "or pass overlong='drop', which leaves such units out",
+            ),
         ],
     )
     def test_refuses(self, options, message):
@@ -283,6 +304,7 @@ class TestOwnCollator:
         loader = make(
             [[{"input_ids": ids} for ids in group] for group in groups], lengths=units, collate_fn=TreeCollator(TOKENS)
         )
+        assert str(loader).startswith("PackedDataLoader of 60 units, ")
         rows = [batch["input_ids"].shape[1] for batch in loader]
         assert sum(rows) == units.tokens.sum() < sum(len(ids) for group in groups for ids in group)
         assert max(rows) <= TOKENS

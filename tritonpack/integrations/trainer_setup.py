@@ -25,6 +25,7 @@ from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.measured import LENGTH_COLUMNS
+from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import digest_units
 from tritonpack.patches import Patch, patch
 
@@ -163,21 +164,22 @@ class TrainerSetup:
     def _load(self, epochs: int) -> PackedDataLoader:
         trainer, args = self.trainer, self.trainer.args
         packing = dict(self._packing)
-        packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
-        own_form = packing.get("documents") is not None or packing.get("collate_fn") is not None
-        check_training(trainer, self._labels, own_form)
-        if packing.get("collate_fn") is not None:  # which makes labels of its own
-            packing.pop("labels")
-        dataset = trainer.train_dataset
-        if self._documents is not None and self._documents.dataset is dataset:
-            packing["lengths"] = self._documents.measured
-        strategy = getattr(args, "train_sampling_strategy", "random")
-        packing |= {
-            "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
-            "seed": args.seed if args.data_seed is None else args.data_seed,
-            "shuffle": strategy != "sequential",
-            "num_replicas": args.world_size,
-        }
+        with raise_faults_on_all_ranks("loader", args.world_size):
+            packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
+            own_form = packing.get("documents") is not None or packing.get("collate_fn") is not None
+            check_training(trainer, self._labels, own_form)
+            if packing.get("collate_fn") is not None:  # which makes labels of its own
+                packing.pop("labels")
+            dataset = trainer.train_dataset
+            if self._documents is not None and self._documents.dataset is dataset:
+                packing["lengths"] = self._documents.measured
+            strategy = getattr(args, "train_sampling_strategy", "random")
+            packing |= {
+                "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
+                "seed": args.seed if args.data_seed is None else args.data_seed,
+                "shuffle": strategy != "sequential",
+                "num_replicas": args.world_size,
+            }
         loader = dataloader(
             dataset,
             self._tokens,

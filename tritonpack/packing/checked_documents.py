@@ -71,6 +71,9 @@ class CheckedDocuments(Dataset):
         of_resources = {each for each in resources.values() if isinstance(each, str)}
         self._unused = self._dropped.union(of_resources, LENGTH_COLUMNS if collate is not None else ())
         first = fetch(dataset, [0])[0]
+        for name, resource in resources.items():  # before the columns, of which a misspelt one looks like any other
+            if isinstance(resource, str):
+                resource_of(first, 0, name, resource)
         found = documents_of(first, 0, documents)
         self.columns = self._check_columns(first if found is None else found[0], collate)
         sizes_of, of_sizes = None, []
@@ -149,10 +152,13 @@ class CheckedDocuments(Dataset):
 
     def _check_lengths(self, own: list[int], number: int) -> None:
         units, source = self.measured.units, self.measured.source
+        if self._documents is not None and source != GIVEN:
+            remedy = "The function documents must return the same at each call."
+        else:
+            remedy = "Pass lengths= with the number of each document's tokens."
         if sum(own) != units.tokens[number]:
             raise ValueError(
-                f"document {number} has {sum(own)} tokens, but {units.tokens[number]} by {source}. Pass lengths= with "
-                "the number of each document's tokens."
+                f"document {number} has {sum(own)} tokens, but {units.tokens[number]} by {source}. {remedy}"
             )
         if sum(length**2 for length in own) != units.squares[number]:
             raise ValueError(

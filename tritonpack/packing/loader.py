@@ -22,9 +22,9 @@ from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
-from tritonpack.packing.samplers.ranks import place_in_world
+from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import are_documents
-from tritonpack.packing.units import Units, fit_units
+from tritonpack.packing.units import Units, check_budgets, fit_units
 
 _CHOSEN_HERE = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
 _OWN = ("shuffle", "collate_fn")  # options of `dataloader` with names that torch's DataLoader has, too
@@ -148,8 +148,8 @@ class PackedDataLoader(DataLoader):
             f"{_counted(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
         for name, amounts in units.resources.items():
-            full = f"at most {rows.budgets[name]:,} a row, {rows.efficiency(name):.1%} full"
-            lines.append(f"  {name}: {amounts.sum():,}, {full}")
+            full = f", {rows.efficiency(name):.1%} full" if rows.budgets[name] else ""
+            lines.append(f"  {name}: {amounts.sum():,}, at most {rows.budgets[name]:,} a row{full}")
         if plan.filler_rows:
             repeats = "row repeats" if plan.filler_rows == 1 else "rows repeat"
             lines.append(f"  {plan.filler_rows:,} filler {repeats} a document in the last step")
@@ -239,13 +239,14 @@ def dataloader(
         lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
             `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
             no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
-        documents: a function of an example that returns its documents, a list of mappings. It is called once for each
-            example to measure it, and again at each loading. With `num_workers` it must be a function that pickle can
+        documents: a function of an example that returns its documents, a list of mappings. It is called for each
+            example to measure it (for the first one also to check its columns), and again at each loading. It must
+            return the same each time. With `num_workers` it must be a function that pickle can
             send to the workers, if they are spawned.
         resources: what else an example takes of a row, by name: the column of an integer, a function of the example
             that returns an integer, or (examples,) integers. Columns of a `datasets.Dataset` are read at once. The
             columns that are named aren't packed, and don't reach `collate_fn`.
-        budgets: the most that the examples of a row may take of a resource, by its name, at least 1 each.
+        budgets: the most that the examples of a row may take of a resource, by its name, from 0 to 2**30 each.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator. It takes a list of
             examples, or of lists of documents, and returns a batch. Where a unit isn't as long as its documents
             together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an error. A
@@ -270,40 +271,49 @@ def dataloader(
 
     Raises:
         ValueError: a wrong option, lengths or resources that don't fit, a column that can't be packed, a function that
-            fails; while loading, a document with another number of tokens than its length, an example with other
-            resources than before, documents with other columns than the first.
+            fails, on every rank if it is so on one; while loading, a document with another number of tokens than its
+            length, an example with other resources than before, documents with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
-    require_map_style(dataset)
-    tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-    _check_options(options, objective, labels, overlong)
-    packing = {
-        "objective": labels, "per_token": per_token, "max_document_length": max_document_length,
-        "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
-    }  # fmt: skip
-    collate = PackingCollator(**packing) if collate_fn is None else None  # type: ignore[arg-type]
-    if collate_fn is not None:
-        _check_collate_fn(collate_fn, packing)
-    if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
-        raise ValueError(
-            f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
-            f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
+    with raise_faults_on_all_ranks("loader", num_replicas):
+        require_map_style(dataset)
+        tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+        _check_options(options, objective, labels, overlong)
+        packing = {
+            "objective": labels, "per_token": per_token, "max_document_length": max_document_length,
+            "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
+        }  # fmt: skip
+        collate = PackingCollator(**packing) if collate_fn is None else None  # type: ignore[arg-type]
+        if collate_fn is not None:
+            _check_collate_fn(collate_fn, packing)
+        if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
+            raise ValueError(
+                f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing "
+                f"past {tokens}. Make tokens a multiple of pad_to_multiple_of."
+            )
+        checked = CheckedDocuments(
+            dataset, lengths, documents, resources, drop_columns, collate,
+            measure_by=getattr(collate_fn, "measure", None), budgets=budgets,
+        )  # fmt: skip
+        units = checked.measured.cut(max_document_length)
+        check_budgets(
+            units,
+            budgets,
+            without="leave it out of resources",
+            having="Pass resources= with it, a column or a function that says how much of it an example takes",
         )
-    measure_by = getattr(collate_fn, "measure", None)
-    checked = CheckedDocuments(
-        dataset, lengths, documents, resources, drop_columns, collate, measure_by=measure_by, budgets=budgets
-    )
-    units = checked.measured.cut(max_document_length)
-    _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
-    num_replicas, own_rank = place_in_world(num_replicas, rank, True)
-    assert own_rank is not None
+        _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
+        num_replicas, own_rank = place_in_world(num_replicas, rank, True)
+        assert own_rank is not None
+        check_flag(shard, "shard")
+        own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
+        DataLoader(checked, collate_fn=own_collate, **options)  # raises for options that torch refuses
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
         lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
         budgets=budgets, epochs=epochs, shard=False,
     )  # fmt: skip
-    check_flag(shard, "shard")
-    return PackedDataLoader(checked, rows, own_rank, collate or _OwnCollator(collate_fn, tokens), shard, **options)
+    return PackedDataLoader(checked, rows, own_rank, own_collate, shard, **options)
 
 
 class _OwnCollator:
@@ -385,7 +395,8 @@ class _Rows(Sampler[list[int]]):
 def _check_fit(units: Units, tokens: int, budgets: Any, overlong: Any, *, can_cut: bool) -> None:
     """ValueError for documents or units that don't fit into a row, with the remedies that the loader has."""
     if not are_documents(units):
-        fit_units(units, tokens, budgets, overlong, name="row size")
+        remedy = "pass overlong='drop', which leaves such units out"
+        fit_units(units, tokens, budgets, overlong, name="row size", remedy=remedy)
         return
     cutting = f"pass max_document_length={tokens}, which trains on their first tokens" if can_cut else "cut them before"
     remedy = f"pass overlong='drop', which leaves them out, or {cutting}"
@@ -439,7 +450,8 @@ def _described(measured: Measured) -> str:
     units = len(measured.units)
     if (measured.counts > 1).any():
         return f"{_counted(units, 'unit')} of {_counted(measured.counts.sum(), 'document')}"
-    return _counted(units, "document")
+    one_each = (measured.units.squares == measured.units.tokens**2).all()
+    return _counted(units, "document" if one_each else "unit")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -181,6 +181,7 @@ def fit_units(
     overlong: Literal["error", "drop"] = "error",
     *,
     name: str = "capacity",
+    remedy: str = "leave such units out; samplers do with overlong='drop'",
 ) -> FittedUnits:
     """Check units, and leave out those that take more than a row has. They can't be cut, unlike documents.
 
@@ -196,7 +197,7 @@ def fit_units(
         capacity: tokens of a row, at least 1.
         budgets: for each resource of the units what a row holds of it, from 0 to 2**30.
         overlong: "error" refuses units that don't fit; "drop" leaves them out.
-        name: the name of the capacity in messages.
+        name, remedy: the name of the capacity in messages, and their advice for units that don't fit.
 
     Raises:
         ValueError: bad lengths, a capacity or a budget that isn't such an integer, budgets for other resources than
@@ -220,8 +221,7 @@ def fit_units(
         needed = f"Raise it to at least {max(int(takes[resource].max()), 1)}"
         raise ValueError(
             f"{count} of {len(units)} units take more than a row has (the first: unit {unit} takes "
-            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). {needed}, or leave such "
-            "units out; samplers do with overlong='drop'."
+            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). {needed}, or {remedy}."
         )
     if count == len(units):
         raise ValueError(
@@ -232,8 +232,18 @@ def fit_units(
     return FittedUnits(units.select(~above), np.flatnonzero(~above).astype(np.int32), report)
 
 
-def check_budgets(units: Units, budgets: Mapping[str, int] | None) -> dict[str, int]:
-    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names."""
+def check_budgets(
+    units: Units,
+    budgets: Mapping[str, int] | None,
+    *,
+    without: str = "make the units without it",
+    having: str = "Make the units with it, such as Units.of_documents(lengths, patches=...)",
+) -> dict[str, int]:
+    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names.
+
+    Args:
+        without, having: the advice of messages for a resource without a budget, and for a budget without a resource.
+    """
     if budgets is not None and not isinstance(budgets, Mapping):
         raise ValueError(f"budgets must be a mapping from names of resources to integers; got {budgets!r:.100}.")
     budgets = budgets or {}
@@ -241,14 +251,14 @@ def check_budgets(units: Units, budgets: Mapping[str, int] | None) -> dict[str, 
         if name not in budgets:
             raise ValueError(
                 f"the units have the resource {name!r}, and budgets={dict(budgets)} doesn't say how much of it a row "
-                f"holds. Pass budgets={{{name!r}: ...}}, or make the units without it."
+                f"holds. Pass budgets={{{name!r}: ...}}, or {without}."
             )
     for name in budgets:
         if name not in units.resources:
             known = ", ".join(map(repr, units.resources)) or "none"
             raise ValueError(
                 f"budgets has {name!r}, which isn't a resource of the units ({known}). Tokens are limited by the "
-                "capacity. Make the units with it, such as Units.of_documents(lengths, patches=...)."
+                f"capacity. {having}."
             )
     return {
         name: check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE) for name in units.resources
@@ -283,5 +293,5 @@ def _whole(values: Any, name: str, count: int, least: int) -> NDArray[np.int64]:
         )
     if array.size and (array.min() < least or array.max() >= 2**62):
         wrong = int(np.flatnonzero((array < least) | (array >= 2**62))[0])
-        raise ValueError(f"{name} must be integers of at least {least}; unit {wrong} has {array[wrong]}.")
+        raise ValueError(f"{name} must be integers from {least} to 2**62 - 1; unit {wrong} has {array[wrong]}.")
     return array.astype(np.int64)

@@ -8,6 +8,7 @@ from tests.packing.naive import fits_into
 from tests.packing.planning.test_plan import AWKWARD, MODEL, deferrals
 from tritonpack import Units
 from tritonpack.packing import plan_epoch, plan_statistics
+from tritonpack.packing.planning import steps
 from tritonpack.packing.planning.order import shuffled
 from tritonpack.packing.planning.plan import Plan, choose_steps_together
 from tritonpack.packing.planning.tail import check_tail
@@ -208,6 +209,38 @@ def test_spread_makes_steps_of_equal_tokens():
         tokens = plan.sums(units.tokens).sum(axis=1)
         assert plan.num_steps <= least + 1
         assert tokens.std() < 0.05 * tokens.mean()
+
+
+def test_spread_makes_steps_equal_in_what_is_scarce():
+    """Rows hold many units, and are full of patches where tokens are half."""
+    rng = np.random.default_rng(0)
+    units = Units.of_documents(rng.integers(10, 200, 4000), patches=rng.integers(0, 100, 4000))
+    for budget, least in ((1000, 1), (1000, 60), (1200, 1), (1800, 1)):
+        plan = plan_epoch(
+            units, CAPACITY, 4, budgets={"patches": budget}, tail="spread", least_steps=least, steps_together=4
+        )
+        assert_sound(plan, units, {"patches": budget})
+        held = plan.sums(units.resources["patches"]).sum(axis=1)
+        assert held.min() > 0.9 * np.median(held)
+
+
+@pytest.mark.parametrize("scarcity", [0.5, 1.0, 2.0])
+def test_spread_plans_units_with_budgets_twice_at_most(monkeypatch, scarcity):
+    """Besides the last step once more, because each plan takes as long as that of "keep"."""
+    planned = []
+    plan_steps = steps.plan_steps
+
+    def counted(demands, *args, **given):
+        planned.append(len(demands))
+        return plan_steps(demands, *args, **given)
+
+    monkeypatch.setattr(steps, "plan_steps", counted)
+    units = chat_with_images(1000, 0, 0.5)
+    even = units.resources["patches"].sum() * CAPACITY / units.tokens.sum()
+    budgets = {"patches": max(1280, int(scarcity * even))}
+    spread = plan_epoch(units, CAPACITY, 4, budgets=budgets, tail="spread", steps_together=4)
+    assert sum(planned) <= 2.1 * len(units)
+    assert spread.num_steps <= plan_epoch(units, CAPACITY, 4, budgets=budgets, tail="keep", steps_together=4).num_steps
 
 
 def test_steps_together_are_chosen_by_what_is_scarce():

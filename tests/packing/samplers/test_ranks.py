@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackDistributedBatchSampler, Units, notices
+from tritonpack import MultipackDistributedBatchSampler, Units, dataloader, notices
 from tritonpack.packing.samplers import ranks as ranks_module
 
 LENGTHS = log_normal(200, mean=60, high=256)
@@ -85,6 +85,37 @@ def names_the_difference(rank):
         error = error_of(lambda options=options: sampler(**options))
         assert on_all_ranks(error) == [error] * 3
         assert re.search(message, error), error
+
+
+class Unreadable(list):
+    """A dataset that one rank can't read."""
+
+    def __getitem__(self, number):
+        raise OSError("no such file")
+
+
+@case
+def loaders_name_the_rank_that_fails(rank):
+    documents = [{"input_ids": [1] * length, "images": 1} for length in LENGTHS.tolist()]
+    counted = {"resources": {"images": "images"}, "budgets": {"images": 99}}
+
+    def fails(example):
+        return 1 // (rank != 1)
+
+    for one, message in (
+        ({"tokens": -3}, "tokens must be an integer from 1"),
+        ({"resources": {"images": "image"}}, "names the column 'image'"),
+        ({"resources": {"images": fails}, "drop_columns": ("images",)}, "failed on example 0.*ZeroDiv"),
+        ({"dataset": [*documents[1:], {"input_ids": [1] * 257, "images": 1}]}, "take more than a row has"),
+        ({"dataset": Unreadable(documents)}, "OSError: no such file"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+        ({"tail": "dropped"}, "tail must be one of"),
+    ):
+        options = {"dataset": documents, "tokens": 256, **counted, **(one if rank == 1 else {})}
+        error = error_of(lambda options=options: dataloader(**options))
+        assert on_all_ranks(error) == [error] * 3
+        assert re.search(f"rank 1 can't make its (loader|sampler): .*{message}", error), error
+    assert len(set(on_all_ranks(len(dataloader(documents, 256, **counted))))) == 1, "they go on alike"
 
 
 @case
@@ -192,6 +223,26 @@ def workers_compare_nothing(rank):
     batches = list(sampler(seed=0))
     if rank == 0:
         assert list(DataLoader(Worker(), batch_size=None, num_workers=1)) == batches
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"tokens": -3}, "tokens must be an integer from 1"),
+        ({"dataset": Unreadable([1])}, "OSError: no such file"),
+        ({"shard": 1}, "shard must be"),
+        ({"timeout": -1}, "timeout option should be non-negative"),
+    ],
+)
+def test_a_loader_that_fails_tells_the_other_ranks_once(monkeypatch, options, fault):
+    told = []
+    monkeypatch.setattr(ranks_module, "can_compare", lambda num_replicas: True)
+    monkeypatch.setattr(ranks_module, "compare", lambda subject, mine, find_fault: told.append(mine))
+    with pytest.raises((ValueError, OSError)):
+        dataloader(**{"dataset": [{"input_ids": [1]}], "tokens": 8, **options})
+    assert len(told) == 1
+    assert told[0]["fault"].startswith("can't make its loader: ")
+    assert fault in told[0]["fault"]
 
 
 def names_ranks_that_do_not_come(rank):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.packing.lengths import log_normal
 from tritonpack import MultipackDistributedBatchSampler, Units, notices
+from tritonpack.packing import plan_statistics
 
 CAPACITY, BUDGETS = 512, {"images": 4, "patches": 900}
 # States of samplers of plain lengths, as they were written before there were units.
@@ -268,3 +269,11 @@ def test_a_smaller_budget_leaves_out_what_does_not_fit_now():
     assert set(range(len(UNITS))) - set(seen) - set(rest) == set(left_out.tolist()) - set(seen) != set()
     assert other.report.documents == len(left_out)
     assert_within(other.plan, UNITS, CAPACITY, small)
+
+
+def test_efficiency_counts_what_filler_rows_repeat_once():
+    units = Units.of_documents([40] * 5, patches=[4] * 5)
+    sampler = MultipackDistributedBatchSampler(40, units, 4, 0, seed=0, budgets={"patches": 4}, tail="keep")
+    assert sampler.plan.filler_rows == 3
+    assert sampler.efficiency() == plan_statistics(sampler.plan, units).efficiency == 5 / 8
+    assert sampler.efficiency("patches") == 5 / 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import index
 from typing import Any, Literal, get_args
 
@@ -169,10 +168,11 @@ def plan_epoch(
             more documents, even if it has room, because a step takes as long as its costliest row.
         cost_model: required for the objective "cost", and only for it.
         tail: what happens to documents that don't fill a last step. "drop" leaves them out of this epoch, unless they
-            fill the step to 95%. "keep" makes a short last step. "spread" divides all documents over as few steps as
-            it finds, which are about equally full. Every rank gets a document in the last step. It may be moved there
-            from any step before. If there are too few documents, the last ranks get filler rows, each of which repeats
-            one of the shortest documents, and `Plan.filler_rows` counts them.
+            fill the step to 95%. "keep" makes a short last step. "spread" divides all documents over as few steps as it
+            finds, which are about equally full (with budgets: of the scarcest resource, if such a plan is found). Every
+            rank gets a document in the last step. It may be moved there from any step before. If there are too few
+            documents, the last ranks get filler rows, each of which repeats one of the shortest documents, and
+            `Plan.filler_rows` counts them.
         lookahead: the share of its tokens that a step is offered in addition, from 0 to 1. A larger share fills rows
             better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. More
@@ -235,8 +235,12 @@ def _plan_in_order(
     if not len(order):
         return nothing
     stream = demands.select(order)
-    steps = partial(plan_steps, stream, costs[order], num_ranks, **options)
-    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(target=capacity)
+    own_costs = costs[order]
+
+    def steps(demands: Demands, numbers: Any = slice(None), **given: Any) -> NDArray[np.int64]:
+        return plan_steps(demands, own_costs[numbers], num_ranks, **options, **given)
+
+    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(stream, target=capacity)
     if tail == "drop":
         kept_steps = drop_last_step(rows, stream, num_ranks)
         if least_steps > max(kept_steps, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ FULL = 0.95  # tail="drop" keeps a last step that is filled to this share
 # Under "spread" a step may hold this many times its part of all tokens. The values are tried in this order: smaller
 # ones make more equal steps, and more often leave documents over.
 _SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
+_RESERVE = 0.05  # the share of its part that the last step is to lack under budgets; without it many plans fail
 _TRIES = 200_000  # rooms that a search for a packing looks at
 _MOST_SEARCHED = 256  # units that it may move if rows hold more than tokens
 
@@ -57,27 +59,61 @@ def drop_last_step(rows: NDArray[np.int64], demands: Demands, num_ranks: int) ->
 def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
     """Plan all units in as few steps as found, but at least `least_steps`, with about equally many tokens.
 
-    Of other resources a row may hold its budget, because what steps hold of them differs much more than their tokens.
+    With budgets it is what they hold of the scarcest resource that is about equal, if a plan is found.
 
     Args:
-        steps: `plan_steps` without `target` and `last_step`.
+        steps: `plan_steps` without `target` and `last_step`; `numbers` are those of the demands among all units.
 
     Returns:
         The row of each unit, as `plan_steps` returns them.
     """
+    if len(demands.budgets):
+        return _spread_once(steps, demands, num_ranks, least_steps)
     tokens, capacity = demands.totals[0], demands.capacity
     num_steps = max(demands.fewest_steps(num_ranks), min(least_steps, len(demands) // num_ranks))
     while True:
         part = -(-tokens // (num_ranks * num_steps))
         for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
-            rows = steps(target=target, last_step=num_steps - 1)
+            rows = steps(demands, target=target, last_step=num_steps - 1)
             needed = int(rows.max()) // num_ranks + 1
             if needed <= num_steps:
                 return rows
-        rows = steps(target=capacity)  # a last step that is offered all that is left may leave more over
+        rows = steps(demands, target=capacity)  # a last step that is offered all that is left may leave more over
         if int(rows.max()) // num_ranks < num_steps:
             return rows
         num_steps = min(needed, int(rows.max()) // num_ranks + 1)  # the number of steps with full rows
+
+
+def _spread_once(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
+    """`spread` in two plans, because plans with budgets take longer: full rows, and then as small ones as seem enough.
+
+    Where smaller rows don't hold all, the rows stay full.
+    """
+    rows = steps(demands, target=demands.capacity)
+    num_steps = int(rows.max()) // num_ranks + 1
+    shares = [total / most for total, most in zip(demands.totals, demands.limits, strict=True)]
+    scarce = int(np.argmax(shares))
+    amounts = demands.lengths if scarce == 0 else demands.others[:, scarce - 1]
+    before_last = rows < (num_steps - 1) * num_ranks
+    full = float(amounts[before_last].sum(dtype=np.int64)) / max(num_steps - 1, 1)  # what a step of full rows holds
+    wanted = max(num_steps, min(least_steps, len(demands) // num_ranks))
+    part = demands.totals[scarce] / (wanted - _RESERVE) / full if full else 1.0
+    if part >= 1:
+        return rows
+    target, budgets = demands.capacity, demands.budgets.copy()
+    if scarce == 0:
+        target = int(part * target)
+    else:
+        budgets[scarce - 1] = max(int(part * budgets[scarce - 1]), amounts.max())
+    smaller = steps(replace(demands, budgets=budgets), target=max(target, 1), last_step=wanted - 1)
+    left = np.flatnonzero(smaller >= (wanted - 1) * num_ranks)
+    if not len(left):
+        return smaller
+    last = steps(demands.select(left), numbers=left, target=demands.capacity, last_step=0)  # in full rows
+    if int(last.max()) >= num_ranks:
+        return rows
+    smaller[left] = (wanted - 1) * num_ranks + last
+    return smaller
 
 
 def whole_steps(

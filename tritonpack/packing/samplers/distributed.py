@@ -22,9 +22,11 @@ from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.samplers.ranks import (
+    SUBJECT,
     can_compare,
     compare,
     describe_differences,
+    find_raised,
     name_ranks,
     place_among_processes,
     place_in_world,
@@ -128,7 +130,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         order: Order | None = None,
         shard: bool = True,
     ) -> None:
-        with raise_faults_on_all_ranks("made this sampler", num_replicas, _find_difference):
+        with raise_faults_on_all_ranks("sampler", num_replicas):
             self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
             check_flag(shuffle, "shuffle")
             self._seed_is_given = seed is not None
@@ -178,7 +180,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 "shuffle": shuffle,
             }
         if can_compare(self.num_replicas):
-            first = compare("made this sampler", {"fault": "", **self._values_to_compare()}, _find_difference)
+            first = compare(SUBJECT, {"fault": "", **self._values_to_compare()}, _find_difference)
             self.seed = first["torch.initial_seed()"] if seed is None else self.seed
         elif seed is None and shuffle and place_among_processes()[0] > 1:
             raise ValueError(
@@ -354,6 +356,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     def efficiency(self, resource: str | None = None) -> float:
         """The share of the room in the rows of `plan` that is used, from 0 to 1, over all ranks.
 
+        Documents that filler rows repeat count once, as in `plan_statistics`.
+
         Args:
             resource: the name of a resource with a budget; None takes the tokens.
 
@@ -364,8 +368,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             raise ValueError(f"{resource!r} has no budget; those with one are {', '.join(self.budgets) or 'none'}.")
         most = self.batch_max_length if resource is None else self.budgets[resource]
         used = self._units.tokens if resource is None else self._units.resources[resource]
-        room = self.plan.num_steps * self.num_replicas * most
-        return float(self.plan.sums(used).sum() / room) if room else 1.0
+        plan = self.plan
+        room = plan.num_steps * self.num_replicas * most
+        return float(used[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
 
     def tokens_per_step(self) -> NDArray[np.int64]:
         """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
@@ -428,9 +433,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
 def _find_difference(values: Sequence[dict[str, Any]]) -> str:
     """How the samplers of the ranks differ, an empty string if they don't."""
-    for process, each in enumerate(values):
-        if each.get("fault"):
-            return f"rank {process} can't make its sampler: {each['fault']}"
+    if raised := find_raised(values):
+        return raised
     settings = [{**each, "rank": None, "torch.initial_seed()": None} for each in values]
     differences = describe_differences(settings)
     if differences:

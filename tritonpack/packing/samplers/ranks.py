@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
 
+SUBJECT = "made this sampler"  # what ranks do when they compare their samplers
 _NOTICE_AFTER = timedelta(seconds=30)
 _comparisons = count()  # the ranks number their comparisons alike, because each takes part in all of them
 
@@ -109,23 +110,30 @@ def compare(
 
 
 @contextmanager
-def raise_faults_on_all_ranks(
-    subject: str, num_replicas: int | None, find_fault: Callable[[Sequence[dict[str, Any]]], str]
-) -> Iterator[None]:
-    """Tell the other ranks, which `compare` their values, of a ValueError on this one, so that all ranks raise it.
+def raise_faults_on_all_ranks(made: str, num_replicas: int | None) -> Iterator[None]:
+    """Tell the other ranks, which `compare` their values, of an error on this one, so that all ranks raise it.
+
+    Every rank compares its values once, when it makes its sampler or in its stead here. So a part of the construction
+    before the sampler gets a context of its own, and none may surround the sampler.
 
     Args:
+        made: what the ranks make here, such as "sampler".
         num_replicas: as given to the sampler.
-        subject, find_fault: see `compare`; a fault is a value named "fault".
     """
     try:
         yield
-    except ValueError as error:
+    except Exception as error:
         if num_replicas is None and has_group():
             num_replicas = dist.get_world_size()
         if can_compare(num_replicas):
-            compare(subject, {"fault": str(error)}, find_fault)
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            compare(SUBJECT, {"fault": f"can't make its {made}: {reason}"}, find_raised)
         raise
+
+
+def find_raised(values: Sequence[Mapping[str, Any]]) -> str:
+    """The first fault that `raise_faults_on_all_ranks` tells, with its rank; an empty string if there is none."""
+    return next((f"rank {rank} {each['fault']}" for rank, each in enumerate(values) if each.get("fault")), "")
 
 
 def _wait(store: Any, keys: Sequence[str], keys_of_ranks: Sequence[str], subject: str) -> None:
