@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.after_hooks import back_in_row, has_forward_hooks
-from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.call_arguments import CACHES, COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
 from tritonpack.patches.hooks import PackingHook
@@ -224,7 +224,9 @@ class ModelForward(UnpackingForward):
             return mask
         if len(tokens_of(arguments)[1]) == 3:  # each row is a choice that holds one document
             return None
-        if mask is not None and not is_pair_mask(mask) and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        # Beside a cache a mask of pairs is generate()'s, which the hook has claimed.
+        pairs = is_pair_mask(mask) and not any(arguments.get(name) is not None for name in CACHES)
+        if mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return None
         if self.module is not self.hook.module:
             return self.hook.read(arguments)

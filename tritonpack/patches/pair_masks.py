@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import describe, require
+from tritonpack.patches.tensor_like import TensorLike
 
 ROWS_AT_ONCE = 1024  # of the comparison with the documents that were read
 
@@ -25,8 +26,8 @@ REMEDY = (
 
 
 def is_pair_mask(mask: Any) -> bool:
-    """Whether an attention mask is a tensor with a value for each pair of tokens."""
-    return isinstance(mask, Tensor) and mask.ndim == 4
+    """Whether an attention mask is a tensor with a value for each pair of tokens, and none that a patch has made."""
+    return isinstance(mask, Tensor) and not isinstance(mask, TensorLike) and mask.ndim == 4
 
 
 @torch.compiler.disable  # a graph would leave out the check
