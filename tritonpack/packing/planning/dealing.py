@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tritonpack.packing.heuristics import compiled
+from tritonpack.packing.planning.planner import has_room, update
 
 # Shares of a step's tokens, as divisors:
 _UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened out
@@ -197,42 +198,23 @@ def _even_out(
     for place in range(len(own)):
         length, unit = lengths[own[place]], units[own[place]]
         row, count = emptiest[1], 0
-        while keys[row] < _UNLIMITED and not _has_room(used, row, others, unit, budgets):
+        while keys[row] < _UNLIMITED and not has_room(used, row, others, unit, budgets):
             keys[row], tried[count] = _UNLIMITED, row
             count += 1
-            _update(emptiest, keys, row)
+            update(emptiest, keys, row)
             row = emptiest[1]
         if keys[row] and keys[row] + length > fill:
             return fullest
         placed[place] = row
         tokens[row] += length
         keys[row] = tokens[row]
-        _update(emptiest, keys, row)
+        update(emptiest, keys, row)
         for resource in range(len(budgets)):
             used[row, resource] += others[unit, resource]
         for number in range(count):
             keys[tried[number]] = tokens[tried[number]]
-            _update(emptiest, keys, tried[number])
+            update(emptiest, keys, tried[number])
     if tokens.max() < fullest:
         for place in range(len(own)):
             row_of[own[place]] = first + placed[place]
     return min(tokens.max(), fullest)
-
-
-@compiled
-def _update(tree: Any, keys: Any, row: int) -> None:
-    """Set the nodes above a row whose key has changed."""
-    node = (len(tree) // 2 + row) >> 1
-    while node:
-        left, right = tree[2 * node], tree[2 * node + 1]
-        tree[node] = left if keys[left] <= keys[right] else right
-        node >>= 1
-
-
-@compiled
-def _has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
-    """Whether a row has room for a unit in every resource but tokens."""
-    fits = True
-    for resource in range(len(budgets)):
-        fits = fits and used[row, resource] + others[unit, resource] <= budgets[resource]
-    return fits

@@ -153,7 +153,7 @@ def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
 
 
 @compiled
-def _has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
+def has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
     """Whether a row has room for a unit in every resource but tokens."""
     fits = True
     for resource in range(len(budgets)):
@@ -243,7 +243,7 @@ def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budget
                 continue
             best, chosen = -1.0, -1
             for row in range(rows):
-                if lengths[unit] <= room[row] and _has_room(used, row, others, unit, budgets):
+                if lengths[unit] <= room[row] and has_room(used, row, others, unit, budgets):
                     alike = lengths[unit] * room[row] / float(fill) ** 2
                     for resource in range(len(budgets)):
                         left = budgets[resource] - used[row, resource]
@@ -307,7 +307,7 @@ def _exchange(
                     gain = amounts[new] - amounts[own]
                     if gain <= best:
                         break
-                    if tokens[row] - lengths[own] + lengths[new] <= fill and _has_room(used, row, others, new, budgets):
+                    if tokens[row] - lengths[own] + lengths[new] <= fill and has_room(used, row, others, new, budgets):
                         best, best_out, best_place = gain, turn, place
                         break
                 _use(used, row, others, own, 1)
@@ -459,8 +459,8 @@ def _place(
             while parked_keys[emptiest[1]] + length <= fill:
                 row = emptiest[1]
                 open_keys[row], parked_keys[row] = cost[row], UNLIMITED
-                _update(cheapest, open_keys, row)
-                _update(emptiest, parked_keys, row)
+                update(cheapest, open_keys, row)
+                update(emptiest, parked_keys, row)
             put_aside = 0
             while True:
                 row = cheapest[1]
@@ -468,29 +468,29 @@ def _place(
                     break
                 if tokens[row] + length > fill:
                     parked_keys[row] = tokens[row]
-                    _update(emptiest, parked_keys, row)
-                elif not _has_room(used, row, others, unit, budgets):
+                    update(emptiest, parked_keys, row)
+                elif not has_room(used, row, others, unit, budgets):
                     aside[put_aside] = row
                     put_aside += 1
                 else:
                     break
                 open_keys[row] = UNLIMITED
-                _update(cheapest, open_keys, row)
+                update(cheapest, open_keys, row)
             if open_keys[row] < UNLIMITED and (turn or not tokens[row] or cost[row] + costs[unit] <= share):
                 row_of[unit] = row
                 tokens[row] += length
                 cost[row] += costs[unit]
                 _use(used, row, others, unit, 1)
                 open_keys[row] = cost[row]
-                _update(cheapest, open_keys, row)
+                update(cheapest, open_keys, row)
             for place in range(put_aside):
                 open_keys[aside[place]] = cost[aside[place]]
-                _update(cheapest, open_keys, aside[place])
+                update(cheapest, open_keys, aside[place])
 
 
 @compiled
-def _update(tree: Any, keys: Any, row: int) -> None:
-    """Set the nodes above a row whose key has changed."""
+def update(tree: Any, keys: Any, row: int) -> None:
+    """Set the nodes of a tournament above a row whose key has changed."""
     node = (len(tree) // 2 + row) >> 1
     while node:
         left, right = tree[2 * node], tree[2 * node + 1]
