@@ -58,8 +58,9 @@ class AfterHooks:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a forward hook runs after the forward of a module: one of its own, or one of all modules."""
-    return bool(module._forward_hooks or all_modules._global_forward_hooks)
+    """Whether a forward hook of users runs after the forward of a module: one of its own, or one of all modules."""
+    own = any(not isinstance(hook, Watch) for hook in module._forward_hooks.values())
+    return own or bool(all_modules._global_forward_hooks)
 
 
 def back_in_row(output: Any, placement: Placement | None) -> Any:
