@@ -1,10 +1,10 @@
 """The layout "documents": whole documents to ranks, and cuts where they are needed, so that ranks need few other keys.
 
-A *unit* is a stretch of rows that no visible pair leaves: a document, a tree, a chunk if all layers have chunks, or
-several short ones that follow each other. Each rank holds whole units and fractions of units. A fraction of a unit is
-that fraction of its rows, and nearly of its visible pairs (`Units.cut`). So a rank's shares are sums, and the
-division is vector bin packing in two dimensions, visible pairs and rows. First each unit goes to the rank with most
-room for it; units larger than a rank's share are cut. Then ranks trade units in pairs, and fractions of units where
+An *item* is a stretch of rows that no visible pair leaves: a document, a tree, a chunk if all layers have chunks, or
+several short ones that follow each other. Each rank holds whole items and fractions of items. A fraction of an item is
+that fraction of its rows, and nearly of its visible pairs (`Items.cut`). So a rank's shares are sums, and the
+division is vector bin packing in two dimensions, visible pairs and rows. First each item goes to the rank with most
+room for it; items larger than a rank's share are cut. Then ranks trade items in pairs, and fractions of items where
 whole ones are too coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
 """
 
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Piece = tuple[int, int]  # the first row, and one past the last one
-KeysOfUnit = Callable[[int, int], Callable[[Ints], float]]
+KeysOfItem = Callable[[int, int], Callable[[Ints], float]]
 
 EVEN = 0.008  # the excess of the busiest rank over the mean at which pairs, and rows, count as even
-UNITS = 128  # per rank, if documents are shorter than that; then neighbours are joined
-SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of a unit that is cut
+ITEMS = 128  # per rank, if documents are shorter than that; then neighbours are joined
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # of an item that is cut
 PIECE = 64  # rows that pieces have at least on average, if there are more than two segments
 NEGLIGIBLE = 0.001  # excess of a rank's pairs that more segments needn't lower
 # Visible pairs that take about as long as a key and its value from another rank: at 400 TFLOP/s, 350 GB/s, in bfloat16
@@ -34,8 +34,8 @@ CHEAP = 0.1  # of the mean rows: keys that a cut may bring to a rank without bei
 LEAST_GAIN = 0.02  # of the squared difference between two ranks, for a trade to be made
 
 
-class Units:
-    """The units of a batch, in its order.
+class Items:
+    """The items of a batch, in its order.
 
     Args:
         start, stop: (rows,) the first key that each row sees in any layer, at most its own place, and one past the last
@@ -43,17 +43,17 @@ class Units:
         work: (rows,) how many keys each row sees, summed over layers.
         ranks: the number of ranks.
         layers: the number of layers whose work was summed.
-        keys_of_unit: from the first row of a unit and one past its last one to a function, which counts the keys that
+        keys_of_item: from the first row of an item and one past its last one to a function, which counts the keys that
             some of its rows, ascending, see in the mean over layers.
 
     Attributes:
-        bounds: (units + 1,), the first row of each unit, and the number of all rows.
-        shares: (units, 2), the visible pairs and the rows of each, where 1 is the mean of a rank.
-        reach: (units,), the keys that a rank may need of others if it holds a fraction, relative to a rank's mean rows.
+        bounds: (items + 1,), the first row of each item, and the number of all rows.
+        shares: (items, 2), the visible pairs and the rows of each, where 1 is the mean of a rank.
+        reach: (items,), the keys that a rank may need of others if it holds a fraction, relative to a rank's mean rows.
     """
 
-    def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_unit: KeysOfUnit) -> None:
-        self._keys_of_unit = keys_of_unit
+    def __init__(self, start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_item: KeysOfItem) -> None:
+        self._keys_of_item = keys_of_item
         total = start.shape[0]
         rows = np.arange(total)
         # No pair crosses the edge before a row if the rows before it see no later key, and it and the rows after it
@@ -61,7 +61,7 @@ class Units:
         before = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]])
         after = np.minimum.accumulate(start[::-1])[::-1]
         begins = rows[(before <= rows) & (after >= rows)]
-        size = max(total // (ranks * UNITS), 1)
+        size = max(total // (ranks * ITEMS), 1)
         long = np.diff(np.append(begins, total)) >= size
         first = np.ones(len(begins), dtype=bool)
         first[1:] = long[1:] | long[:-1] | (begins[1:] // size != begins[:-1] // size)
@@ -73,17 +73,17 @@ class Units:
         self.reach: Floats = np.maximum.reduceat(stop - start, self.bounds[:-1]) * (ranks / total)
         self._cost_of_key = PAIRS_PER_KEY * layers * ranks / max(int(pairs[-1]), 1)  # in means of ranks' pairs
 
-    def cut(self, unit: int, fractions: Floats, before: Floats) -> tuple[list[list[Piece]], Floats]:
-        """Pieces of a unit, ascending, for several ranks that hold these fractions of it, and their excess of pairs.
+    def cut(self, item: int, fractions: Floats, before: Floats) -> tuple[list[list[Piece]], Floats]:
+        """Pieces of an item, ascending, for several ranks that hold these fractions of it, and their excess of pairs.
 
         The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward.
         With one segment, ranks own runs, which is even if all rows see equally many keys, as with windows. Two segments
         are a zigzag, which is even in a causal document. More segments suit other masks, but then ranks need more keys.
-        `before` has each rank's excess of pairs from other units, which this one may make up for.
+        `before` has each rank's excess of pairs from other items, which this one may make up for.
         """
-        begin, end = int(self.bounds[unit]), int(self.bounds[unit + 1])
+        begin, end = int(self.bounds[item]), int(self.bounds[item + 1])
         ends = np.append(0.0, fractions.cumsum() / fractions.sum())
-        count, choices = self._keys_of_unit(begin, end), []
+        count, choices = self._keys_of_item(begin, end), []
         for segments in SEGMENTS:
             if segments > 2 and end - begin < PIECE * segments * len(fractions):
                 break
@@ -96,7 +96,7 @@ class Units:
                     if piece[0] < piece[1]:
                         owner.append(piece)
             pairs = np.array([sum(self._passed[b] - self._passed[a] for a, b in one) for one in pieces])
-            excess = pairs - fractions * self.shares[unit, 0]
+            excess = pairs - fractions * self.shares[item, 0]
             keys = [_other_keys(count, one) for one in pieces]
             cost = (before + excess).max() + (max(keys) + np.mean(keys)) / 2 * self._cost_of_key
             choices.append((cost, segments, pieces, excess))
@@ -106,29 +106,29 @@ class Units:
 
 
 class Division:
-    """Which fraction of each unit each rank holds.
+    """Which fraction of each item each rank holds.
 
     Sums here are of NumPy's own, in a fixed order, because a matrix product may round differently on another machine.
 
     Attributes:
-        units: the units.
-        held: (units, ranks), the fractions, which sum to 1 for each unit.
+        items: the items.
+        held: (items, ranks), the fractions, which sum to 1 for each item.
         loads: (ranks, 2), the shares of each rank's pairs and rows.
     """
 
-    def __init__(self, units: Units, ranks: int) -> None:
-        """Place each unit, the largest first."""
-        self.units, self.held, self.loads = units, np.zeros((len(units.shares), ranks)), np.zeros((ranks, 2))
-        sizes = units.shares.max(1)
-        for unit in np.argsort(-sizes, kind="stable"):
+    def __init__(self, items: Items, ranks: int) -> None:
+        """Place each item, the largest first."""
+        self.items, self.held, self.loads = items, np.zeros((len(items.shares), ranks)), np.zeros((ranks, 2))
+        sizes = items.shares.max(1)
+        for item in np.argsort(-sizes, kind="stable"):
             left = 1.0
             while left > 0:
-                part = min(left, 1 / sizes[unit])
+                part = min(left, 1 / sizes[item])
                 left = left - part if left - part > 1e-9 else 0.0
-                room = (self.loads * units.shares[unit]).sum(1)  # smallest where the sum of squared loads grows least
-                rank = np.where(self.held[unit] > 0, np.inf, room).argmin()
-                self.held[unit, rank] += part
-                self.loads[rank] += part * units.shares[unit]
+                room = (self.loads * items.shares[item]).sum(1)  # smallest where the sum of squared loads grows least
+                rank = np.where(self.held[item] > 0, np.inf, room).argmin()
+                self.held[item, rank] += part
+                self.loads[rank] += part * items.shares[item]
 
     def even_out(self) -> None:
         """Let the busiest rank trade with another one, again and again, until pairs and rows are even."""
@@ -147,16 +147,16 @@ class Division:
                 return
             if self._swap(busiest, other) or self._cut(busiest, other) or self._cut_both(busiest, other):
                 both = [busiest, other]
-                self.loads[both] = (self.held[:, both, None] * self.units.shares[:, None]).sum(0)
+                self.loads[both] = (self.held[:, both, None] * self.items.shares[:, None]).sum(0)
                 stuck[both] = stuck[:, both] = False
                 np.fill_diagonal(stuck, True)
             else:
                 stuck[busiest, other] = stuck[other, busiest] = True
 
     def _swap(self, one: int, other: int) -> bool:
-        """Move all that one rank holds of a unit to the other, or back, or both, if it halves their difference."""
+        """Move all that one rank holds of an item to the other, or back, or both, if it halves their difference."""
         wanted = (self.loads[one] - self.loads[other]) / 2
-        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        (items, parts), (back_items, back_parts) = self._parts(one), self._parts(other)
         nothing = np.zeros((1, 2))
         given, taken = np.concatenate([nothing, parts]), np.concatenate([nothing, back_parts])
         rest = ((wanted - given[:, None] + taken) ** 2).sum(-1)
@@ -164,21 +164,21 @@ class Division:
         if rest[give, take] >= (wanted**2).sum() / 4:
             return False
         if give:
-            self._move(units[give - 1], one, other, 1.0)
+            self._move(items[give - 1], one, other, 1.0)
         if take:
-            self._move(back_units[take - 1], other, one, 1.0)
+            self._move(back_items[take - 1], other, one, 1.0)
         return True
 
     def _cut(self, one: int, other: int) -> bool:
-        """Move a fraction of a unit from one rank to the other or back, with most gain for the keys it brings."""
+        """Move a fraction of an item from one rank to the other or back, with most gain for the keys it brings."""
         wanted = (self.loads[one] - self.loads[other]) / 2
-        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
-        parts, where = np.concatenate([parts, -back_parts]), np.concatenate([units, back_units])
-        sources = np.repeat([one, other], [len(units), len(back_units)])
+        (items, parts), (back_items, back_parts) = self._parts(one), self._parts(other)
+        parts, where = np.concatenate([parts, -back_parts]), np.concatenate([items, back_items])
+        sources = np.repeat([one, other], [len(items), len(back_items)])
         targets = one + other - sources
         fractions = np.clip((parts * wanted).sum(1) / np.maximum((parts**2).sum(1), 1e-30), 0, 1)
         gains = 1 - ((wanted - fractions[:, None] * parts) ** 2).sum(1) / (wanted**2).sum()
-        keys = np.where(self.held[where, targets] == 0, self.units.reach[where], 0)
+        keys = np.where(self.held[where, targets] == 0, self.items.reach[where], 0)
         best = int((gains / (keys + CHEAP)).argmax())
         if gains[best] < LEAST_GAIN:
             return False
@@ -186,48 +186,48 @@ class Division:
         return True
 
     def _cut_both(self, one: int, other: int) -> bool:
-        """Trade fractions of two units that make both ranks even, with the fewest keys, if there are such units.
+        """Trade fractions of two items that make both ranks even, with the fewest keys, if there are such items.
 
-        One rank may have more pairs and the other more rows, so that no single unit is a gain.
+        One rank may have more pairs and the other more rows, so that no single item is a gain.
         """
         x, y = (self.loads[one] - self.loads[other]) / 2
-        (units, parts), (back_units, back_parts) = self._parts(one), self._parts(other)
+        (items, parts), (back_items, back_parts) = self._parts(one), self._parts(other)
         (a, b), (c, d) = parts.T[:, :, None], back_parts.T[:, None]
         size = a * d - b * c
         size = np.where(np.abs(size) < 1e-12, np.nan, size)
         given, taken = (x * d - y * c) / size, (x * b - y * a) / size  # given (a, b) - taken (c, d) = (x, y)
-        possible = (given > 0) & (given <= 1) & (taken > 0) & (taken <= 1) & (units[:, None] != back_units)
+        possible = (given > 0) & (given <= 1) & (taken > 0) & (taken <= 1) & (items[:, None] != back_items)
         if not possible.any():
             return False
-        keys = np.where(self.held[units, other] == 0, self.units.reach[units], 0)[:, None]
-        keys = keys + np.where(self.held[back_units, one] == 0, self.units.reach[back_units], 0)
-        give, take = divmod(int(np.where(possible, keys, np.inf).argmin()), len(back_units))
-        self._move(units[give], one, other, given[give, take])
-        self._move(back_units[take], other, one, taken[give, take])
+        keys = np.where(self.held[items, other] == 0, self.items.reach[items], 0)[:, None]
+        keys = keys + np.where(self.held[back_items, one] == 0, self.items.reach[back_items], 0)
+        give, take = divmod(int(np.where(possible, keys, np.inf).argmin()), len(back_items))
+        self._move(items[give], one, other, given[give, take])
+        self._move(back_items[take], other, one, taken[give, take])
         return True
 
     def _parts(self, rank: int) -> tuple[Ints, Floats]:
-        """The units of which a rank holds some, and the shares of what it holds."""
-        units = self.held[:, rank].nonzero()[0]
-        return units, self.held[units, rank, None] * self.units.shares[units]
+        """The items of which a rank holds some, and the shares of what it holds."""
+        items = self.held[:, rank].nonzero()[0]
+        return items, self.held[items, rank, None] * self.items.shares[items]
 
-    def _move(self, unit: int, source: int, target: int, fraction: float) -> None:
-        part = self.held[unit, source] * fraction
-        self.held[unit, target] += part
-        self.held[unit, source] = 0.0 if fraction == 1 else self.held[unit, source] - part
+    def _move(self, item: int, source: int, target: int, fraction: float) -> None:
+        part = self.held[item, source] * fraction
+        self.held[item, target] += part
+        self.held[item, source] = 0.0 if fraction == 1 else self.held[item, source] - part
 
     def pieces(self) -> list[list[Piece]]:
         """For each rank its pieces of rows, ascending."""
-        bounds, units = self.units.bounds.tolist(), self.units
+        bounds, items = self.items.bounds.tolist(), self.items
         shared, excess = (self.held > 0).sum(1) > 1, np.zeros(len(self.loads))
         found: list[list[Piece]] = [[] for _ in self.loads]
-        for unit, (rank, several) in enumerate(zip(self.held.argmax(1).tolist(), shared.tolist(), strict=True)):
+        for item, (rank, several) in enumerate(zip(self.held.argmax(1).tolist(), shared.tolist(), strict=True)):
             if not several:
-                found[rank].append((bounds[unit], bounds[unit + 1]))
+                found[rank].append((bounds[item], bounds[item + 1]))
                 continue
             # The first one's pieces are outermost and see most keys, so it should own most of them.
-            ranks = np.argsort(-self.held[unit], kind="stable")[: int((self.held[unit] > 0).sum())]
-            parts, more = units.cut(unit, self.held[unit, ranks], excess[ranks])
+            ranks = np.argsort(-self.held[item], kind="stable")[: int((self.held[item] > 0).sum())]
+            parts, more = items.cut(item, self.held[item, ranks], excess[ranks])
             excess[ranks] += more
             for rank, pieces in zip(ranks.tolist(), parts, strict=True):
                 found[rank] += pieces
@@ -235,12 +235,12 @@ class Division:
 
 
 def divide_documents(
-    start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_unit: KeysOfUnit
+    start: Ints, stop: Ints, work: Ints, ranks: int, layers: int, keys_of_item: KeysOfItem
 ) -> list[Ints]:
-    """For each rank its rows, ascending; arguments as of `Units`. No rank is empty if there are rows for all."""
+    """For each rank its rows, ascending; arguments as of `Items`. No rank is empty if there are rows for all."""
     if not len(start):
         return [np.arange(0) for _ in range(ranks)]
-    division = Division(Units(start, stop, work, ranks, layers, keys_of_unit), ranks)
+    division = Division(Items(start, stop, work, ranks, layers, keys_of_item), ranks)
     division.even_out()
     rows = [np.concatenate([np.arange(0), *(np.arange(*one) for one in pieces)]) for pieces in division.pieces()]
     for rank in range(ranks):  # of a very short batch

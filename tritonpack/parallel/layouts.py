@@ -251,7 +251,7 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
         start = torch.where(bounds.live, torch.minimum(start, bounds.start), start)
         stop = torch.where(bounds.live, torch.maximum(stop, bounds.stop), stop)
 
-    def keys_of_unit(begin: int, end: int) -> Callable[[np.ndarray], float]:
+    def keys_of_item(begin: int, end: int) -> Callable[[np.ndarray], float]:
         parts = [(host_bounds(mask).part(begin, end), times) for mask, times in counted.items()]
 
         def count(rows: np.ndarray) -> float:
@@ -260,7 +260,7 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
 
         return count
 
-    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks), keys_of_unit)
+    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks), keys_of_item)
 
 
 def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:
