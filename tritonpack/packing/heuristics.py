@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_FEW = 64  # keys that are sorted whole
+
 try:
     import numba
 except ImportError as error:
@@ -312,3 +314,31 @@ class WindowPacker:
         self._documents, self._lengths, self._carries = documents[kept], lengths[kept], carries[kept] + 1
         sizes_done = sizes[np.argsort(rank)][: int(done.sum())]
         return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes_done)])
+
+
+@compiled
+def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, digits: int, starts: Any) -> Any:
+    """The first `count` keys, ascending; `keys` or `spare`, of which the other is overwritten.
+
+    Few keys are sorted whole. More are sorted byte by byte from the bit `shift` on, and must ascend below that bit.
+
+    Args:
+        digits: the bytes from there on that aren't all 0.
+        starts: (257 or more,) int64, whose values don't matter.
+    """
+    if count < _FEW:
+        keys[:count].sort()
+        return keys
+    for digit in range(digits):
+        bits = shift + 8 * digit
+        starts[:257] = 0
+        for place in range(count):
+            starts[(keys[place] >> bits & 255) + 1] += 1
+        for value in range(256):
+            starts[value + 1] += starts[value]
+        for place in range(count):
+            value = keys[place] >> bits & 255
+            spare[starts[value]] = keys[place]
+            starts[value] += 1
+        keys, spare = spare, keys
+    return keys

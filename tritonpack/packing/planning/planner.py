@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled
+from tritonpack.packing.heuristics import compiled, sort_by_bytes
 
 PATIENCE = 2  # how many steps a unit may be deferred
 # Units of more than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
@@ -346,22 +346,7 @@ def _largest_first(kinds: Any, pool: Any, offered: Any, digits: int, scratch: An
         if offered[place]:
             keys[count] = kinds[pool[place]] << 32 | pool[place]
             count += 1
-    if count < 64:
-        keys[:count].sort()
-    else:
-        starts = np.empty(257, dtype=np.int64)
-        for digit in range(digits):
-            shift = 32 + 8 * digit
-            starts[:] = 0
-            for place in range(count):
-                starts[(keys[place] >> shift & 255) + 1] += 1
-            for value in range(256):
-                starts[value + 1] += starts[value]
-            for place in range(count):
-                value = keys[place] >> shift & 255
-                sorted_keys[starts[value]] = keys[place]
-                starts[value] += 1
-            keys, sorted_keys = sorted_keys, keys
+    keys = sort_by_bytes(keys, sorted_keys, count, 32, digits, np.empty(257, dtype=np.int64))
     for place in range(count):
         units[place] = keys[place] & _LOW
     return count

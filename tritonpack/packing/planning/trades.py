@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled
+from tritonpack.packing.heuristics import compiled, sort_by_bytes
 
 _TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
 _PARTNERS = 3  # the cheapest rows that the costliest one tries to trade with before trading ends
@@ -19,7 +19,6 @@ _TRADES_PER_RANK = 2
 _OFFERED = 16  # documents that a row offers, spread from its longest to its shortest
 _GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
 _LOOKS = 4096  # pairs of groups that are compared for one trade
-_FEW = 40  # groups that are sorted at once
 _NONE = -1
 
 
@@ -158,7 +157,7 @@ def _make_offers(
         cost[place] = costs[offered[place]]
     offered[num_offered], tokens[num_offered], cost[num_offered] = _NONE, 0, 0
 
-    # Sort the groups by their tokens, byte by byte.
+    # Sort the groups by their tokens.
     count = 0
     keys, sorted_keys = scratch[4], scratch[5]
     most = np.int64(0)
@@ -168,23 +167,11 @@ def _make_offers(
             keys[count] = total << 16 | first << 8 | second
             most = max(most, total)
             count += 1
-    if count < _FEW:
-        keys[:count].sort()
-        most = np.int64(0)
-    shift = 16
+    digits = 0
     while most:
-        starts[:257] = 0
-        for group in range(count):
-            starts[(keys[group] >> shift & 255) + 1] += 1
-        for value in range(255):
-            starts[value + 1] += starts[value]
-        for group in range(count):
-            value = keys[group] >> shift & 255
-            sorted_keys[starts[value]] = keys[group]
-            starts[value] += 1
-        keys, sorted_keys = sorted_keys, keys
-        shift += 8
         most >>= 8
+        digits += 1
+    keys = sort_by_bytes(keys, sorted_keys, count, 16, digits, starts)
     for group in range(count):
         first, second = (keys[group] >> 8) & 255, keys[group] & 255
         offers[group, 0] = offered[first]
