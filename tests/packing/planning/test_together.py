@@ -68,3 +68,16 @@ def test_order_of_documents_does_not_matter_much():
     """A sorted data set is sampled at random."""
     lengths = np.sort(log_normal(100_000)).astype(np.int32)
     assert choose_steps_together(lengths, 8192, 1) == choose_steps_together(lengths[::-1].copy(), 8192, 1) > 1
+
+
+def test_a_few_crowded_rows_share_steps():
+    """A row may hold two long documents, and is then a third fuller than the others, for which its step waits."""
+    rng = np.random.default_rng(2)
+    long, short = rng.normal(4915, 410, 4000), rng.normal(410, 82, 4000)
+    lengths = np.clip(np.where(rng.random(4000) < 0.3, long, short), 1, 8192).astype(np.int32)
+    plan = plan_epoch(lengths, 8192, 8)
+    tokens = plan.sums(lengths)[:-1]
+    crowded = tokens > 1.06 * tokens.mean()
+    assert crowded.sum() == 30
+    assert crowded.any(axis=1).sum() < 15  # 18 steps if they got them by chance
+    assert plan_statistics(plan, lengths).utilization > 0.97  # 0.959 if steps got them by chance

@@ -11,6 +11,7 @@ from tritonpack.packing.planning.planner import has_room, update
 
 # Shares of a step's tokens, as divisors:
 _UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened out
+_CROWDED = 16  # rows that hold so much more than the mean row share steps, if they are at most this share of the rows
 _HALF_EMPTY = 16  # groups of steps that leave more open are evened out before they are divided
 # The steps of a group may differ in their mean lengths by this many times the variance of random steps.
 _CHANCE = 1.0
@@ -45,9 +46,10 @@ def divide(
         fills[step : step + steps] = fill
         whole = ranks * steps * fill
         if steps > 1:
-            if not level and taken < whole - whole // _HALF_EMPTY:
+            uneven = not level and taken < whole - whole // _HALF_EMPTY
+            if uneven:
                 _even_out(own_lengths, others, units, row_of, np.arange(len(units)), 0, ranks * steps, fill, budgets)
-            _deal(own_lengths, units, row_of, ranks * steps, ranks)
+            _deal(own_lengths, units, row_of, ranks * steps, ranks, uneven)
         if not level and ranks > 1 and taken < whole - whole // _UNEVEN:
             by_step, starts = _group(row_of, ranks, steps)
             for number in range(steps):
@@ -61,7 +63,7 @@ def divide(
 
 
 @compiled
-def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> None:
+def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, uneven: bool) -> None:
     """Divide the rows of a group among its steps, in place, so that steps differ in their mean lengths as by chance.
 
     Similar rows in one step have similar costs, but make steps of long documents and steps of short ones. So divisions
@@ -70,8 +72,12 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> N
     A row's place is that of one of its documents, drawn by a hash: the mean place, or that of the longest document,
     would collect rows of some lengths at the begin or in the middle.
 
+    All ranks wait for the fullest row of a step. So if rows can't be full, but a few hold much more than the others,
+    these few share steps: as many of them in a step as is possible with steps that differ as by chance.
+
     Args:
         lengths, documents: (documents,) from long to short, and their places in the stream.
+        uneven: whether rows can't be full, and were evened out.
     """
     steps = rows // ranks
     size, place_of = np.zeros(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
@@ -88,8 +94,8 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> N
             squares += float(lengths[place]) * lengths[place]
     if size.min() == 0:  # fewer documents than rows: the last rows are empty
         return
-    count = size.sum()
-    mean = tokens.sum() / count
+    count, taken = size.sum(), tokens.sum()
+    mean = taken / count
     # Sorts are of integers with the row in their last bits, which is fast and the same everywhere.
     by_mean, by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
     for row in range(rows):
@@ -101,35 +107,35 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> N
     rank_by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
     for rank in range(rows):
         rank_by_mean[by_mean[rank]] = rank_by_place[by_place[rank] & _ROW] = rank
+    crowded = tokens * rows > taken + taken // _CROWDED
     number = np.empty(rows, dtype=np.int64)
-    strata, weight = 1, 32 if ranks > 1 else 0
+    # The variance of the steps' mean lengths, as a sum over steps: by chance, and as it is.
+    chance = between = 0.0
+    few = uneven and 0 < crowded.sum() <= rows // _CROWDED
+    together = ranks if few else 0  # crowded rows that may share a step
     while True:
-        for stratum in range(strata):
-            first, last = stratum * ranks // strata, (stratum + 1) * ranks // strata  # the ranks that get its rows
-            own = by_mean[first * steps : last * steps]
-            keys = np.empty(len(own), dtype=np.int64)
-            for place in range(len(own)):
-                row = own[place]
-                keys[place] = (8 * rank_by_place[row] + weight * rank_by_mean[row]) << _ROW_BITS | place
-            keys.sort()
-            for place in range(len(own)):
-                row = own[keys[place] & _ROW]
-                number[row] = place // (last - first) * ranks + first + place % (last - first)
-        sums, held = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
-        for row in range(rows):
-            sums[number[row] // ranks] += tokens[row]
-            held[number[row] // ranks] += size[row]
-        between = chance = 0.0
-        for step in range(steps):
-            between += (sums[step] / held[step] - mean) ** 2
-            chance += 1 / held[step]
-        chance *= (squares / count - mean * mean) * (steps - 1) / steps
-        if between <= _CHANCE * chance or strata == ranks:
+        strata, weight = 1, 32 if ranks > 1 else 0
+        while True:
+            _deal_strata(by_mean, rank_by_mean, rank_by_place, strata, weight, ranks, number)
+            _gather(number, crowded, ranks, together)
+            sums, held = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
+            for row in range(rows):
+                sums[number[row] // ranks] += tokens[row]
+                held[number[row] // ranks] += size[row]
+            between = chance = 0.0
+            for step in range(steps):
+                between += (sums[step] / held[step] - mean) ** 2
+                chance += 1 / held[step]
+            chance *= (squares / count - mean * mean) * (steps - 1) / steps
+            if between <= _CHANCE * chance or strata == ranks:
+                break
+            if weight:
+                weight //= 2
+            else:
+                strata = min(2 * strata, ranks)
+        if between <= _CHANCE * chance or not together:
             break
-        if weight:
-            weight //= 2
-        else:
-            strata = min(2 * strata, ranks)
+        together //= 2
     places = np.zeros(steps, dtype=np.int64)  # steps come in the order of the stream, too
     for row in range(rows):
         places[number[row] // ranks] += rank_by_place[row]
@@ -139,6 +145,65 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> N
         if row_of[place] >= 0:
             row = number[row_of[place]]
             row_of[place] = step_of[row // ranks] * ranks + row % ranks
+
+
+@compiled
+def _deal_strata(
+    by_mean: Any, rank_by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, number: Any
+) -> None:  # fmt: skip
+    """Write `step * ranks + rank` of each row to `number`: equally many rows of each stratum for every step.
+
+    Args:
+        by_mean: (rows,) rows by their mean lengths.
+        rank_by_mean, rank_by_place: (rows,) the place of each row in `by_mean`, and in the order of places.
+        weight: how much mean lengths count within a stratum; places count 8.
+    """
+    steps = len(by_mean) // ranks
+    for stratum in range(strata):
+        first, last = stratum * ranks // strata, (stratum + 1) * ranks // strata  # the ranks that get its rows
+        own = by_mean[first * steps : last * steps]
+        keys = np.empty(len(own), dtype=np.int64)
+        for place in range(len(own)):
+            row = own[place]
+            keys[place] = (8 * rank_by_place[row] + weight * rank_by_mean[row]) << _ROW_BITS | place
+        keys.sort()
+        for place in range(len(own)):
+            row = own[keys[place] & _ROW]
+            number[row] = place // (last - first) * ranks + first + place % (last - first)
+
+
+@compiled
+def _gather(number: Any, crowded: Any, ranks: int, together: int) -> None:
+    """Interchange rows between steps, in place, so that few steps have crowded rows, each at most `together` of them.
+
+    The steps that have most of them already get the others.
+    """
+    if not together:
+        return
+    steps = len(number) // ranks
+    row_at = np.empty(len(number), dtype=np.int64)
+    in_step = np.zeros(steps, dtype=np.int64)
+    for row in range(len(number)):
+        row_at[number[row]] = row
+        in_step[number[row] // ranks] += crowded[row]
+    by_number = np.argsort(-in_step, kind="mergesort")
+    giver, taker = steps - 1, 0  # places in `by_number`
+    while giver > taker:
+        give, take = by_number[giver], by_number[taker]
+        if not in_step[give]:
+            giver -= 1
+        elif in_step[take] >= together:
+            taker += 1
+        else:
+            there, here = give * ranks, take * ranks
+            while not crowded[row_at[there]]:
+                there += 1
+            while crowded[row_at[here]]:
+                here += 1
+            row_at[there], row_at[here] = row_at[here], row_at[there]
+            number[row_at[there]], number[row_at[here]] = there, here
+            in_step[give] -= 1
+            in_step[take] += 1
 
 
 @compiled
