@@ -64,7 +64,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(named) == sorted(pages | {"index.md", "contributing.md", "changelog.md"})
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_site_has_the_pages_and_not_the_tools(site: Path) -> None:
     home = Page(site / "index.html").links
     assert {"./packing.html", "./installation.html", "./quickstart.html", "./command-line.html"} <= set(home)

@@ -240,7 +240,7 @@ def test_the_plugin_derives_from_axolotls_base_class(axolotl_installed: type) ->
     assert plugin.create_optimizer({}, None) is None
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_importing_the_plugin_needs_neither_axolotl_nor_pydantic(fresh: FreshInterpreters) -> None:
     code = (
         "import sys, tritonpack.integrations.axolotl as a; a.TritonpackPlugin();"

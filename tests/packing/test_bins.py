@@ -226,7 +226,7 @@ def test_public_names():
     assert isinstance(pack([1], 1), tritonpack.Packing)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_first_call_imports_numba():
     script = (
         "import sys; from tritonpack import pack; assert not {'numba', 'transformers'} & set(sys.modules); "

@@ -43,7 +43,7 @@ def test_one_graph_for_every_length(family: str) -> None:
     assert graphs.count == 1
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_training() -> None:
     torch._dynamo.reset()
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1).train()

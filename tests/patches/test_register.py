@@ -44,7 +44,7 @@ print([key for key, one in state().items() if before.get(key) != one] != [])
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_importing_every_module_changes_nothing_of_transformers(fresh: FreshInterpreters) -> None:
     """The comparison does find the changes by `register`."""
     pytest.importorskip("transformers")
