@@ -52,7 +52,9 @@ def test_one_graph_forward_and_backward(backend: str) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("backend", ["blocked", pytest.param("triton", marks=pytest.mark.interpreter)])
+@pytest.mark.parametrize(
+    "backend", ["blocked", pytest.param("triton", marks=(pytest.mark.interpreter, pytest.mark.slow))]
+)
 def test_new_lengths_do_not_recompile(backend: Backend) -> None:
     """Backends are imported, and tiles are planned, while torch.compile traces."""
     graphs = 0

@@ -80,9 +80,9 @@ def test_a_tree_equals_every_path_alone(
     ("name", "token"),
     [
         pytest.param("tree-forest", 3, marks=pytest.mark.slow),
-        ("tree-forest", 75),
+        pytest.param("tree-forest", 75, marks=pytest.mark.slow),
         ("tree-window-sinks", 3),
-        ("tree-window-sinks", 75),
+        pytest.param("tree-window-sinks", 75, marks=pytest.mark.slow),
         pytest.param("tree-dropout", 3, marks=pytest.mark.slow),
         pytest.param("tree-dropout", 75, marks=pytest.mark.slow),
     ],
@@ -146,7 +146,7 @@ def test_trees_without_tokens(backend: str) -> None:
 
 
 @AND_TRITON
-@pytest.mark.parametrize("name", ["tree", "causal"])
+@pytest.mark.parametrize("name", ["tree", pytest.param("causal", marks=pytest.mark.slow)])
 def test_a_mask_may_be_used_in_inference_mode_before_training(name: str, backend: str) -> None:
     """As in reinforcement learning, where the same batch is scored and then learned from."""
     inputs = make_inputs({case.name: case for case in CASES}[name])

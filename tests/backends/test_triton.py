@@ -348,7 +348,7 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-@pytest.mark.sampled("features", "causal")
+@pytest.mark.sampled("causal")
 def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case) -> None:
     assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
 

@@ -100,6 +100,7 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.sampled("64-shared", "128-whole")
 @pytest.mark.usefixtures("small_chunks")
 def test_tables_of_a_shard(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and keys of one rank, with gaps; the documents have numbers."""
