@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.ops import run_attention
 from tritonpack.parallel.comm import all_to_all, wide
-from tritonpack.parallel.exchanges.call import Call, of_heads
+from tritonpack.parallel.exchanges.call import Call
 
 Spans = list[slice]  # the heads of each rank
 
@@ -36,8 +35,7 @@ def ulysses(
     for part in _uniform(mine, group):
         at = slice(part.start - mine.start, part.stop - mine.start)
         at_keys = slice(part.start // group - my_keys.start, (part.stop - 1) // group + 1 - my_keys.start)
-        options = of_heads(call.options, part, sinks)
-        out, part_lse = run_attention(qs[:, at], ks[:, at_keys], vs[:, at_keys], call.mask, options, call.backend)
+        out, part_lse = call.attend(qs[:, at], ks[:, at_keys], vs[:, at_keys], part, sinks)
         outs.append(out)
         lses.append(part_lse)
     if not want_lse:
