@@ -74,15 +74,16 @@ class Dimensions:
             layout: of the whole group.
         """
 
+        if self.heads is None or self.keys is None:
+            return layout, layout
+        place = self.keys.rank
+
         def make() -> tuple[Layout, Layout]:
             rows = [torch.cat([layout.rows[rank] for rank in owners]).sort().values for owners in self.owners]
-            place = 0 if self.keys is None else self.keys.rank
             own = [torch.searchsorted(rows[place], layout.rows[rank]) for rank in self.owners[place]]
             return Layout(tuple(rows)), Layout(tuple(own))
 
-        if self.heads is None or self.keys is None:
-            return layout, layout
-        return mask.cached(("dimensions", layout, self.owners), make)
+        return mask.cached(("dimensions", layout, self.owners, place), make)
 
 
 def ranks_of(group: GroupLike) -> Ranks:
