@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from tritonpack.options import make_options
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
 from tritonpack.parallel.exchanges import all_gather, group_cast, ring
+from tritonpack.parallel.exchanges.across import AcrossSets
 from tritonpack.parallel.exchanges.by_heads import ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
 from tritonpack.parallel.exchanges.ulysses import ulysses
@@ -123,13 +123,14 @@ def attend(
         seen = rows_mask(mask, layout, keys.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
-    call = Call(keys or ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
-    across = None if keys is None else (EXCHANGED[dimensions.exchange], call)
-    if across is not None and dimensions.heads is None:
-        out, lse = Exchanged.apply(*across, q, k, v, sinks)
+    others = (mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
+    if keys is not None and dimensions.heads is None:
+        out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], Call(keys, layout, *others), q, k, v, sinks)
+    elif keys is None or dimensions.heads is None:
+        out, lse = ulysses(Call(dimensions.heads or ranks, own, *others), q, k, v, sinks, return_lse)
     else:
-        call = replace(call, ranks=dimensions.heads or ranks, layout=own, across=across)
-        out, lse = ulysses(call, q, k, v, sinks, return_lse)
+        across = EXCHANGED[dimensions.exchange], Call(keys, layout, *others)
+        out, lse = ulysses(AcrossSets(dimensions.heads, own, *others, *across), q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
 
 

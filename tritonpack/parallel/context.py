@@ -221,13 +221,12 @@ class SequenceParallel:
 
 def _scheme(exchange: Any, layout: Any) -> tuple[Exchanges, LayoutName]:
     """The exchange and the layout of the given names; raises for unknown names."""
-    if isinstance(exchange, (tuple, list)):
-        exchange = tuple(exchange)
-    else:
+    pair = isinstance(exchange, (tuple, list))
+    if not pair:
         check_choice(exchange, (*get_args(Exchange), *SCHEMES), "exchange")
     if layout is not None:
         check_choice(layout, get_args(LayoutName), "layout")
-    if exchange not in SCHEMES:
+    if pair or exchange not in SCHEMES:
         return exchange, layout or "balanced"
     implied = SCHEMES[exchange]
     if layout not in (None, implied[1]):

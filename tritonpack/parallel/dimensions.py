@@ -131,7 +131,7 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
         ValueError: unknown names; more or fewer names than dimensions; not exactly one dimension that divides heads.
     """
     if isinstance(exchange, (tuple, list)):
-        return _of_mesh(ranks, tuple(exchange))
+        return _of_mesh(ranks, exchange)
     check_choice(exchange, get_args(Exchange), "exchange")
     if ranks.dimensions:
         raise ValueError(
@@ -144,14 +144,14 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
     return Dimensions(None, ranks, exchange, tuple((rank,) for rank in every))
 
 
-def _of_mesh(ranks: Ranks, names: tuple[Any, ...]) -> Dimensions:
+def _of_mesh(ranks: Ranks, names: Sequence[Any]) -> Dimensions:
     """The dimensions of a mesh for a name along each."""
     others = [name for name in names if name in get_args(KeyExchange)]
     if len(names) != 2 or len(others) != 1 or "ulysses" not in names:
         raise ValueError(
-            "exchange must be one name or, for a mesh of two dimensions, a pair: 'ulysses' for the dimension along "
-            f"which ranks divide heads, and one of {', '.join(map(repr, get_args(KeyExchange)))} for the other, such "
-            f"as ('group_cast', 'ulysses'); got {names!r:.100}."
+            f"exchange must be one of {', '.join(map(repr, get_args(Exchange)))}, or for a mesh of two dimensions a "
+            "pair: 'ulysses' for the dimension along which ranks divide heads, and another one for the other, such as "
+            f"('group_cast', 'ulysses'); got {names!r:.100}."
         )
     if not ranks.dimensions:
         raise ValueError(

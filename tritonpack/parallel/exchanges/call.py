@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from tritonpack import ops
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.ops import run_attention
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
@@ -30,8 +29,6 @@ class Call:
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
         stride: the key heads per step of "all_gather" and "group_cast".
-        across: the exchange of keys with the ranks that compute the same heads, and its call; None if each rank has all
-            keys of its heads. Of "ulysses" alone.
     """
 
     ranks: Ranks
@@ -40,7 +37,6 @@ class Call:
     options: AttentionOptions
     backend: str
     stride: int
-    across: tuple[Any, Call] | None = None
 
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
@@ -54,14 +50,6 @@ class Call:
             return [bool((one.key_start < one.key_stop).any()) for one in masks]
 
         return self.mask.cached(("visible", self.layout, self.ranks.rank), visible)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out and lse of some query heads over the keys of all ranks, differentiably. `sinks` has all heads."""
-        if self.across is None:
-            return run_attention(q, k, v, self.mask, of_heads(self.options, heads, sinks), self.backend)
-        exchange, call = self.across
-        call = replace(call, options=of_heads(call.options, heads, None))
-        return Exchanged.apply(exchange, call, q, k, v, None if sinks is None else sinks[heads])
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None
