@@ -153,6 +153,18 @@ def test_bytes_along_each_dimension_follow_the_formulas(group, along, shape, hea
             assert counts.total() == sum(both[direction] for both in expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1)])
+def test_nothing_travels_along_a_dimension_of_one_rank(group, shape):
+    counts = group(8, 5)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("first", "second"))
+    mask = BlockDiagonalMask.from_seqlens([40])
+    q = torch.zeros(5, 8, HEAD_DIM)
+    for exchange in KEYS:
+        for pair in ((exchange, "ulysses"), ("ulysses", exchange)):
+            attend(q, q, q, mask, make_layout("stripe", mask, 8), mesh, exchange=pair)
+    assert counts.keys() == {mesh.get_group(shape.index(8)).group_name}
+
+
 def test_a_mesh_of_one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

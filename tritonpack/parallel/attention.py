@@ -89,8 +89,8 @@ def attend(
             another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
             the other, the keys and values of these heads travel.
         heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory, and more of the exchange overlaps with computing. None means a quarter of those that this rank
-            computes, or all if no rank needs a key of another in "group_cast".
+            memory, and more of the exchange overlaps with computing. None means a quarter of all, or all if no rank
+            needs a key of another in "group_cast".
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
@@ -112,7 +112,7 @@ def attend(
     dimensions = dimensions_of(ranks, exchange)
     _check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
-    stride = heads_k_stride or -(-dimensions.key_heads(q.shape[1], k.shape[1]) // STEPS)
+    stride = heads_k_stride or -(-k.shape[1] // STEPS)
     layout, own = dimensions.layouts(mask, layout)
     keys, seen = dimensions.keys, mask
     if keys is not None and dimensions.exchange == "group_cast":

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from tritonpack.checks import check_choice
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Ranks, as_ranks
-from tritonpack.parallel.exchanges.ulysses import divide_heads
 from tritonpack.parallel.layouts import Layout, LayoutName, make_layout
 
 if TYPE_CHECKING:
@@ -46,13 +45,6 @@ class Dimensions:
     keys: Ranks | None
     exchange: KeyExchange | None
     owners: tuple[tuple[int, ...], ...]
-
-    def key_heads(self, heads: int, kv_heads: int) -> int:
-        """With how many key heads this rank computes, of a layer with `heads` query heads and `kv_heads` key heads."""
-        if self.heads is None:
-            return kv_heads
-        keys = divide_heads(heads, kv_heads, self.heads.size)[1][self.heads.rank]
-        return keys.stop - keys.start
 
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
         """The layout of a batch. If keys travel, it divides the batch among sets of ranks that own rows together.
