@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.ops import run_attention
 from tritonpack.parallel.comm import all_to_all, wide
-from tritonpack.parallel.exchanges.call import Call, of_heads
+from tritonpack.parallel.exchanges.call import Call
 
 Spans = list[slice]  # the heads of each rank
 
@@ -36,8 +35,7 @@ def ulysses(
     for part in _uniform(mine, group):
         at = slice(part.start - mine.start, part.stop - mine.start)
         at_keys = slice(part.start // group - my_keys.start, (part.stop - 1) // group + 1 - my_keys.start)
-        options = of_heads(call.options, part, sinks)
-        out, part_lse = run_attention(qs[:, at], ks[:, at_keys], vs[:, at_keys], call.mask, options, call.backend)
+        out, part_lse = _Heads.apply(call, part, qs[:, at], ks[:, at_keys], vs[:, at_keys], sinks)
         outs.append(out)
         lses.append(part_lse)
     if not want_lse:
@@ -60,6 +58,33 @@ def _uniform(heads: slice, group: int) -> Spans:
         return [heads]
     runs = [slice(heads.start, first), slice(first, last), slice(last, heads.stop)]
     return [run for run in runs if run.start < run.stop]
+
+
+class _Heads(torch.autograd.Function):
+    """(call, heads, q, k, v, sinks) -> out and lse of some query heads over all keys. `sinks` has all heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, heads: slice, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v, call.mask, heads, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.arguments = call, heads
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, heads = ctx.arguments
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dsinks = call.backward(dout, dlse, q, k, v, out, lse, call.mask, heads, sinks)
+        if sinks is None:
+            return None, None, dq, dk, dv, None
+        every = torch.zeros_like(sinks)
+        every[heads] = dsinks
+        return None, None, dq, dk, dv, every
 
 
 class _Trade(torch.autograd.Function):
