@@ -13,7 +13,7 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
 from tritonpack.parallel.comm import Ranks, as_ranks
 from tritonpack.parallel.exchanges import all_gather, group_cast, ring
-from tritonpack.parallel.exchanges.by_heads import ByHeads
+from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
 from tritonpack.parallel.exchanges.ulysses import ulysses
 from tritonpack.parallel.layouts import Layout
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 Exchange = Literal["all_gather", "group_cast", "ring", "ulysses"]
 
 BY_HEADS = {
-    "all_gather": ByHeads(all_gather.mask_of, all_gather.send, all_gather.give_back),
-    "group_cast": ByHeads(group_cast.mask_of, group_cast.send, group_cast.give_back),
+    "all_gather": ByHeads(all_gather.divide),
+    "group_cast": ByHeads(group_cast.divide),
 }
 EXCHANGED: dict[str, Any] = {**BY_HEADS, "ring": ring}
-
-STEPS = 4  # of exchanges by heads, by default; three quarters of the bytes then travel while attention is computed
 
 
 @overload
@@ -110,12 +108,7 @@ def attend(
     stride = _check_exchange(
         exchange, q.shape[1], k.shape[1], ranks.size, heads_k_stride, alibi_slopes is not None, dropout_p
     )
-    if exchange == "group_cast":
-        plan = group_cast.plan_of(mask, layout, ranks.rank)
-        seen = plan.mask
-        stride = k.shape[1] if plan.silent and heads_k_stride is None else stride
-    else:
-        seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
+    seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
     call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)

@@ -17,6 +17,8 @@ from tritonpack.parallel.layouts import Layout
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, dsinks
 
+ALL_HEADS = slice(None)
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -37,6 +39,11 @@ class Call:
     options: AttentionOptions
     backend: str
     stride: int
+
+    @property
+    def needs_distances(self) -> bool:
+        """Whether the options count the places between a query and a key."""
+        return self.options.alibi_slopes is not None
 
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
