@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tritonpack.parallel.comm import wide
 from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients
-from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, sink_gradients
+from tritonpack.parallel.exchanges.merge import merge, merge_sinks, nothing, sink_gradients
 from tritonpack.parallel.exchanges.parts import Part, own_halves, own_keys
 
 STEPS = 4  # of heads and parts of keys together, by default
@@ -43,11 +43,11 @@ class ByHeads:
         """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
         steps, parts = self._divide(call, k)
         own: list[Part] = [] if call.needs_distances else [own_keys(call)]
-        out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-        lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=exact(q.dtype))
         keys = _travel(call, k, v, [*product([ALL_HEADS], own), *product(steps, parts)])
-        for part in own:
-            out, lse = call.forward(q, *next(keys), part.mask, ALL_HEADS, None)
+        if own:
+            out, lse = call.forward(q, *next(keys), own[0].mask, ALL_HEADS, None)
+        else:
+            out, lse = nothing(q, v, q.dtype)
         for step in steps if parts or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 
+def nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The result for no keys: out (T, H, D_v) of this dtype, all 0, and lse (H, T) in `exact`, all -inf."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
+    return out, q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=exact(q.dtype))
+
+
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """out (T, H, D_v) and lse (H, T), both in `exact`, merged with a partial result of other keys."""
     merged = torch.logaddexp(lse, part_lse)

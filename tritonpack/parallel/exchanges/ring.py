@@ -17,14 +17,13 @@ from torch import Tensor
 
 from tritonpack.parallel.comm import Arrival, shift, wide
 from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients, join, split
-from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, sink_gradients
+from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, nothing, sink_gradients
 from tritonpack.parallel.exchanges.parts import OwnKeys, own_halves, own_keys
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=exact(q.dtype))
-    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=out.dtype)
+    out, lse = nothing(q, v, exact(q.dtype))
     for source, ks, vs in _blocks(call, k, v):
         if call.visible()[source]:
             out, lse = merge(out, lse, *call.forward(q, ks, vs, call.rows_mask(source), ALL_HEADS, None))
