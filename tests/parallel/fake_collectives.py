@@ -1,4 +1,4 @@
-"""One rank of a fake group of eight, whose collectives send nothing: how many bytes would travel, and when."""
+"""One rank of a fake group of eight: how many bytes would travel, and when. Nothing is sent and nothing computed."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritonpack.parallel import comm
 from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.merge import exact
 
 RANKS, RANK = 8, 3
 
@@ -54,7 +56,7 @@ class Traffic:
 
 @contextmanager
 def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    """Replace the collectives of `tritonpack.parallel.comm`; results are memory that nobody has written."""
+    """Replace the collectives and the attention of a part; results are memory that nobody has written."""
     traffic = Traffic()
 
     def all_gather(target, source, **_):
@@ -70,16 +72,19 @@ def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     def batch(operations):
         return [traffic.launch("ring", sum(one.tensor.nbytes for one in operations if one.op is dist.irecv))]
 
-    def computing(compute, place):
-        def computed(*arguments):
-            mask = arguments[place]
-            traffic.events.append(("compute", int((mask.key_stop - mask.key_start).sum())))
-            return compute(*arguments)
+    def compute(mask):
+        traffic.events.append(("compute", int((mask.key_stop - mask.key_start).sum())))
 
-        return computed
+    def forward(_, q, k, v, mask, heads, sinks):
+        compute(mask)
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=exact(q.dtype))
 
-    monkeypatch.setattr(Call, "forward", computing(Call.forward, 4))
-    monkeypatch.setattr(Call, "backward", computing(Call.backward, 8))
+    def backward(_, dout, dlse, q, k, v, out, lse, mask, heads, sinks):
+        compute(mask)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), lse.new_empty(q.shape[1])
+
+    monkeypatch.setattr(Call, "forward", forward)
+    monkeypatch.setattr(Call, "backward", backward)
     monkeypatch.setattr(comm, "_all_gather", all_gather)
     monkeypatch.setattr(comm, "_reduce_scatter", reduce_scatter)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)

@@ -13,7 +13,7 @@ from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import attend, make_layout
 
-TOKENS = 256
+TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ CASES = {
     "all_gather, one key head": Case("all_gather", 16, 1, (4, 8)),
     "all_gather, 6 heads per step": Case("all_gather", 16, 16, (3, 6), options={"heads_k_stride": 6}),
     "all_gather, all heads in a step": Case("all_gather", 16, 4, (4, 8), options={"heads_k_stride": 4}),
-    "all_gather, windows": Case("all_gather", 16, 8, (4, 8), mask={"window": (100, 0)}),
+    "all_gather, windows": Case("all_gather", 16, 8, (4, 8), mask={"window": (1000, 0)}),
     # Distances need all keys of a head in one tensor.
     "all_gather, alibi": Case("all_gather", 16, 8, (4, 8), ALIBI, options={"alibi_slopes": torch.ones(16)}),
     "all_gather, alibi, one key head": Case(
@@ -75,7 +75,7 @@ def traffic(monkeypatch):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attention_is_computed_between_launch_and_wait(traffic, case):
     mask = BlockDiagonalMask.from_seqlens([TOKENS], **case.mask)
-    layout = make_layout(case.layout, mask, RANKS, chunk=4)
+    layout = make_layout(case.layout, mask, RANKS)
     shapes = ((case.heads, 8), (case.kv_heads, 8), (case.kv_heads, 4))
     q, k, v = (torch.zeros(layout.lengths[RANK], *shape, requires_grad=True) for shape in shapes)
     out = attend(q, k, v, mask, layout, exchange=case.exchange, **case.options)
@@ -97,7 +97,7 @@ def check(traffic, launches, exposed):
 def test_two_messages_travel_at_a_time(traffic, exchange, kv_heads):
     """A rank holds the keys of one step beside those that travel, and the gradients of one step beside those."""
     mask = BlockDiagonalMask.from_seqlens([TOKENS])
-    layout = make_layout("balanced", mask, RANKS, chunk=4)
+    layout = make_layout("balanced", mask, RANKS)
     q, k, v = (torch.zeros(layout.lengths[RANK], n, 8, requires_grad=True) for n in (8, kv_heads, kv_heads))
     out = attend(q, k, v, mask, layout, exchange=exchange)
     assert [what for what, _ in traffic.events] == [
@@ -112,7 +112,7 @@ def test_two_messages_travel_at_a_time(traffic, exchange, kv_heads):
 
 
 def test_whole_documents_need_one_call_of_attention(traffic):
-    mask = BlockDiagonalMask.from_seqlens([16] * RANKS)
+    mask = BlockDiagonalMask.from_seqlens([256] * RANKS)
     layout = make_layout("documents", mask, RANKS)
     q, k, v = (torch.zeros(layout.lengths[RANK], 8, 8, requires_grad=True) for _ in range(3))
     attend(q, k, v, mask, layout, exchange="group_cast").sum().backward()

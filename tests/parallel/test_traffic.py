@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from tests.lengths import fill
-from tests.parallel.attention_cases import trees
 from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import attend, make_layout
@@ -18,8 +17,9 @@ from tritonpack.parallel.exchanges.call import Call
 from tritonpack.parallel.exchanges.group_cast import divide, make_parts
 from tritonpack.parallel.exchanges.ulysses import divide_heads
 from tritonpack.parallel.layouts import LayoutName
+from tritonpack.testing.cases import parents_of
 
-TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 128, 16, 8, 4
+TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 2048, 16, 8, 4
 
 
 @pytest.fixture
@@ -67,13 +67,18 @@ def test_bytes_received_follow_the_formulas(traffic, heads, kv_heads, dtype, tok
         assert traffic.received.total() == backward[RANK]
 
 
+FOREST = (
+    [(-1, 400), (0, 280), (0, 40), (0, 480)],
+    [(-1, 200)],
+    [(-1, 160), (0, 120), (1, 240), (1, 80), (0, 160)],
+)
 GROUP_CAST_MASKS = {
-    "causal": lambda: BlockDiagonalMask.from_seqlens([71, 1, 40, 16]),
-    "windows": lambda: BlockDiagonalMask.from_seqlens([100, 28], window=(11, 0)),
-    "bidirectional": lambda: BlockDiagonalMask.from_seqlens([100, 28], causal=False),
-    "chunks": lambda: BlockDiagonalMask.from_seqlens([100, 28], chunk_size=24),
-    "trees": lambda: trees(window=(6, 0)),
-    "short documents": lambda: BlockDiagonalMask.from_seqlens([4] * 32),
+    "causal": lambda: BlockDiagonalMask.from_seqlens([1136, 1, 640, 271]),
+    "windows": lambda: BlockDiagonalMask.from_seqlens([1600, 448], window=(176, 0)),
+    "bidirectional": lambda: BlockDiagonalMask.from_seqlens([1600, 448], causal=False),
+    "chunks": lambda: BlockDiagonalMask.from_seqlens([1600, 448], chunk_size=384),
+    "trees": lambda: BlockDiagonalMask.from_tree(parents_of(*FOREST), window=(96, 0)),
+    "short documents": lambda: BlockDiagonalMask.from_seqlens([64] * 32),
 }
 
 
@@ -83,7 +88,7 @@ GROUP_CAST_MASKS = {
 def test_group_cast_receives_the_keys_that_are_seen(traffic, make, layout, dtype):
     """Not one byte more: the keys that the dense mask shows to this rank's rows, and a gradient for each way back."""
     mask = make()
-    layout = make_layout(layout, mask, RANKS, chunk=8)
+    layout = make_layout(layout, mask, RANKS)
     dense = mask.to_dense()
     mine = layout.rows[RANK]
     seen = dense[mine].any(0)
