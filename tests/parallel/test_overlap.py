@@ -41,6 +41,7 @@ ALIBI = ([0], [0, -1])
 CASES = {
     "all_gather": Case("all_gather", 16, 8, (4, 8)),
     "all_gather, two key heads": Case("all_gather", 16, 2, (4, 8)),
+    "all_gather, contiguous": Case("all_gather", 16, 8, (4, 8), layout="contiguous"),
     "all_gather, one key head": Case("all_gather", 16, 1, (4, 8)),
     "all_gather, 6 heads per step": Case("all_gather", 16, 16, (3, 6), options={"heads_k_stride": 6}),
     "all_gather, all heads in a step": Case("all_gather", 16, 4, (4, 8), options={"heads_k_stride": 4}),
@@ -51,10 +52,13 @@ CASES = {
         "all_gather", 16, 1, (1, 2), ([0], [0, 1]), options={"alibi_slopes": torch.ones(16)}
     ),
     "group_cast": Case("group_cast", 16, 8, (4, 8)),
+    "group_cast, documents": Case("group_cast", 16, 8, (4, 8), layout="documents"),
     "group_cast, one key head": Case("group_cast", 16, 1, (4, 8)),
     "group_cast, alibi": Case("group_cast", 16, 8, (4, 8), ALIBI, options={"alibi_slopes": torch.ones(16)}),
     "ring": Case("ring", 16, 8, (7, 14)),
     "ring, one key head": Case("ring", 16, 1, (7, 14)),
+    "ring, zigzag": Case("ring", 16, 8, (7, 14), layout="zigzag"),
+    "ring, stripe": Case("ring", 16, 8, (7, 14), layout="stripe"),
     # Blocks of later ranks, which no query of this one sees, and their gradients are only passed on.
     "ring, contiguous": Case("ring", 16, 8, (7, 14), ([4, 5, 6], [6, 7, 8, 9, 10, 11, 12]), layout="contiguous"),
     "ulysses, four heads per rank": Case("ulysses", 32, 8, (8, 8), ENDS),

@@ -67,11 +67,14 @@ def attend(
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
+    While a rank computes attention over some keys, messages with others travel; docs/sequence-parallelism.md says which
+    don't. Results of several parts of the keys are merged.
+
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
     - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
       Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
       travel is found once per mask, in host memory, which waits for the mask's device.
-    - "ring": blocks of keys and values travel from rank to rank. Least memory; partial results are merged.
+    - "ring": blocks of keys and values travel from rank to rank. Least memory.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
     Args:
@@ -85,8 +88,8 @@ def attend(
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
         exchange: one of the names above.
         heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory, and more of the exchange overlaps with computing. None means a quarter of all, or all if no rank
-            needs a key of another in "group_cast".
+            memory. None means a quarter of all, rounded up. If that makes fewer than four steps, the keys of each step
+            travel in two to four parts.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.

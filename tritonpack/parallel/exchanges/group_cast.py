@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,8 +107,11 @@ def make_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, w
         given = [_piece(one, number, count) for one in sent]
         received = [_piece(one, number, count) for one in others]
         own = mine if with_own else nothing
-        keys, order = torch.cat([own, *received]).sort()
-        some_keys, all_rows = keys.to(mask.device), layout.rows[rank]
+        unordered = torch.cat([own, *received])
+        order = torch.from_numpy(
+            np.argsort(unordered.numpy(), kind="stable")
+        )  # runs that ascend, which this sort merges
+        queries, keys = layout.rows[rank], unordered[order].to(mask.device)
         parts.append(
             CastKeys(
                 torch.cat(given).to(mask.device),
@@ -115,7 +119,7 @@ def make_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, w
                 [one.shape[0] for one in received],
                 own.shape[0],
                 order.to(mask.device),
-                mask_with_distances(mask, all_rows, some_keys) if with_own else mask.restrict(all_rows, some_keys),
+                mask_with_distances(mask, queries, keys) if with_own else mask.restrict(queries, keys),
                 silent=most == 0,
             )
         )
