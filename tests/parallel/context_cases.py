@@ -76,10 +76,10 @@ def other_ignore_index(batch):
     same(on_ranks(make_model(), loss_of, given), alone_on("llama", batch))
 
 
-def checkpointed(reentrant):
+def checkpointed(reentrant, **options):
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    same(on_ranks(model, loss_of, packed()), alone_on("llama", "packed"))
+    same(on_ranks(model, loss_of, packed(), **options), alone_on("llama", "packed"))
 
 
 def targets_on_one_rank():
@@ -353,6 +353,7 @@ CASES = {
     "other ignore_index, padded layout": partial(other_ignore_index, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
     "checkpointed, reentrant": partial(checkpointed, True),
+    "checkpointed, ulysses": partial(checkpointed, False, exchange="ulysses"),
     "targets on one rank": targets_on_one_rank,
     "own loss, averaged": partial(own_loss, "packed"),
     "own loss, summed": partial(own_loss, "two_rows", "sum", exchange="ring", layout="stripe"),

@@ -121,3 +121,21 @@ def test_whole_documents_need_one_call_of_attention(traffic):
     q, k, v = (torch.zeros(layout.lengths[RANK], 8, 8, requires_grad=True) for _ in range(3))
     attend(q, k, v, mask, layout, exchange="group_cast").sum().backward()
     assert [what for what, _ in traffic.events] == ["compute", "compute"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "least", "most"),
+    [("balanced", [TOKENS], 0.9 / RANKS, 1.2 / RANKS), ("documents", [50] * 80 + [96], 0.9, 1.0)],
+)
+def test_own_keys_are_computed_while_the_first_keys_travel(traffic, layout, lengths, least, most):
+    mask = BlockDiagonalMask.from_seqlens(lengths)
+    layout = make_layout(layout, mask, RANKS)
+    q, k, v = (torch.zeros(layout.lengths[RANK], n, 8, requires_grad=True) for n in (8, 1, 1))
+    out = attend(q, k, v, mask, layout, exchange="group_cast")
+    pairs = [number for what, number in traffic.events if what == "compute"]
+    assert least <= pairs[0] / sum(pairs) <= most
+    traffic.forget()
+    out.backward(torch.zeros_like(out))
+    again = [number for what, number in traffic.events if what == "compute"]
+    assert again[0] + again[-1] == pairs[0]
+    assert again[1:-1] == pairs[1:]

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from tritonpack.parallel.comm import all_to_all, wide
 from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.merge import exact
 
 CHUNKS = 4  # or fewer, if a rank has fewer query heads
 
@@ -41,8 +42,7 @@ class Chunk:
         queries: for each rank its query heads.
         keys: for each rank the key heads that these use.
         new_keys: for each rank those of `keys` that no chunk before uses.
-        done_keys: for each rank the key heads that were used up to here and that no chunk after uses, without those of
-            earlier chunks.
+        done_keys: for each rank those of `keys` that no chunk after uses.
     """
 
     queries: Spans
@@ -65,7 +65,7 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
 
 
 @cache
-def divide_chunks(heads: int, kv_heads: int, ranks: int) -> list[Chunk]:
+def divide_chunks(heads: int, kv_heads: int, ranks: int) -> tuple[Chunk, ...]:
     """The chunks, equally many for every rank, with at least one query head of each."""
     own, _ = divide_heads(heads, kv_heads, ranks)
     count = min(CHUNKS, *(span.stop - span.start for span in own))
@@ -87,7 +87,7 @@ def divide_chunks(heads: int, kv_heads: int, ranks: int) -> list[Chunk]:
         new = tuple(slice(max(start, span.start), span.stop) for start, span in zip(starts, used, strict=True))
         done = tuple(slice(span.start, min(stop, span.stop)) for stop, span in zip(stops, used, strict=True))
         chunks.append(Chunk(some, used, new, done))
-    return chunks
+    return tuple(chunks)
 
 
 def _used_keys(spans: Spans, group: int) -> Spans:
@@ -109,7 +109,7 @@ class _Ulysses(torch.autograd.Function):
         inputs = [[(q, chunk.queries), (k, chunk.new_keys), (v, chunk.new_keys)] for chunk in chunks]
         totals = [q.new_zeros(q.shape[0], q.shape[1], v.shape[2])]
         if want_lse:
-            totals.append(q.new_zeros(q.shape[0], q.shape[1], 1, dtype=torch.promote_types(q.dtype, torch.float32)))
+            totals.append(q.new_zeros(q.shape[0], q.shape[1], 1, dtype=exact(q.dtype)))
         saved: list[Tensor] = []
         ks, vs = k[:0], v[:0]
         add: Addition | None = None
