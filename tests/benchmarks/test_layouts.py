@@ -1,15 +1,20 @@
-"""The table of keys and evenness in the guide to sequence parallelism is what the benchmark counts."""
+"""The tables of keys and evenness in the guide to sequence parallelism are what the benchmark counts."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from benchmarks.layouts import measure
+from benchmarks.layouts import batches, measure
+from tritonpack.parallel import make_layout
+
+GUIDE = Path(__file__).parents[2] / "docs/sequence-parallelism.md"
 
 
 @pytest.mark.slow
 def test_table_of_the_guide():
-    guide = (Path(__file__).parents[2] / "docs/sequence-parallelism.md").read_text(encoding="utf-8")
+    guide = GUIDE.read_text(encoding="utf-8")
     for name, measures in measure(1 << 20, 8, 1).items():
         keys, pairs, rows = (
             {layout: numbers[0] for layout, numbers in measures[what].items()} for what in ("keys", "pairs", "rows")
@@ -20,3 +25,18 @@ def test_table_of_the_guide():
         )
         assert row in guide
         assert keys["documents"] <= 917_504
+
+
+@pytest.mark.slow
+def test_table_of_keys_that_a_node_receives():
+    """By "group_cast" between all ranks, and between nodes whose ranks divide heads."""
+    guide, nodes, gpus = GUIDE.read_text(encoding="utf-8"), 2, 8
+    for name, mask in batches(1 << 20, 1):
+        if name not in ("short (median 700)", "long tail (median 2,000)", "median 8,000", "one document"):
+            continue
+        every, most = make_layout("documents", mask, nodes * gpus), 0
+        for node in np.split(np.arange(nodes * gpus), nodes):
+            far = torch.cat([rows for rank, rows in enumerate(every.rows) if rank not in node]).sort().values
+            most = max(most, sum(every.seen_by_ranks(mask)[rank].among(far).shape[0] for rank in node))
+        pair = max(make_layout("documents", mask, nodes).remote_keys(mask))
+        assert f"| {name} | {most:,} | {pair:,} |" in guide

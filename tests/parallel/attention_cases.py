@@ -125,7 +125,7 @@ def agrees_with_default_chunks(exchange):
     agrees(lambda: Batch(mask, heads=4, kv_heads=2, sinks=True), exchange, "balanced", CHUNK)
 
 
-def low_precision(exchange, dtype, backend="auto"):
+def low_precision(exchange, dtype, backend="auto", group=None):
     """Errors against float64 obey the tolerance rule for one process."""
     inputs = make_inputs(Case("packed", LENGTHS, heads=8, kv_heads=4, sinks=True), dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -133,7 +133,9 @@ def low_precision(exchange, dtype, backend="auto"):
     dims = {"lse": 1}
 
     def call(q, k, v, sinks):
-        return attend(q, k, v, inputs.mask, layout, exchange=exchange, sinks=sinks, return_lse=True, backend=backend)
+        return attend(
+            q, k, v, inputs.mask, layout, group, exchange=exchange, sinks=sinks, return_lse=True, backend=backend
+        )
 
     mine = [layout.shard(x, rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
     outputs = differentiate(call, *mine, layout.shard(inputs.dlse, rank, 1), inputs.sinks)

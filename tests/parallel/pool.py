@@ -33,16 +33,22 @@ PATIENCE = 240  # seconds for a case
 
 
 class Pool:
-    """Processes, one for each rank."""
+    """Processes, one for each rank.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: the number of ranks.
+        first: the module that is imported before the ranks are forked. By default it imports what nearly all cases
+            need, which takes seconds.
+    """
+
+    def __init__(self, size: int, first: str = "context_cases") -> None:
         self.size, self.ended = size, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(Pipe() for _ in range(size)), strict=True)
         descriptors = [one.fileno() for one in theirs]
         # In a session of its own, so that `close` can end all of its processes.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.pool", self._folder.name, *map(str, descriptors)],
+            [sys.executable, "-m", "tests.parallel.pool", self._folder.name, first, *map(str, descriptors)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             pass_fds=descriptors,
@@ -105,9 +111,9 @@ def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
     return {name: home.CASES[name] for name in chosen}
 
 
-def start(folder: Path, pipes: list[Connection]) -> None:
-    """Import what nearly all cases need, then fork the ranks."""
-    import_module("tests.parallel.context_cases")
+def start(folder: Path, first: str, pipes: list[Connection]) -> None:
+    """Import what cases need, then fork the ranks."""
+    import_module(f"tests.parallel.{first}")
     children = [os.fork() or _run_rank(rank, folder, pipes) for rank in range(len(pipes))]
     for pipe in pipes:
         pipe.close()  # so that the pipe of a rank closes when that rank dies
@@ -151,4 +157,4 @@ def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    start(Path(sys.argv[1]), [Connection(int(descriptor)) for descriptor in sys.argv[2:]])
+    start(Path(sys.argv[1]), sys.argv[2], [Connection(int(descriptor)) for descriptor in sys.argv[3:]])

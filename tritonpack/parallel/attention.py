@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
 from tritonpack.attention import Backend, autocast, check_inputs
 from tritonpack.backends import resolve_backend
-from tritonpack.checks import check_choice, is_int
+from tritonpack.checks import is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
-from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
 from tritonpack.parallel.exchanges import all_gather, group_cast, ring
+from tritonpack.parallel.exchanges.across import AcrossSets
 from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
 from tritonpack.parallel.exchanges.ulysses import ulysses
@@ -21,26 +23,24 @@ from tritonpack.parallel.layouts import Layout
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-Exchange = Literal["all_gather", "group_cast", "ring", "ulysses"]
-
 BY_HEADS = {
     "all_gather": ByHeads(all_gather.divide),
     "group_cast": ByHeads(group_cast.divide),
 }
-EXCHANGED: dict[str, Any] = {**BY_HEADS, "ring": ring}
+EXCHANGED: dict[Any, Any] = {**BY_HEADS, "ring": ring}
 
 
 @overload
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = ..., *,
-    exchange: Exchange = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
+    exchange: Exchanges = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     return_lse: Literal[False] = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = ..., *,
-    exchange: Exchange = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
+    exchange: Exchanges = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
     return_lse: Literal[True], backend: Backend = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -52,7 +52,7 @@ def attend(
     layout: Layout,
     group: GroupLike = None,
     *,
-    exchange: Exchange = "all_gather",
+    exchange: Exchanges = "all_gather",
     heads_k_stride: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -84,17 +84,19 @@ def attend(
         mask: the mask of the whole batch, with the layout's rows as queries and keys; on q's device, equal on all
             ranks.
         layout: which rows each rank of the group owns, equal on all ranks. Pass the same mask and layout to all layers:
-            the masks between ranks are cached on the mask.
-        group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
-        exchange: one of the names above.
+            the masks between ranks are cached on the mask. Ranks of a mesh of two dimensions count row by row.
+        group: a process group, a DeviceMesh of one or two dimensions, or None for the whole world.
+        exchange: one of the names above. For a mesh of two dimensions, a pair with "ulysses" for one of them and
+            another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
+            the other, the keys and values of these heads travel.
         heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory. None means a quarter of all, rounded up. If that makes fewer than four steps, the keys of each step
-            travel in two to four parts.
+            memory. None means a quarter of those that this rank computes, rounded up. If that makes fewer than four
+            steps, the keys of each step travel in two to four parts.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
         alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys has no distances; for trees
-            only with "ulysses".
+            only with "ulysses" alone.
         dropout_p: must be 0.0, because the dropped pairs would depend on the layout.
 
     Raises:
@@ -103,22 +105,28 @@ def attend(
             raises.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
-    ranks = as_ranks(group)
+    ranks = ranks_of(group)
     q, k, v = autocast(q, k, v)
     _check_layout(q, mask, layout, ranks)
     rows = rows_mask(mask, layout, ranks.rank, ranks.rank)
     check_inputs(q, k, v, rows)
-    stride = _check_exchange(
-        exchange, q.shape[1], k.shape[1], ranks.size, heads_k_stride, alibi_slopes is not None, dropout_p
-    )
-    seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
+    dimensions = dimensions_of(ranks, exchange)
+    _check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
+    check_stride(heads_k_stride, exchange, k.shape[1])
+    stride = heads_k_stride or -(-dimensions.key_heads(q.shape[1], k.shape[1]) // STEPS)
+    layout, own = dimensions.layouts(mask, layout)
+    keys = dimensions.keys
+    seen = mask if keys is None else rows_mask(mask, layout, keys.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
-    call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
-    if exchange in EXCHANGED:
-        out, lse = Exchanged.apply(EXCHANGED[exchange], call, q, k, v, sinks)
+    others = (mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
+    if keys is not None and dimensions.heads is None:
+        out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], Call(keys, layout, *others), q, k, v, sinks)
+    elif keys is None or dimensions.heads is None:
+        out, lse = ulysses(Call(dimensions.heads or ranks, own, *others), q, k, v, sinks, return_lse)
     else:
-        out, lse = ulysses(call, q, k, v, sinks, return_lse)
+        across = EXCHANGED[dimensions.exchange], Call(keys, layout, *others)
+        out, lse = ulysses(AcrossSets(dimensions.heads, own, *others, *across), q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -141,35 +149,30 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         )
 
 
-def _check_exchange(
-    exchange: str, heads: int, kv_heads: int, ranks: int, stride: int | None, alibi: bool, dropout_p: float
-) -> int:
-    """The key heads per step of an exchange by heads; raises for what an exchange can't compute."""
-    check_choice(exchange, get_args(Exchange), "exchange")
+def _check_options(dimensions: Dimensions, heads: int, alibi: bool, dropout_p: float) -> None:
+    """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped depends on "
             "their places in a tensor, which differ from rank to rank."
         )
-    if exchange == "ring" and alibi:
+    if dimensions.exchange == "ring" and alibi:
         raise ValueError(
             "alibi_slopes need the distance of each key, which a block of keys that travels doesn't hold; use "
             "exchange='all_gather', 'group_cast' or 'ulysses'."
         )
-    if exchange == "ulysses" and heads < ranks:
+    if dimensions.heads is not None and heads < dimensions.heads.size:
         raise ValueError(
-            f"exchange='ulysses' gives every rank a query head, and there are {heads} for {ranks} ranks; use "
-            "exchange='all_gather', 'group_cast' or 'ring', or fewer ranks."
+            f"exchange='ulysses' gives every rank a query head, and there are {heads} for {dimensions.heads.size} "
+            "ranks; use exchange='all_gather', 'group_cast' or 'ring', or fewer ranks."
         )
-    check_stride(stride, exchange, kv_heads)
-    return -(-kv_heads // STEPS) if stride is None else stride
 
 
-def check_stride(stride: int | None, exchange: str, kv_heads: int | None) -> None:
+def check_stride(stride: int | None, exchange: Exchanges, kv_heads: int | None) -> None:
     """Raise for a stride that the exchange doesn't take, or that isn't from 1 to the key heads (None: not known)."""
     if stride is None:
         return
-    if exchange not in BY_HEADS:
+    if not any(name in BY_HEADS for name in ((exchange,) if isinstance(exchange, str) else exchange)):
         allowed = " and ".join(f"exchange={name!r}" for name in BY_HEADS)
         raise ValueError(f"heads_k_stride is for {allowed}; leave it out for {exchange!r}.")
     if not is_int(stride) or stride < 1 or (kv_heads is not None and stride > kv_heads):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from tritonpack.checks import describe
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    GroupLike = dist.ProcessGroup | DeviceMesh | None
+    GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | Ranks | None"
 
 Arrival = Callable[[], Tensor]  # waits for a collective and returns its result
 
@@ -33,11 +33,14 @@ class Ranks:
         group: of torch.distributed.
         rank: this process's number within the group.
         size: how many ranks the group has.
+        dimensions: of a mesh of two dimensions, this process's group along each: rank = first.rank * second.size +
+            second.rank. Empty for other groups.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    dimensions: tuple[Ranks, ...] = ()
 
     def reaches(self, device: torch.device) -> bool:
         """Whether the group has a backend for tensors on this kind of device."""
@@ -51,6 +54,8 @@ def as_ranks(group: GroupLike) -> Ranks:
         ValueError: there is no process group, it isn't a group, the mesh has several dimensions, or this process isn't
             in the group.
     """
+    if isinstance(group, Ranks):
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "there is no process group; call torch.distributed.init_process_group first, in a process that torchrun "

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.parallel.attention import Exchange, check_stride
-from tritonpack.parallel.comm import as_ranks
+from tritonpack.parallel.attention import check_stride
 from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
 from tritonpack.parallel.context_state import SETTINGS, ContextState
+from tritonpack.parallel.dimensions import Exchange, Exchanges, dimensions_of, ranks_of
 from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
@@ -67,11 +67,12 @@ class SequenceParallel:
     Args:
         model_or_models: a transformers model, a module that holds one (DDP, PEFT), or several, such as policy and
             reference.
-        group_or_mesh: the ranks that share a batch: a process group, a one-dimensional DeviceMesh, or None for the
-            whole world.
+        group_or_mesh: the ranks that share a batch: a process group, a DeviceMesh of one or two dimensions, or None for
+            the whole world.
         exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "all_gather", "group_cast", "ring" or
-            "ulysses". axolotl's names stand for an exchange and a layout: "varlen_llama3" (all_gather, contiguous),
-            "batch_ring" (ring, contiguous), "batch_zigzag" and "batch_stripe" (ring).
+            "ulysses"; a pair of them for a mesh of two dimensions, such as ("group_cast", "ulysses"). axolotl's names
+            stand for an exchange and a layout: "varlen_llama3" (all_gather, contiguous), "batch_ring" (ring,
+            contiguous), "batch_zigzag" and "batch_stripe" (ring).
         layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe",
             "balanced" or "documents"; these two wait for the device once per forward. None means the layout of
             axolotl's name, or "balanced".
@@ -95,7 +96,7 @@ class SequenceParallel:
         model_or_models: nn.Module | Sequence[nn.Module],
         group_or_mesh: GroupLike = None,
         *,
-        exchange: str = "all_gather",
+        exchange: str | tuple[str, str] = "all_gather",
         layout: str | None = None,
         heads_k_stride: int | None = None,
         gather_outputs: bool = False,
@@ -105,7 +106,7 @@ class SequenceParallel:
         several = isinstance(model_or_models, (list, tuple))
         self.models: list[Any] = list(model_or_models) if several else [model_or_models]  # type: ignore[arg-type]
         given: Any = (exchange, layout, heads_k_stride, gather_outputs, grad_reduce, check_batches)
-        self.state = ContextState(as_ranks(group_or_mesh), *given)  # checked on entry, which raises on every rank
+        self.state = ContextState(ranks_of(group_or_mesh), *given)  # checked on entry, which raises on every rank
         self._forwards: list[ShardedForward] = []
         self._patches: list[Patch] = []
 
@@ -117,6 +118,7 @@ class SequenceParallel:
         error: Exception | None = None
         try:
             state.exchange, state.layout = _scheme(state.exchange, state.layout)
+            dimensions_of(state.ranks, state.exchange)
             check_choice(state.grad_reduce, get_args(GradReduce), "grad_reduce")
             check_flag(state.gather_outputs, "gather_outputs")
             check_flag(state.check_batches, "check_batches")
@@ -217,12 +219,14 @@ class SequenceParallel:
         self.state.compared = self.state.sharding = None
 
 
-def _scheme(exchange: Any, layout: Any) -> tuple[Exchange, LayoutName]:
+def _scheme(exchange: Any, layout: Any) -> tuple[Exchanges, LayoutName]:
     """The exchange and the layout of the given names; raises for unknown names."""
-    check_choice(exchange, (*get_args(Exchange), *SCHEMES), "exchange")
+    pair = isinstance(exchange, (tuple, list))
+    if not pair:
+        check_choice(exchange, (*get_args(Exchange), *SCHEMES), "exchange")
     if layout is not None:
         check_choice(layout, get_args(LayoutName), "layout")
-    if exchange not in SCHEMES:
+    if pair or exchange not in SCHEMES:
         return exchange, layout or "balanced"
     implied = SCHEMES[exchange]
     if layout not in (None, implied[1]):

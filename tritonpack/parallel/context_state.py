@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.consistency import ComparedParameters
+from tritonpack.parallel.dimensions import Exchanges
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 
@@ -28,7 +28,7 @@ class ContextState:
     """
 
     ranks: Ranks
-    exchange: Exchange
+    exchange: Exchanges
     layout: LayoutName
     heads_k_stride: int | None
     gather_outputs: bool

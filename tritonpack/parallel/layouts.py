@@ -124,6 +124,23 @@ class Layout:
         self._check(x, dim)
         return x.index_select(dim, self.inverse.to(x.device))
 
+    def divide(self, parts: int) -> Layout:
+        """A layout for `parts` ranks in place of each rank, which own runs of its rows that are equally long.
+
+        On a mesh of two dimensions, ranks that divide heads own rows together, so only their rows together need equal
+        work and few keys of others: divide the batch among these groups first, and each group's rows with this.
+
+        >>> layout = make_layout("zigzag", BlockDiagonalMask.from_seqlens([7]), 2).divide(2)
+        >>> [rows.tolist() for rows in layout.rows]
+        [[0, 5], [6], [1, 2], [3, 4]]
+
+        Raises:
+            ValueError: `parts` below 1.
+        """
+        if not is_int(parts) or parts < 1:
+            raise ValueError(f"parts must be an integer of at least 1; got {parts!r}.")
+        return self if parts == 1 else Layout(tuple(run for rows in self.rows for run in rows.tensor_split(parts)))
+
     def imbalance(self, mask: BlockDiagonalMask) -> float:
         """The visible pairs of the rank that has most, divided by the mean of all ranks. Waits for the mask's device.
 

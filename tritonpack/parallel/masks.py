@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.attention import attend
 from tritonpack.parallel.context_state import ContextState
-from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
@@ -40,7 +40,7 @@ class ShardedMask(IntervalMask):
         self.packed_batch.attended = True
         sharding = self.sharding
         return attend(
-            q, k, v, self.mask, sharding.layout, sharding.ranks.group, exchange=sharding.exchange,
+            q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
             heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
     columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
     padded = _pad_rows(whole, columns)
     masks = [padded.interval_mask(length + columns, 0, 0, spec).mask for spec in specs]
-    layout = make_layout(state.layout, masks, state.ranks.size)
+    layout = dimensions_of(state.ranks, state.exchange).make_layout(state.layout, masks)
     sharding = Sharding(
         state.ranks, layout, whole.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
     )

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
-from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.dimensions import Exchanges
 from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
@@ -58,7 +58,7 @@ class Sharding:
     layout: Layout
     tokens: torch.Size
     columns: int
-    exchange: Exchange
+    exchange: Exchanges
     heads_k_stride: int | None
     grad_reduce: GradReduce
 

@@ -122,7 +122,7 @@ def sequence_parallelism() -> str:
     if not getattr(dist, f"is_{backend}_available")():
         raise SkipTest(f"torch.distributed is built without {backend}")
     from tritonpack.parallel import attend, make_layout
-    from tritonpack.parallel.attention import Exchange
+    from tritonpack.parallel.dimensions import Exchange
 
     inputs = make_inputs(_CASES["multi-query"], torch.float32, device)
     layout = make_layout("balanced", inputs.mask, 1)

@@ -31,7 +31,10 @@ class Call:
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
         stride: the key heads per step of "all_gather" and "group_cast".
+        divides_groups: whether query heads that share a key head may be computed in several calls.
     """
+
+    divides_groups = True
 
     ranks: Ranks
     layout: Layout

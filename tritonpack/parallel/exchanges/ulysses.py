@@ -65,19 +65,21 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
 
 
 @cache
-def divide_chunks(heads: int, kv_heads: int, ranks: int) -> tuple[Chunk, ...]:
-    """The chunks, equally many for every rank, with at least one query head of each."""
-    own, _ = divide_heads(heads, kv_heads, ranks)
-    count = min(CHUNKS, *(span.stop - span.start for span in own))
+def divide_chunks(heads: int, kv_heads: int, ranks: int, divides_groups: bool) -> tuple[Chunk, ...]:
+    """The chunks, equally many for every rank, with at least one query head of each.
+
+    Without `divides_groups`, all query heads of a rank that use a key head are in one chunk.
+    """
+    own, own_keys = divide_heads(heads, kv_heads, ranks)
+    units, size = (own, 1) if divides_groups else (own_keys, heads // kv_heads)
+    count = min(CHUNKS, *(unit.stop - unit.start for unit in units))
+
+    def part(span: slice, unit: slice, number: int) -> slice:
+        first, stop = (unit.start + (unit.stop - unit.start) * n // count for n in (number, number + 1))
+        return slice(max(first * size, span.start), min(stop * size, span.stop))
+
     queries = [
-        tuple(
-            slice(
-                span.start + (span.stop - span.start) * number // count,
-                span.start + (span.stop - span.start) * (number + 1) // count,
-            )
-            for span in own
-        )
-        for number in range(count)
+        tuple(part(span, unit, number) for span, unit in zip(own, units, strict=True)) for number in range(count)
     ]
     keys = [_used_keys(spans, heads // kv_heads) for spans in queries]
     chunks = []
@@ -105,7 +107,7 @@ class _Ulysses(torch.autograd.Function):
         ctx: Any, call: Call, want_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         rank, group = call.ranks.rank, q.shape[1] // k.shape[1]
-        chunks = divide_chunks(q.shape[1], k.shape[1], call.ranks.size)
+        chunks = divide_chunks(q.shape[1], k.shape[1], call.ranks.size, call.divides_groups)
         inputs = [[(q, chunk.queries), (k, chunk.new_keys), (v, chunk.new_keys)] for chunk in chunks]
         totals = [q.new_zeros(q.shape[0], q.shape[1], v.shape[2])]
         if want_lse:
