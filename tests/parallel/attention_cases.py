@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
 from tritonpack.parallel import attend, make_layout
+from tritonpack.parallel.layouts import CHUNK
 from tritonpack.testing.cases import Case, make_inputs, parents_of
 from tritonpack.testing.tolerance import OUTPUTS, check_outputs
 
@@ -98,9 +99,9 @@ def on_ranks(batch, exchange, layout):
     return differentiate(call, *mine, layout.shard(dlse, rank, 1), sinks)
 
 
-def agrees(make_batch, exchange, layout_name):
+def agrees(make_batch, exchange, layout_name, chunk=4):
     batch = make_batch()
-    layout = make_layout(layout_name, batch.mask, dist.get_world_size(batch.group), chunk=4)
+    layout = make_layout(layout_name, batch.mask, dist.get_world_size(batch.group), chunk=chunk)
     got, wanted = on_ranks(batch, exchange, layout), expected(batch)
     rank = dist.get_rank(batch.group)
     for name, ours, whole in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
@@ -113,6 +114,15 @@ def agrees(make_batch, exchange, layout_name):
         torch.testing.assert_close(
             ours, mine, rtol=1e-10, atol=1e-10 * size, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def agrees_with_default_chunks(exchange):
+    """With two chunks or more per rank, as users have them."""
+
+    size = dist.get_world_size()
+    mask = BlockDiagonalMask.from_seqlens([75 * size, 1, 150 * size, 45 * size])
+    assert all(bool((rows.diff() > 1).any()) for rows in make_layout("balanced", mask, size).rows)
+    agrees(lambda: Batch(mask, heads=4, kv_heads=2, sinks=True), exchange, "balanced", CHUNK)
 
 
 def low_precision(exchange, dtype, backend="auto", group=None):
@@ -199,11 +209,11 @@ def whole_documents():
     return Batch(BlockDiagonalMask.from_seqlens([13, 5] * 8), sinks=True)
 
 
-def group_cast_repeats_itself():
+def repeats_itself(exchange):
     """Gradients of rows that several ranks see are sums in a fixed order, so they are the same bits each time."""
-    batch = Batch(BlockDiagonalMask.from_seqlens([51], causal=False))
+    batch = Batch(BlockDiagonalMask.from_seqlens([51], causal=False), kv_heads=1)
     layout = make_layout("stripe", batch.mask, dist.get_world_size())
-    runs = [on_ranks(batch, "group_cast", layout) for _ in range(3)]
+    runs = [on_ranks(batch, exchange, layout) for _ in range(3)]
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
@@ -246,9 +256,10 @@ for exchange in EXCHANGES:
         f"{exchange}, bfloat16": partial(low_precision, exchange, torch.bfloat16),
         f"{exchange}, refusals": partial(options_are_refused, exchange),
         f"{exchange}, no lse": partial(gradients_without_lse, exchange),
+        f"{exchange}, same bits": partial(repeats_itself, exchange),
+        f"{exchange}, default chunks": partial(agrees_with_default_chunks, exchange),
     }
 CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
-CASES["group_cast, same bits"] = group_cast_repeats_itself
 for name in ("windows", "trees, windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
     CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
 CASES["groups of two"] = in_groups_of_two

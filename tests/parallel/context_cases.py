@@ -52,6 +52,13 @@ def loss_of_transformers():
         torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def default_chunks():
+    """A batch that is long enough for two chunks or more per rank, as users have them."""
+    size = dist.get_world_size()
+    batch = packed((75 * size, 1, 150 * size, 45 * size))
+    same(on_ranks(make_model("gemma2"), loss_of, batch), alone(make_model("gemma2"), loss_of, batch))
+
+
 def accumulated_gradients():
     """Two batches with different numbers of targets and one `num_items_in_batch`, as trainers pass it."""
     batches = [packed(), packed((5, 30, 2), seed=4)]
@@ -69,10 +76,10 @@ def other_ignore_index(batch):
     same(on_ranks(make_model(), loss_of, given), alone_on("llama", batch))
 
 
-def checkpointed(reentrant):
+def checkpointed(reentrant, **options):
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    same(on_ranks(model, loss_of, packed()), alone_on("llama", "packed"))
+    same(on_ranks(model, loss_of, packed(), **options), alone_on("llama", "packed"))
 
 
 def targets_on_one_rank():
@@ -341,10 +348,12 @@ CASES = {
     "summed gradients": partial(agrees, grad_reduce="sum"),
     "loss of transformers": loss_of_transformers,
     "accumulated gradients": accumulated_gradients,
+    "default chunks": default_chunks,
     "other ignore_index": partial(other_ignore_index, "two_rows"),
     "other ignore_index, padded layout": partial(other_ignore_index, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
     "checkpointed, reentrant": partial(checkpointed, True),
+    "checkpointed, ulysses": partial(checkpointed, False, exchange="ulysses"),
     "targets on one rank": targets_on_one_rank,
     "own loss, averaged": partial(own_loss, "packed"),
     "own loss, summed": partial(own_loss, "two_rows", "sum", exchange="ring", layout="stripe"),
@@ -375,7 +384,7 @@ ALSO_ON_FOUR = [
     *(f"all_gather: {batch}" for batch in BATCHES if batch != "packed"),
     *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
     *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
-    *("accumulated gradients", "checkpointed", "targets on one rank"),
+    *("default chunks", "accumulated gradients", "checkpointed", "targets on one rank"),
     *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
     *("outputs of two rows", "kept logits, striped", "kept targets", "documents stay apart: ring", "in groups of two"),
 ]

@@ -10,7 +10,7 @@ from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import layouts, make_layout
-from tritonpack.parallel.exchanges.group_cast import make_plan
+from tritonpack.parallel.exchanges.group_cast import make_parts
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.seen_keys import host_bounds
 from tritonpack.testing.cases import parents_of
@@ -74,8 +74,8 @@ def test_few_keys_and_even_work_for_other_masks(make, most):
     assert max(keys) <= most
     assert layout.imbalance(mask) <= 1.02
     assert row_imbalance(layout) <= 1.03
-    plan = make_plan(mask, layout, 5)
-    assert sum(plan.received_counts) == keys[5] == plan.mask.num_keys - layout.lengths[5]
+    parts = make_parts(mask, layout, 5, 4, with_own=False)
+    assert sum(sum(part.received_counts) for part in parts) == keys[5] == sum(part.mask.num_keys for part in parts)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 16, pytest.param(64, marks=pytest.mark.slow)])
@@ -105,7 +105,7 @@ def test_a_million_tokens_take_less_than_a_second():
         assert time.process_time() - began < 1.0
     layout = make_layout("balanced", masks[0], 8)
     began = time.process_time()
-    make_plan(masks[0], layout, 3)
+    make_parts(masks[0], layout, 3, 4, with_own=False)
     assert time.process_time() - began < 1.0
 
 
@@ -185,7 +185,7 @@ def test_pieces_follow_the_fractions_of_a_document():
     ],
 )
 def test_remote_keys_are_those_that_rows_see(name, make):
-    """Compared with the dense mask, pair by pair, and so are the rows of the plans and their masks."""
+    """Compared with the dense mask, pair by pair, and so are the rows that travel in parts, and the masks of parts."""
     mask = make()
     dense = mask.to_dense()
     assert host_bounds(mask).counts.tolist() == dense.sum(1).tolist()
@@ -195,17 +195,26 @@ def test_remote_keys_are_those_that_rows_see(name, make):
         needed[rank][rows] = False
     assert layout.remote_keys(mask) == [int(one.sum()) for one in needed]
     for rank, rows in enumerate(layout.rows):
-        plan = make_plan(mask, layout, rank)
+        (whole,) = make_parts(mask, layout, rank, 1, with_own=True)
         sent = torch.cat([needed[other][rows].nonzero()[:, 0] for other in range(3)])
-        assert plan.sent.tolist() == sent.tolist()
-        assert plan.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
+        assert whole.sent.tolist() == sent.tolist()
+        assert whole.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
         received = [other[needed[rank][other]] for other in layout.rows]
-        keys = torch.empty(plan.mask.num_keys, dtype=torch.int64)
-        keys[plan.own], keys[plan.others] = rows, torch.cat(received)
-        assert torch.equal(plan.mask.to_dense(), dense[rows][:, keys])
-        if plan.mask.diagonal is not None:
-            seen = plan.mask.to_dense()
-            assert torch.equal(plan.mask.distances()[seen], mask.distances()[rows][:, keys][seen])
+        keys = torch.cat([rows, *received])[whole.order]
+        assert torch.equal(whole.mask.to_dense(), dense[rows][:, keys])
+        if whole.mask.diagonal is not None:
+            seen = whole.mask.to_dense()
+            assert torch.equal(whole.mask.distances()[seen], mask.distances()[rows][:, keys][seen])
+        parts = make_parts(mask, layout, rank, 3, with_own=False)
+        assert len(parts) == min(3, max(layout.remote_keys(mask)))
+        taken = [0, 0, 0]
+        for part in parts:
+            counts = part.received_counts
+            pieces = [one[n : n + more] for one, n, more in zip(received, taken, counts, strict=True)]
+            taken = [n + more for n, more in zip(taken, counts, strict=True)]
+            assert torch.equal(part.mask.to_dense(), dense[rows][:, torch.cat(pieces)[part.order]])
+        assert taken == [len(one) for one in received] if parts else not sum(map(len, received))
+        assert sorted(torch.cat([part.sent for part in parts]).tolist() if parts else []) == sorted(sent.tolist())
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def bytes_of_keys(exchange, lengths, place, kv_heads, dtype, seen, shown):
             "ring": sum(lengths) - lengths[place],
         }[exchange]
     )
-    back = {"all_gather": numbers, "group_cast": shown * width, "ring": sum(lengths) * width}[exchange]
+    back = {"all_gather": numbers, "group_cast": shown * width, "ring": (sum(lengths) - lengths[place - 1]) * width}[
+        exchange
+    ]
     return numbers * b, numbers * b + back * wide
 
 

@@ -15,7 +15,7 @@ from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
 from tritonpack.parallel.exchanges import all_gather, group_cast, ring
 from tritonpack.parallel.exchanges.across import AcrossSets
-from tritonpack.parallel.exchanges.by_heads import ByHeads
+from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
 from tritonpack.parallel.exchanges.ulysses import ulysses
 from tritonpack.parallel.layouts import Layout
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
 BY_HEADS = {
-    "all_gather": ByHeads(all_gather.mask_of, all_gather.send, all_gather.give_back),
-    "group_cast": ByHeads(group_cast.mask_of, group_cast.send, group_cast.give_back),
+    "all_gather": ByHeads(all_gather.divide),
+    "group_cast": ByHeads(group_cast.divide),
 }
 EXCHANGED: dict[Any, Any] = {**BY_HEADS, "ring": ring}
-
-STEPS = 4  # of exchanges by heads, by default; three quarters of the bytes then travel while attention is computed
 
 
 @overload
@@ -69,11 +67,14 @@ def attend(
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
+    While a rank computes attention over some keys, messages with others travel; docs/sequence-parallelism.md says which
+    don't. Results of several parts of the keys are merged.
+
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
     - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
       Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
       travel is found once per mask, in host memory, which waits for the mask's device.
-    - "ring": blocks of keys and values travel from rank to rank. Least memory; partial results are merged.
+    - "ring": blocks of keys and values travel from rank to rank. Least memory.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
     Args:
@@ -89,8 +90,8 @@ def attend(
             another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
             the other, the keys and values of these heads travel.
         heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory, and more of the exchange overlaps with computing. None means a quarter of all, or all if no rank
-            needs a key of another in "group_cast".
+            memory. None means a quarter of those that this rank computes, rounded up. If that makes fewer than four
+            steps, the keys of each step travel in two to four parts.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
@@ -112,15 +113,10 @@ def attend(
     dimensions = dimensions_of(ranks, exchange)
     _check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
-    stride = heads_k_stride or -(-k.shape[1] // STEPS)
+    stride = heads_k_stride or -(-dimensions.key_heads(q.shape[1], k.shape[1]) // STEPS)
     layout, own = dimensions.layouts(mask, layout)
-    keys, seen = dimensions.keys, mask
-    if keys is not None and dimensions.exchange == "group_cast":
-        plan = group_cast.plan_of(mask, layout, keys.rank)
-        seen = plan.mask
-        stride = k.shape[1] if plan.silent and heads_k_stride is None else stride
-    elif keys is not None:
-        seen = rows_mask(mask, layout, keys.rank)
+    keys = dimensions.keys
+    seen = mask if keys is None else rows_mask(mask, layout, keys.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
     others = (mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)

@@ -104,18 +104,6 @@ class Layout:
         rows = torch.cat(self.rows)
         return bool((rows[1:] > rows[:-1]).all())
 
-    @cached_property
-    def slots(self) -> Tensor | None:
-        """(num_rows,) int64: the place of each row in the ranks' shards, laid end to end and padded to one length.
-
-        None if every row is in its own place.
-        """
-        if len(set(self.lengths)) == 1 and self.in_order:
-            return None
-        longest = max(self.lengths)
-        places = [torch.arange(n, device=self.inverse.device) + rank * longest for rank, n in enumerate(self.lengths)]
-        return torch.cat(places)[self.inverse]
-
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rows of one rank, from a tensor with all rows of the batch along `dim`.
 

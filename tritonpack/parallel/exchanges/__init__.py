@@ -1,1 +1,4 @@
-"""How keys and values travel between ranks: one file per exchange, and `call.py` with their common parts."""
+"""How keys and values travel between ranks: one file per exchange.
+
+What they share: `call.py` the arguments of a call, `parts.py` parts of the keys, `merge.py` merging their results.
+"""

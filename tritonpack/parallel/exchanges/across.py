@@ -20,6 +20,8 @@ class AcrossSets(Call):
         across: its call, with the ranks that compute the same heads for the other sets.
     """
 
+    divides_groups = False  # because the key head would travel across sets in each of them
+
     exchange: Any
     across: Call
 

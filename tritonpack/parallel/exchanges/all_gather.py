@@ -5,34 +5,76 @@ A reduce-scatter returns their gradients, in float32 for half precision. Shards 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.comm import Arrival, gather, pad_to, scatter_sum, wide
-from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.comm import Ranks, gather, pad_to, scatter_sum, wide
+from tritonpack.parallel.exchanges.call import Call, join, split
+from tritonpack.parallel.exchanges.parts import Addition, Keys, mask_with_distances
+from tritonpack.parallel.layouts import Layout
 
 
-def mask_of(call: Call) -> BlockDiagonalMask:
-    """The mask between own queries and all keys."""
-    return call.rows_mask()
+@dataclass(frozen=True, eq=False)
+class GatheredKeys:
+    """A part with a run of each rank's rows.
+
+    Attributes:
+        rows: which rows of each shard. Shorter shards are padded.
+        places: (keys,) int64, where the keys lie in the gathered runs, laid end to end, in the order of the batch.
+        mask: the mask between the own queries and these keys.
+    """
+
+    rows: slice
+    places: Tensor
+    mask: BlockDiagonalMask
+
+    @property
+    def length(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
+        coming = gather(pad_to(join(k[self.rows], v[self.rows]), 0, self.length), ranks)
+        return lambda: split(coming().flatten(0, 1).index_select(0, self.places), k, v)
+
+    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
+        gradients = join(dk, dv).to(wide(dk.dtype))
+        runs = gradients.new_zeros(ranks.size * self.length, gradients.shape[1])
+        runs.index_copy_(0, self.places, gradients)
+        coming = scatter_sum(runs.unflatten(0, (ranks.size, self.length)), ranks)
+
+        def add(total_dk: Tensor, total_dv: Tensor) -> None:
+            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                mine = total[self.rows]
+                mine += part[: mine.shape[0]]
+
+        return add
 
 
-def send(call: Call, rows: Tensor) -> Arrival:
-    """Start to gather the rows of all ranks, from own rows (n, width); the result is in the order of the batch."""
-    coming = gather(pad_to(rows, 0, max(call.layout.lengths)), call.ranks)
-
-    def arrive() -> Tensor:
-        gathered = coming().flatten(0, 1)
-        return gathered if call.layout.slots is None else gathered.index_select(0, call.layout.slots)
-
-    return arrive
+def divide(call: Call, count: int, with_own: bool) -> Sequence[GatheredKeys]:
+    """The keys of other ranks in at most `count` parts; with `with_own`, one part that has the own keys, too."""
+    mask, layout, rank = call.mask, call.layout, call.ranks.rank
+    return mask.cached(
+        ("all gather", layout, rank, count, with_own), lambda: _divide(mask, layout, rank, count, with_own)
+    )
 
 
-def give_back(call: Call, gradients: Tensor) -> Arrival:
-    """Start to sum gradients (all rows, width) over ranks; the result has the own rows."""
-    size, longest, slots = call.ranks.size, max(call.layout.lengths), call.layout.slots
-    gradients = gradients.to(wide(gradients.dtype))
-    if slots is not None:
-        gradients = gradients.new_zeros(size * longest, *gradients.shape[1:]).index_copy_(0, slots, gradients)
-    coming = scatter_sum(gradients.unflatten(0, (size, longest)), call.ranks)
-    return lambda: coming()[: call.layout.lengths[call.ranks.rank]]
+def _divide(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with_own: bool) -> tuple[GatheredKeys, ...]:
+    sources = [source for source in range(layout.ranks) if with_own or source != rank]
+    longest, own = max(layout.lengths), layout.rows[rank]
+    count = min(count, max(longest, 1)) if sources else 0
+    parts = []
+    for number in range(count):
+        run = slice(longest * number // count, longest * (number + 1) // count)
+        rows = [layout.rows[source][run] for source in sources]
+        places = [
+            torch.arange(one.shape[0], device=one.device) + source * (run.stop - run.start)
+            for source, one in zip(sources, rows, strict=True)
+        ]
+        keys, order = torch.cat(rows).sort()
+        part = mask_with_distances(mask, own, keys) if with_own else mask.restrict(own, keys)
+        parts.append(GatheredKeys(run, torch.cat(places)[order], part))
+    return tuple(parts)

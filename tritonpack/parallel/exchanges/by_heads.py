@@ -1,19 +1,31 @@
 """Exchanges in steps of key heads: the keys of the next step travel while the heads of one step are computed.
 
-Keys and values travel again in backward, so that no rank holds all heads of all keys it receives.
+A rank has its own keys before anything arrives. So it attends to them while the first message travels, and merges the
+results (merge.py). If there are fewer steps of heads than `STEPS`, the keys of each step travel in several parts. In
+backward a rank computes one half of its own keys while the first keys travel to it, and the other half while the last
+gradients travel back. Keys and values travel again in backward, so that no rank holds all heads of all keys that it
+receives.
+
+ALiBi counts the places between a query and a key, so it needs all keys in one tensor. Then each step has the own keys
+and the others, and nothing is computed while the first keys travel, or the last gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.comm import Arrival
-from tritonpack.parallel.exchanges.call import Call, Gradients, join, split
+from tritonpack.parallel.comm import wide
+from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients
+from tritonpack.parallel.exchanges.merge import merge, merge_sinks, nothing, sink_gradients
+from tritonpack.parallel.exchanges.parts import Part, own_halves, own_keys
+
+STEPS = 4  # of heads and parts of keys together, by default
 
 
 @dataclass(frozen=True)
@@ -21,64 +33,77 @@ class ByHeads:
     """An exchange in steps of key heads.
 
     Attributes:
-        mask: the mask between this rank's queries and the keys that it has after `send`.
-        send: starts to send own rows (n, width); the result has the rows of all these keys, (keys, width).
-        give_back: starts to send gradients (keys, width) to the owners of keys; the result is their sum over ranks for
-            the own rows, (n, width), in float32 for half precision if anything was summed.
+        divide: (call, count, with_own) -> the keys of other ranks in at most `count` parts, equally many on all ranks;
+            none if no rank needs a key of another. With `with_own`, one part that has the own keys, too, and distances.
     """
 
-    mask: Callable[[Call], BlockDiagonalMask]
-    send: Callable[[Call, Tensor], Arrival]
-    give_back: Callable[[Call, Tensor], Arrival]
+    divide: Callable[[Call, int, bool], Sequence[Part]]
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
-        mask = self.mask(call)
-        parts = [call.forward(q[:, heads], ks, vs, mask, heads, sinks) for heads, ks, vs in self._steps(call, q, k, v)]
-        outs, lses = zip(*parts, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses)
+        steps, parts = self._divide(call, k)
+        own: list[Part] = [] if call.needs_distances else [own_keys(call)]
+        keys = _travel(call, k, v, [*product([ALL_HEADS], own), *product(steps, parts)])
+        if own:
+            out, lse = call.forward(q, *next(keys), own[0].mask, ALL_HEADS, None)
+        else:
+            out, lse = nothing(q, v, q.dtype)
+        for step in steps if parts or sinks is not None else []:
+            heads = _queries(step, q, k)
+            total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
+            for part in parts:
+                some = call.forward(q[:, heads], *next(keys), part.mask, heads, None)
+                total, total_lse = merge(total, total_lse, *some)
+            if sinks is not None:
+                total, total_lse = merge_sinks(total, total_lse, sinks[heads])
+            out[:, heads], lse[heads] = total, total_lse
+        return out, lse
 
     def backward(
         self, call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
         out: Tensor, lse: Tensor,
     ) -> Gradients:  # fmt: skip
         """dq, dk, dv of this rank's rows, and its part of dsinks."""
-        mask = self.mask(call)
-        dqs: list[Tensor] = []
-        dsinks: list[Tensor] = []
-        sums: list[Arrival] = []
-        dks: list[Tensor] = []
-        dvs: list[Tensor] = []
-
-        def collect() -> None:
-            dk, dv = split(sums.pop()().to(k.dtype), k, v)
-            dks.append(dk)
-            dvs.append(dv)
-
-        for heads, ks, vs in self._steps(call, q, k, v):
-            dq, dk, dv, dsink = call.backward(
+        steps, parts = self._divide(call, k)
+        own: Sequence[Part] = []
+        if not call.needs_distances:
+            own = own_halves(call) if parts else [own_keys(call)]
+        order = [*product([ALL_HEADS], own[:1]), *product(steps, parts), *product([ALL_HEADS], own[1:])]
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
+        add: Callable[[], None] | None = None
+        for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
+            heads = _queries(step, q, k)
+            dq_part, dk_part, dv_part, _ = call.backward(
                 dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads], lse[heads],
-                mask, heads, sinks,
+                part.mask, heads, None,
             )  # fmt: skip
-            dqs.append(dq)
-            dsinks.append(dsink)
-            if sums:
-                collect()  # so that gradients of at most two steps are in memory
-            sums.append(self.give_back(call, join(dk, dv)))
-        collect()
-        return torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1), None if sinks is None else torch.cat(dsinks)
+            dq[:, heads] += dq_part
+            if add is not None:
+                add()  # so that gradients of at most two steps are in memory
+            add = partial(part.give_back(dk_part, dv_part, call.ranks), dk[:, step], dv[:, step])
+        if add is not None:
+            add()
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, dlse, out, lse)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
-    def _steps(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """For each step its query heads, and their keys and values."""
+    def _divide(self, call: Call, k: Tensor) -> tuple[list[slice], Sequence[Part]]:
+        """The key heads of each step, and the parts of the keys that travel in it."""
         steps = [slice(first, min(first + call.stride, k.shape[1])) for first in range(0, k.shape[1], call.stride)]
-        group = q.shape[1] // k.shape[1]
+        count = 1 if call.needs_distances else max(STEPS // len(steps), 1)
+        return steps, self.divide(call, count, call.needs_distances)
 
-        def send(keys: slice) -> Arrival:
-            return self.send(call, join(k[:, keys], v[:, keys]))
 
-        coming = send(steps[0])
-        for number, keys in enumerate(steps):
-            rows = coming()
-            if number + 1 < len(steps):
-                coming = send(steps[number + 1])
-            yield slice(keys.start * group, keys.stop * group), *split(rows, k, v)
+def _travel(call: Call, k: Tensor, v: Tensor, order: Sequence[tuple[slice, Part]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys and values of each part, of some heads. The next ones travel meanwhile."""
+    coming = [part.send(k[:, heads], v[:, heads], call.ranks) for heads, part in order[:1]]
+    for heads, part in order[1:]:
+        keys = coming.pop()()
+        coming.append(part.send(k[:, heads], v[:, heads], call.ranks))
+        yield keys
+    yield coming.pop()()
+
+
+def _queries(keys: slice, q: Tensor, k: Tensor) -> slice:
+    """The query heads that use some key heads."""
+    group, (first, stop, _) = q.shape[1] // k.shape[1], keys.indices(k.shape[1])
+    return slice(first * group, stop * group)

@@ -17,6 +17,8 @@ from tritonpack.parallel.layouts import Layout
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, dsinks
 
+ALL_HEADS = slice(None)
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -29,7 +31,10 @@ class Call:
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
         stride: the key heads per step of "all_gather" and "group_cast".
+        divides_groups: whether query heads that share a key head may be computed in several calls.
     """
+
+    divides_groups = True
 
     ranks: Ranks
     layout: Layout
@@ -37,6 +42,11 @@ class Call:
     options: AttentionOptions
     backend: str
     stride: int
+
+    @property
+    def needs_distances(self) -> bool:
+        """Whether the options count the places between a query and a key."""
+        return self.options.alibi_slopes is not None
 
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""

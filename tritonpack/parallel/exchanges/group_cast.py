@@ -9,29 +9,30 @@ Source: the group-cast and group-reduce primitives of MagiAttention (SandAI, 202
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.comm import Arrival, all_to_all, wide
-from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.comm import Arrival, Ranks, all_to_all, wide
+from tritonpack.parallel.exchanges.call import Call, join, split
+from tritonpack.parallel.exchanges.parts import Addition, Keys, mask_with_distances
 from tritonpack.parallel.layouts import Layout
 
 
 @dataclass(frozen=True, eq=False)
-class GroupCastPlan:
-    """Which rows travel between one rank and the others, for one mask and layout.
-
-    The rank attends over its own rows and the received ones, in the order of the batch.
+class CastKeys:
+    """A part with keys that the rank sees: rows of other ranks and, with distances, the own rows before them.
 
     Attributes:
         sent: (sent,) int64, the places in the own shard of the rows that each rank gets, in the order of ranks.
         sent_counts: for each rank, how many of these it gets; 0 for this rank.
         received_counts: for each rank, how many rows come from it.
-        own: (n,) int64, the places of the own rows among the keys.
-        others: (received,) int64, the places of the received rows among the keys, in the order of ranks.
+        own: how many own rows are in the part: all or none.
+        order: (keys,) int64, where the keys lie among the own and the received rows, in the order of the batch.
         mask: the mask between the own queries and these keys.
         silent: whether no rank gets any row.
     """
@@ -39,94 +40,92 @@ class GroupCastPlan:
     sent: Tensor
     sent_counts: list[int]
     received_counts: list[int]
-    own: Tensor
-    others: Tensor
+    own: int
+    order: Tensor
     mask: BlockDiagonalMask
     silent: bool
 
+    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
+        rows = join(k, v)
+        coming = self._exchange(rows.index_select(0, self.sent), self.sent_counts, self.received_counts, ranks)
 
-def make_plan(mask: BlockDiagonalMask, layout: Layout, rank: int) -> GroupCastPlan:
-    """The plan of one rank; waits for the mask's device."""
+        def arrive() -> tuple[Tensor, Tensor]:
+            keys = torch.cat([rows, coming()]) if self.own else coming()
+            return split(keys.index_select(0, self.order), k, v)
+
+        return arrive
+
+    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
+        gradients = join(dk, dv).to(wide(dk.dtype))
+        own, message = torch.empty_like(gradients).index_copy_(0, self.order, gradients).tensor_split([self.own])
+        coming = self._exchange(message, self.received_counts, self.sent_counts, ranks)
+
+        def add(total_dk: Tensor, total_dv: Tensor) -> None:
+            for total, mine, parts in zip(
+                (total_dk, total_dv), split(own, dk, dv), split(coming(), dk, dv), strict=True
+            ):
+                if self.own:
+                    total += mine
+                pieces = self.sent.split(self.sent_counts), parts.split(self.sent_counts)
+                for places, part in zip(*pieces, strict=True):
+                    if places.shape[0]:
+                        total.index_add_(0, places, part)  # no place twice, so the order of additions is fixed
+
+        return add
+
+    def _exchange(self, message: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
+        """Start to send rows (sum(sent), width); the result is (sum(received), width)."""
+        if self.silent:
+            return lambda: message
+        width = message.shape[1]
+        coming = all_to_all(message, [n * width for n in sent], [n * width for n in received], ranks)
+        return lambda: coming().view(-1, width)
+
+
+def divide(call: Call, count: int, with_own: bool) -> Sequence[CastKeys]:
+    """The keys of other ranks in at most `count` parts; with `with_own`, one part that has the own keys, too."""
+    return parts_of(call.mask, call.layout, call.ranks.rank, count, with_own)
+
+
+def parts_of(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with_own: bool) -> Sequence[CastKeys]:
+    """`make_parts`, cached on the mask."""
+    return mask.cached(
+        ("group cast", layout, rank, count, with_own), lambda: make_parts(mask, layout, rank, count, with_own)
+    )
+
+
+def make_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with_own: bool) -> tuple[CastKeys, ...]:
+    """The parts of one rank; waits for the mask's device."""
     rows, seen = layout.rows_on_host, layout.seen_by_ranks(mask)
     mine, nothing = rows[rank], rows[rank][:0]
     sent = [nothing if r == rank else seen[r].among(mine) for r in range(layout.ranks)]
     others = [nothing if r == rank else one[seen[rank].among(one)] for r, one in enumerate(rows)]
-    received = torch.cat(others)
-    keys = torch.cat([mine, received]).sort().values
-    return GroupCastPlan(
-        torch.cat(sent).to(mask.device),
-        [one.shape[0] for one in sent],
-        [one.shape[0] for one in others],
-        torch.searchsorted(keys, mine).to(mask.device),
-        torch.searchsorted(keys, received).to(mask.device),
-        _restrict(mask, layout.rows[rank], keys.to(mask.device)),
-        silent=not any(layout.remote_keys(mask)),
-    )
+    most = max(layout.remote_keys(mask))
+    count = 1 if with_own else min(count, most)
+    parts = []
+    for number in range(count):
+        given = [_piece(one, number, count) for one in sent]
+        received = [_piece(one, number, count) for one in others]
+        own = mine if with_own else nothing
+        unordered = torch.cat([own, *received])
+        order = torch.from_numpy(
+            np.argsort(unordered.numpy(), kind="stable")
+        )  # runs that ascend, which this sort merges
+        queries, keys = layout.rows[rank], unordered[order].to(mask.device)
+        parts.append(
+            CastKeys(
+                torch.cat(given).to(mask.device),
+                [one.shape[0] for one in given],
+                [one.shape[0] for one in received],
+                own.shape[0],
+                order.to(mask.device),
+                mask_with_distances(mask, queries, keys) if with_own else mask.restrict(queries, keys),
+                silent=most == 0,
+            )
+        )
+    return tuple(parts)
 
 
-def mask_of(call: Call) -> BlockDiagonalMask:
-    """The mask between own queries and the keys that this rank has after `send`."""
-    return _plan(call).mask
-
-
-def send(call: Call, rows: Tensor) -> Arrival:
-    """Start to send own rows (n, width) to the ranks that see them; the result has the rows of all keys."""
-    plan = _plan(call)
-    if plan.silent:
-        return lambda: rows
-    width = rows.shape[1]
-    message = rows.index_select(0, plan.sent)
-    coming = all_to_all(message, _times(plan.sent_counts, width), _times(plan.received_counts, width), call.ranks)
-
-    def arrive() -> Tensor:
-        keys = rows.new_empty(plan.mask.num_keys, width)
-        keys.index_copy_(0, plan.own, rows)
-        return keys.index_copy_(0, plan.others, coming().view(-1, width))
-
-    return arrive
-
-
-def give_back(call: Call, gradients: Tensor) -> Arrival:
-    """Start to send gradients (keys, width) to the owners of the keys; the result is their sum for the own rows."""
-    plan = _plan(call)
-    if plan.silent:
-        return lambda: gradients
-    width = gradients.shape[1]
-    gradients = gradients.to(wide(gradients.dtype))
-    message = gradients.index_select(0, plan.others)
-    total = gradients.index_select(0, plan.own)
-    coming = all_to_all(message, _times(plan.received_counts, width), _times(plan.sent_counts, width), call.ranks)
-
-    def arrive() -> Tensor:
-        parts = coming().view(-1, width).split(plan.sent_counts)
-        for places, part in zip(plan.sent.split(plan.sent_counts), parts, strict=True):
-            if places.shape[0]:
-                total.index_add_(0, places, part)  # no place twice, so the order of additions is fixed
-        return total
-
-    return arrive
-
-
-def plan_of(mask: BlockDiagonalMask, layout: Layout, rank: int) -> GroupCastPlan:
-    """The plan of one rank, cached on the mask."""
-    return mask.cached(("group cast", layout, rank), lambda: make_plan(mask, layout, rank))
-
-
-def _plan(call: Call) -> GroupCastPlan:
-    return plan_of(call.mask, call.layout, call.ranks.rank)
-
-
-def _times(counts: list[int], width: int) -> list[int]:
-    return [count * width for count in counts]
-
-
-def _restrict(mask: BlockDiagonalMask, rows: Tensor, keys: Tensor) -> BlockDiagonalMask:
-    """The mask between rows and keys that hold all that the rows see, with distances.
-
-    The keys that a row sees follow each other among these keys, too. So the row's interval and its diagonal move by the
-    same number of places. (In a tree other branches lie between the keys of a row, and depths aren't places.)
-    """
-    part = mask.restrict(rows, keys)
-    if mask.is_tree or mask.diagonal is None:
-        return part
-    return replace(part, diagonal=mask.diagonal[rows] + part.key_start - mask.key_start[rows], trusted=True)
+def _piece(rows: Tensor, number: int, count: int) -> Tensor:
+    """One of `count` equal pieces of rows."""
+    return rows[rows.shape[0] * number // count : rows.shape[0] * (number + 1) // count]
