@@ -164,7 +164,7 @@ def _check_options(dimensions: Dimensions, heads: int, alibi: bool, dropout_p: f
     if dimensions.heads is not None and heads < dimensions.heads.size:
         raise ValueError(
             f"exchange='ulysses' gives every rank a query head, and there are {heads} for {dimensions.heads.size} "
-            "ranks; use exchange='all_gather', 'group_cast' or 'ring', or fewer ranks."
+            "ranks; use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
         )
 
 

@@ -75,7 +75,8 @@ class SequenceParallel:
             contiguous), "batch_zigzag" and "batch_stripe" (ring).
         layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe",
             "balanced" or "documents"; these two wait for the device once per forward. None means the layout of
-            axolotl's name, or "balanced".
+            axolotl's name, or "balanced". With a pair of exchanges, the ranks that divide heads own rows together, and
+            each of them gets a run of these.
         heads_k_stride: key heads per step of "all_gather" and "group_cast", as in `attend`.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
