@@ -90,8 +90,8 @@ def attend(
             another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
             the other, the keys and values of these heads travel.
         heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory. None means a quarter of those that this rank computes, rounded up. If that makes fewer than four
-            steps, the keys of each step travel in two to four parts.
+            memory. None means a quarter of all, rounded up. If that makes fewer than four steps for the heads that
+            this rank computes, the keys of each step travel in two to four parts.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
@@ -113,7 +113,7 @@ def attend(
     dimensions = dimensions_of(ranks, exchange)
     _check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
-    stride = heads_k_stride or -(-dimensions.key_heads(q.shape[1], k.shape[1]) // STEPS)
+    stride = heads_k_stride or -(-k.shape[1] // STEPS)
     layout, own = dimensions.layouts(mask, layout)
     keys = dimensions.keys
     seen = mask if keys is None else rows_mask(mask, layout, keys.rank)
