@@ -18,6 +18,7 @@ from tritonpack.parallel.context_state import SETTINGS, ContextState
 from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
+from tritonpack.parallel.trainers.watch import unwatch, watch
 from tritonpack.parallel.validate import (
     find_packing_hook,
     key_heads,
@@ -130,6 +131,7 @@ class SequenceParallel:
         except Exception:
             self._restore()
             raise
+        watch(self)
         return self
 
     def __exit__(
@@ -185,6 +187,19 @@ class SequenceParallel:
             f"layout={state.layout!r})"
         )
 
+    def cover_heads(self) -> None:
+        """Share the calls of heads that other code has put into a model since this context was entered.
+
+        TRL's trainers put a fused head over the forward that shares batches. It would get the rows of the whole batch.
+        """
+        latest = {id(forward.module): forward for forward in self._forwards}
+        self._forwards += [forward.over_its_cover() for forward in latest.values() if forward.is_covered]
+
+    @property
+    def shared_modules(self) -> list[nn.Module]:
+        """The modules whose calls share batches, while the context is entered."""
+        return [forward.module for forward in self._forwards if not forward.gone]
+
     def _last(self) -> Sharding:
         if self.state.sharding is None:
             raise ValueError("no batch has been shared yet: run a model's forward inside of the context first.")
@@ -209,6 +224,7 @@ class SequenceParallel:
 
     def _restore(self) -> None:
         self.state.entered = False
+        unwatch(self)
         for forward in reversed(self._forwards):
             forward.remove()
         for handle in reversed(self._patches):
