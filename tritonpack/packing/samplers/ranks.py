@@ -38,9 +38,23 @@ def place_among_processes() -> tuple[int, int]:
     return int(count) if count.isdecimal() else 1, int(number) if number.isdecimal() else 0
 
 
-def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
-    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
+def place_in_world(
+    num_replicas: int | None, rank: int | None, shard: bool, sharing: Any = None
+) -> tuple[int, int | None]:
+    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given.
+
+    Args:
+        sharing: the group of ranks that share batches and count as one rank; None if every rank has its own.
+    """
     group = has_group()
+    if sharing is not None:
+        if num_replicas is not None or rank is not None:
+            raise ValueError(
+                f"group says how many replicas there are, and which one this process belongs to; got num_replicas="
+                f"{num_replicas} and rank={rank} beside it. Leave them out, or the group."
+            )
+        number, leaders = place_of_group(sharing)
+        return len(leaders), number if shard else None
     asks = num_replicas is None or (rank is None and shard)
     if asks and not group and (place_among_processes()[0] != 1 or num_replicas not in (None, 1)):
         raise ValueError(

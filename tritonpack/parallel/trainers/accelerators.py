@@ -42,10 +42,12 @@ class Replica:
 
 
 class _ReplicaState:
-    """accelerate's state, in which a replica is a process."""
+    """accelerate's state, in which a replica is a process. `setup` reads `sharing_group`, the ranks of the replica."""
 
     def __init__(self, own: Any, replica: Replica) -> None:
-        vars(self).update(_own=own, num_processes=replica.count, process_index=replica.number)
+        vars(self).update(
+            _own=own, num_processes=replica.count, process_index=replica.number, sharing_group=replica.ranks.group
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -102,7 +104,8 @@ def share_batches(trainer: Any, replica: Replica, stack: ExitStack) -> None:
     replaced(stack, accelerator, "gather", lambda tensor: _each(replica.pick, gathers(tensor)))
     replaced(stack, accelerator, "reduce", reduce)
     replaced(stack, trainer, "floating_point_ops", lambda inputs: operations(inputs) / replica.ranks.size)
-    replaced(stack, trainer, "get_total_train_batch_size", lambda args: max(1, batch_size(args) // replica.ranks.size))
+    if "get_total_train_batch_size" not in vars(trainer):  # `setup` counts the documents of the data set
+        replaced(stack, trainer, "get_total_train_batch_size", lambda args: batch_size(args) // replica.ranks.size)
 
 
 def _each(function: Callable[[Tensor], Tensor], data: Any) -> Any:
