@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -78,7 +79,9 @@ def alone() -> Iterator[None]:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def run(make: Callable[..., Any], group: Any, order: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+def run(
+    make: Callable[..., Any], group: Any, order: str, gathers: bool = False, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
     """Train and evaluate, inside of the context or (without a group) in one process.
 
     Returns:
@@ -87,11 +90,16 @@ def run(make: Callable[..., Any], group: Any, order: str, **options: Any) -> tup
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if order == "context first":
             model = tiny_model("llama")
-            stack.enter_context(patch(model) if group is None else SequenceParallel(model, group))
+            stack.enter_context(
+                patch(model) if group is None else SequenceParallel(model, group, gather_outputs=gathers)
+            )
             trainer = make(folder, model, **options)
         else:
             trainer = make(folder, None, **options)
-            stack.enter_context(patch(trainer.model) if group is None else SequenceParallel(trainer.model, group))
+            sharing = {"gather_outputs": gathers}
+            stack.enter_context(
+                patch(trainer.model) if group is None else SequenceParallel(trainer.model, group, **sharing)
+            )
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()
         if trainer.eval_dataset is not None:
@@ -161,6 +169,40 @@ def each_token_once() -> None:
         assert sum(rows) < 0.6 * total
 
 
+def logits_of_all_ranks(make: Callable[..., Any], remedy: str, **options: Any) -> None:
+    """A loss from logits is an error with the remedy, which makes it exact."""
+    with launched(), pytest.raises((ValueError, RuntimeError), match=remedy):
+        run(make, dist.group.WORLD, "trainer first", per_device_train_batch_size=2, **options)
+    agree(make, gathers=True, **options)
+
+
+def resumed() -> None:
+    """A run that is resumed from a checkpoint ends with the weights of one without a break."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    ends = []
+    with launched():
+        for checkpoint in (None, f"{folder[0]}/checkpoint-2"):
+            trainer = plain(folder[0], None, save_strategy="steps", save_steps=2, max_steps=4)
+            with SequenceParallel(trainer.model):
+                trainer.train(resume_from_checkpoint=checkpoint)
+            ends.append(list(trainer.model.parameters()))
+            dist.barrier()
+    assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def generations_that_do_not_fit() -> None:
+    with launched(), pytest.raises(ValueError, match="Raise per_device_train_batch_size or steps_per_generation"):
+        run(partial(of_trl, "GRPO"), dist.group.WORLD, "", per_device_train_batch_size=3, num_generations=6)
+
+
+def distillation() -> None:
+    with launched(), pytest.raises(ValueError, match="To generate, leave the context, or pause it"):
+        run(partial(of_trl, "Distillation"), dist.group.WORLD, "", per_device_train_batch_size=2)
+
+
 def predictions() -> None:
     """The logits of `predict` are those of the whole data set, once and in its order."""
     with alone(), tempfile.TemporaryDirectory() as folder:
@@ -193,6 +235,13 @@ CASES: dict[str, Callable[[], None]] = {
     "GRPOTrainer, LoRA": partial(agree, partial(of_trl, "GRPO, LoRA")),
     "GRPOTrainer, given completions": partial(agree, with_given_completions),
     "RLOOTrainer": partial(agree, partial(of_trl, "RLOO")),
+    "label smoothing": partial(
+        logits_of_all_ranks, plain, "gather_outputs=True", label_smoothing_factor=0.1, gradient_accumulation_steps=2
+    ),
+    "ORPOTrainer": partial(logits_of_all_ranks, partial(of_trl, "ORPO"), "If ORPOTrainer computes its loss from log"),
+    "generations that don't fit": generations_that_do_not_fit,
+    "DistillationTrainer": distillation,
+    "resumed": resumed,
     "each token once": each_token_once,
     "predictions": predictions,
 }

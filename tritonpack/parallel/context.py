@@ -62,6 +62,9 @@ class SequenceParallel:
     gathered outputs, such as GRPO's or DPO's, needs no change. If each rank computes a part of a loss, multiply it by
     the number of ranks, or sum it with `total`.
 
+    Trainers of transformers and TRL may be built before the context or inside of it. While they train, evaluate or
+    predict in it, their own loaders give the ranks of a group one batch, and they count the group as one process.
+
     Models that aren't patched are patched on entry. Leaving restores them, also after an exception. In nested contexts
     the innermost one counts.
 
@@ -195,6 +198,20 @@ class SequenceParallel:
         latest = {id(forward.module): forward for forward in self._forwards}
         self._forwards += [forward.over_its_cover() for forward in latest.values() if forward.is_covered]
 
+    def explain(self, error: Exception, who: str) -> None:
+        """Add to an error of code that reads a model's logits how it gets those of the whole batch.
+
+        Args:
+            error: what was raised after a model's forward.
+            who: the name of the code.
+        """
+        known = type(error) in (ValueError, IndexError, RuntimeError) and error.args == (str(error),)
+        if known and not self.state.gather_outputs and not re.search("sequence.?parallel", str(error), re.IGNORECASE):
+            error.args = (
+                f"{error}\nInside of SequenceParallel a model's logits are this rank's rows. If {who} computes its "
+                "loss from logits, it gets those of the whole batch with SequenceParallel(..., gather_outputs=True).",
+            )
+
     @property
     def shared_modules(self) -> list[nn.Module]:
         """The modules whose calls share batches, while the context is entered."""
@@ -258,7 +275,7 @@ def _add_remedy(error: BaseException, sharding: Sharding) -> None:
     named = set(map(int, re.findall(r"\d+", message)))
     own = {rows, rows - 1}  # without the last row if a loss has shifted them
     whole = {length, length - 1, batch * length, batch * (length - 1)}
-    if error.args != (message,) or not (own & named and whole & named):
+    if error.args != (message,) or "gather_outputs" in message or not (own & named and whole & named):
         return
     error.args = (
         f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of a "

@@ -17,7 +17,7 @@ from tritonpack.patches.tiled_loss import TiledTargets
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
 FUSED = (
-    "A fused loss, as Liger-Kernel and TRL's SFTTrainer put into a model, reads labels past it: leave it out and use "
+    "A fused loss, as Liger-Kernel and TRL before 1.16 put into a model, reads labels past it: leave it out and use "
     "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For other losses:"
 )
 

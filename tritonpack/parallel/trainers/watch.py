@@ -82,18 +82,24 @@ def _shared(trainer: Any) -> Iterator[None]:
         _check(trainer)
         share_batches(trainer, replica, stack)
         share_generations(trainer, replica, context, stack)
-        own_step = trainer.prediction_step
+        own_loss, own_step = trainer.compute_loss, trainer.prediction_step
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            before = context.state.sharding
+            try:
+                return own_loss(*args, **kwargs)
+            except Exception as error:
+                if context.state.sharding is not before:
+                    context.explain(error, type(trainer).__name__)
+                raise
 
         def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-            before = [one.state.gather_outputs for one in contexts]
-            for one in contexts:  # predictions are those of whole batches
-                one.state.gather_outputs |= not prediction_loss_only
-            try:
+            with ExitStack() as inner:
+                for one in contexts if not prediction_loss_only else ():  # predictions are those of whole batches
+                    replaced(inner, one.state, "gather_outputs", True)
                 return own_step(model, inputs, prediction_loss_only, *args, **kwargs)
-            finally:
-                for one, value in zip(contexts, before, strict=True):
-                    one.state.gather_outputs = value
 
+        replaced(stack, trainer, "compute_loss", compute_loss)
         replaced(stack, trainer, "prediction_step", prediction_step)
         yield
 
