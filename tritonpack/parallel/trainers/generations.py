@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,10 @@ import torch.distributed as dist
 from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one
 from tritonpack.parallel.trainers.replaced import replaced
 
-if TYPE_CHECKING:
-    from tritonpack.parallel.context import SequenceParallel
-
 _GENERATES, _SCORES, _REWARDS = "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards"
 
 
-def share_generations(trainer: Any, replica: Replica, context: SequenceParallel, stack: ExitStack) -> None:
+def share_generations(trainer: Any, replica: Replica, context: Any, stack: ExitStack) -> None:
     """Give the ranks of a group the same completions and rewards, until the stack ends. For other trainers: nothing.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils import is_accelerate_available
 
@@ -19,17 +19,14 @@ from tritonpack.parallel.trainers.accelerators import Replica, share_batches
 from tritonpack.parallel.trainers.generations import share_generations
 from tritonpack.parallel.trainers.replaced import replaced
 
-if TYPE_CHECKING:
-    from tritonpack.parallel.context import SequenceParallel
-
 _ENTRIES = ("train", "evaluate", "predict")
 
-_entered: list[SequenceParallel] = []
+_entered: list[Any] = []  # contexts, SequenceParallel
 _watches: dict[str, Callable[..., Any]] = {}  # what stands in the class Trainer, by name
 _sharing: set[int] = set()  # ids of the trainers that share batches now
 
 
-def watch(context: SequenceParallel) -> None:
+def watch(context: Any) -> None:
     """Let trainers share batches while this context is entered."""
     if not _entered and is_accelerate_available():  # without it there are no trainers
         from transformers import Trainer
@@ -41,7 +38,7 @@ def watch(context: SequenceParallel) -> None:
     _entered.append(context)
 
 
-def unwatch(context: SequenceParallel) -> None:
+def unwatch(context: Any) -> None:
     """End what `watch` began. A second call does nothing."""
     if context in _entered:
         _entered.remove(context)
@@ -104,7 +101,7 @@ def _shared(trainer: Any) -> Iterator[None]:
         yield
 
 
-def _contexts_of(trainer: Any) -> list[SequenceParallel]:
+def _contexts_of(trainer: Any) -> list[Any]:
     """The entered contexts of a trainer's model, the innermost last."""
     modules = {id(module) for module in trainer.model.modules()} if trainer.model is not None else set()
     found = [one for one in _entered if one.state.running and modules & {id(module) for module in one.shared_modules}]
