@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.parallel.composition_cases import CLIP, LEARNING_RATE, make_mesh, optimizer_of
 from tests.parallel.models import close, exact_loss, make_batch, make_model
@@ -132,12 +132,21 @@ def own_loader() -> None:
         given.append(batch["input_ids"])
         items.append(int(batch["num_items_in_batch"]))
 
-    model.register_forward_pre_hook(watch, with_kwargs=True)
+    class Counts(TrainerCallback):
+        def on_step_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
+            assert trainer.accelerator.reduce(torch.ones(1), reduction="sum") == replicas
+            assert trainer.accelerator.gather(torch.ones(2)).shape == (2 * replicas,)
+            assert trainer.get_total_train_batch_size(args) == 2 * replicas
+
+    hook = model.register_forward_pre_hook(watch, with_kwargs=True)
     with launched(), tempfile.TemporaryDirectory() as folder:
         options = arguments(folder, per_device_train_batch_size=2, include_num_input_tokens_seen="all")
-        trainer = Trainer(model, options, train_dataset=documents, data_collator=PackingCollator())
+        trainer = Trainer(model, options, train_dataset=documents, eval_dataset=documents[:2], callbacks=[Counts()])
+        trainer.data_collator = PackingCollator()
         with SequenceParallel(model, mesh["sp"]):
             trainer.train()
+            hook.remove()
+            assert trainer.evaluate()["eval_loss"] > 0
     seen = trainer.state.num_input_tokens_seen
     assert seen == sum(len(document["input_ids"]) for document in documents)
     assert sum(items) == seen - len(documents)  # first tokens aren't targets
