@@ -140,7 +140,8 @@ def own_loader() -> None:
 
     hook = model.register_forward_pre_hook(watch, with_kwargs=True)
     with launched(), tempfile.TemporaryDirectory() as folder:
-        options = arguments(folder, per_device_train_batch_size=2, include_num_input_tokens_seen="all")
+        sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 1}
+        options = arguments(folder, **sizes, include_num_input_tokens_seen="all")
         trainer = Trainer(model, options, train_dataset=documents, eval_dataset=documents[:2], callbacks=[Counts()])
         trainer.data_collator = PackingCollator()
         with SequenceParallel(model, mesh["sp"]):
