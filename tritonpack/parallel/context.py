@@ -190,7 +190,7 @@ class SequenceParallel:
             f"layout={state.layout!r})"
         )
 
-    def cover_heads(self) -> None:
+    def _cover_heads(self) -> None:
         """Share the calls of heads that other code has put into a model since this context was entered.
 
         TRL's trainers put a fused head over the forward that shares batches. It would get the rows of the whole batch.
@@ -198,7 +198,7 @@ class SequenceParallel:
         latest = {id(forward.module): forward for forward in self._forwards}
         self._forwards += [forward.over_its_cover() for forward in latest.values() if forward.is_covered]
 
-    def explain(self, error: Exception, who: str) -> None:
+    def _explain(self, error: Exception, who: str) -> None:
         """Add to an error of code that reads a model's logits how it gets those of the whole batch.
 
         Args:
@@ -213,7 +213,7 @@ class SequenceParallel:
             )
 
     @property
-    def shared_modules(self) -> list[nn.Module]:
+    def _shared_modules(self) -> list[nn.Module]:
         """The modules whose calls share batches, while the context is entered."""
         return [forward.module for forward in self._forwards if not forward.gone]
 

@@ -70,7 +70,7 @@ def _shared(trainer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         context = contexts[-1]
         for one in contexts:
-            one.cover_heads()
+            one._cover_heads()
         _sharing.add(id(trainer))
         stack.callback(_sharing.discard, id(trainer))
         ranks = context.state.ranks
@@ -87,7 +87,7 @@ def _shared(trainer: Any) -> Iterator[None]:
                 return own_loss(*args, **kwargs)
             except Exception as error:
                 if context.state.sharding is not before:
-                    context.explain(error, type(trainer).__name__)
+                    context._explain(error, type(trainer).__name__)
                 raise
 
         def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def _shared(trainer: Any) -> Iterator[None]:
 def _contexts_of(trainer: Any) -> list[Any]:
     """The entered contexts of a trainer's model, the innermost last."""
     modules = {id(module) for module in trainer.model.modules()} if trainer.model is not None else set()
-    found = [one for one in _entered if one.state.running and modules & {id(module) for module in one.shared_modules}]
+    found = [one for one in _entered if one.state.running and modules & {id(module) for module in one._shared_modules}]
     groups = {one.state.ranks.group for one in found}
     if len(groups) > 1:
         raise ValueError(
