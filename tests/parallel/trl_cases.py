@@ -208,8 +208,17 @@ def resumed() -> None:
 
 
 def generations_that_do_not_fit() -> None:
-    with launched(), pytest.raises(ValueError, match="Raise per_device_train_batch_size or steps_per_generation"):
-        run(partial(of_trl, "GRPO"), dist.group.WORLD, "", per_device_train_batch_size=3, num_generations=6)
+    made = partial(of_trl, "GRPO", per_device_train_batch_size=3)
+    for wrong, options, remedy in (
+        ({}, {"num_generations": 6}, "Raise per_device_train_batch_size or steps_per_generation"),
+        ({"use_vllm": True}, {}, "Pass use_vllm=False"),
+        ({"log_completions": True}, {}, "Pass log_completions=False"),
+    ):
+        with launched(), tempfile.TemporaryDirectory() as folder:
+            trainer = made(folder, None, **options)
+            vars(trainer).update(wrong)
+            with SequenceParallel(trainer.model), pytest.raises(ValueError, match=remedy):
+                trainer.train()
 
 
 def distillation() -> None:
