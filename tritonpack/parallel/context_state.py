@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.consistency import ComparedParameters
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
+
+if TYPE_CHECKING:
+    from tritonpack.parallel.forward import ShardedForward
 
 SETTINGS = ("exchange", "layout", "heads_k_stride", "gather_outputs", "grad_reduce", "check_batches")
 
@@ -25,6 +28,7 @@ class ContextState:
         paused: whether models run whole batches on every rank for now.
         compared: the parameters that must be equal on all ranks; None before entering.
         sharding: how the last batch was divided; None before the first one.
+        forwards: the forward of each shared module, by the id of the module.
     """
 
     ranks: Ranks
@@ -38,6 +42,7 @@ class ContextState:
     paused: bool = False
     compared: ComparedParameters | None = None
     sharding: Sharding | None = None
+    forwards: dict[int, ShardedForward] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:

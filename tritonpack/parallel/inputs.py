@@ -89,8 +89,8 @@ def shard_inputs(
     loss = None
     if targets is not None:
         own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else sharding.shard_kept(targets, kept)
-        loss = ShardedLoss(module.loss_function, sharding, own, targets)
-        sharded["labels"] = own
+        loss = ShardedLoss(module, sharding, own, targets)
+        sharded |= loss.arguments(arguments)
     return Shard(batch, kept, loss, sharded)
 
 
