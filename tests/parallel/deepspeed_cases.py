@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tritonpack
@@ -112,8 +113,8 @@ def register_ulysses(model: Any, name: str) -> None:
 
 
 def own_half() -> dict[str, torch.Tensor]:
-    """This rank's half of each row, as DeepSpeed's loader gives it."""
-    batch = make_batch(0)
+    """This rank's half of a packed row, as DeepSpeed's loader gives it."""
+    batch = make_batch(3)  # of 44 tokens
     half = batch["input_ids"].shape[1] // 2
     return {name: x[:, dist.get_rank() * half :][:, :half] for name, x in batch.items() if name != "labels"}
 
@@ -161,18 +162,70 @@ def ulysses_for_another_name() -> None:
             model(**own_half())
 
 
+@contextmanager
+def flash_attention_of_tritonpack() -> Iterator[None]:
+    """transformers accepts "flash_attention_2" without a GPU, and gets tritonpack's functions for it."""
+    from transformers.utils import import_utils
+
+    row = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+    with (
+        mock.patch.object(import_utils, "is_torch_cuda_available", return_value=True),
+        mock.patch.dict(row, {"supported_devices": ((lambda: True, "cpu"),)}),
+        tritonpack.flash_attn.install(),
+    ):
+        yield
+
+
+def ulysses_around_flash_attention() -> None:
+    """tritonpack's functions for FlashAttention-2 compute a packed row in a model that isn't patched."""
+    batch = make_batch(3)
+    reference = make_float32_model()
+    with patch(reference):
+        whole = reference(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
+        (whole * weights).sum().backward()
+    with launched(), flash_attention_of_tritonpack():
+        model = model_with("flash_attention_2")
+        register_ulysses(model, "flash_attention_2")
+        own = model(**own_half(), use_cache=False).logits
+        assert modeling_flash_attention_utils._flash_varlen_fn is tritonpack.flash_attn.flash_attn_varlen_func
+        half = whole.shape[1] // 2
+        rows = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
+        close(own.detach(), whole[:, rows].detach(), "logits", SINGLE)
+        (own * weights[:, rows]).sum().backward()
+        for (name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            close(p.grad, other.grad, name, SINGLE)
+
+
+def accelerator_with_ulysses(attention: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention, sp_seq_length_is_variable=True)
+    return Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)),
+        parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
+    )
+
+
+def ulysses_of_accelerate_around_flash_attention() -> None:
+    batch = make_batch(3)
+    reference = make_float32_model()
+    with patch(reference):
+        whole = reference(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.detach()
+    with launched(), flash_attention_of_tritonpack():
+        accelerator, model = accelerator_with_ulysses("flash_attention_2"), model_with("flash_attention_2")
+        engine, _ = accelerator.prepare(model, optimizer_of(model))
+        own = engine(**own_half(), use_cache=False).logits.detach()
+    close(own, whole.chunk(2, 1)[dist.get_rank()], "logits", SINGLE)
+
+
 def ulysses_of_accelerate(patch_first: bool) -> None:
     """DeepSpeed itself refuses a model that was patched before, because its attention has another name."""
     with launched():
-        from accelerate import Accelerator
-        from accelerate.parallelism_config import ParallelismConfig
-        from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
-
-        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
-        accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)),
-            parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
-        )
+        accelerator = accelerator_with_ulysses("sdpa")
         model = model_with("sdpa")
         if patch_first:
             with patch(model), pytest.raises(ValueError, match="does not match model config attn_implementation"):
@@ -191,6 +244,8 @@ CASES = {
     "Ulysses before the patch": partial(ulysses_before_the_patch, "tritonpack"),
     "Ulysses before a patch with sdpa": partial(ulysses_before_the_patch, "sdpa"),
     "Ulysses for another name": ulysses_for_another_name,
+    "Ulysses around tritonpack's FlashAttention": ulysses_around_flash_attention,
+    "Ulysses of accelerate around tritonpack's FlashAttention": ulysses_of_accelerate_around_flash_attention,
     "Ulysses of accelerate after the patch": partial(ulysses_of_accelerate, True),
     "Ulysses of accelerate before the patch": partial(ulysses_of_accelerate, False),
 }
