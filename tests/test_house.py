@@ -31,7 +31,7 @@ ALLOWED = {
     "attention": GROUND | {"backends", "ops"},
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
-    "parallel": GROUND | {"attention", "backends", "ops", "patches"},
+    "parallel": GROUND | {"attention", "backends", "ops", "packing", "patches"},
     "patches": GROUND | {"attention", "backends", "packing"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},

@@ -224,8 +224,20 @@ def loss_without_a_loss_function():
     with SequenceParallel(model, gather_outputs=True):
         close(model(**batch).logits, wanted, "logits")
         message = "RobertaForMaskedLM computes its loss without its loss function"
-        with pytest.raises(UnsupportedModelError, match=message):
+        with pytest.raises(UnsupportedModelError, match=message) as error:
             model(**batch, labels=labels)
+        assert "gather_outputs" not in str(error.value), "the remedy is passed already"
+    with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=f"{message}.*gather_outputs=True"):
+        model(**batch, labels=labels)
+
+
+def remedy_for_a_loss_function():
+    """The remedy doesn't name what is passed already."""
+    for gathers in (False, True):
+        with SequenceParallel(with_its_own_loss(), gather_outputs=gathers) as context:
+            with pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels") as error:
+                context.models[0](**packed())
+            assert ("gather_outputs" in str(error.value)) is not gathers
 
 
 class OwnHead(nn.Module):
@@ -417,6 +429,7 @@ CASES |= {
         unchecked_batches,
         misused_context,
         loss_without_a_loss_function,
+        remedy_for_a_loss_function,
         fewer_heads_than_ranks,
     )
 }

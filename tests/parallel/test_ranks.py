@@ -44,6 +44,20 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
     run_on(2, module, name)
 
 
+@pytest.mark.slow
+@each_case(2, "trl_cases")
+def test_trainers_agree_with_one_process(run_on, module, name):
+    pytest.importorskip("trl")
+    run_on(2, module, name)
+
+
+@pytest.mark.slow
+@each_case(4, "trl_cases")
+def test_trainers_of_two_replicas_agree_with_one_process(run_on, module, name):
+    pytest.importorskip("trl")
+    run_on(4, module, name)
+
+
 @each_case(2, "padded_cases")
 @pytest.mark.sampled(
     "padded: DDP, both, patch first", "padded: FSDP, a sharded head, both, wrapper first", "padded: SequenceParallel"

@@ -11,14 +11,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from tests.parallel.composition_cases import CLIP, LEARNING_RATE, make_mesh, optimizer_of
-from tests.parallel.models import close, make_batch, make_model
-from tritonpack import PackingCollator, SavedTokensCallback, SequenceParallel, patch
+from tests.parallel.models import close, exact_loss, make_batch, make_model
+from tests.patches.models import VOCAB
+from tritonpack import (
+    MultipackDistributedBatchSampler,
+    PackingCollator,
+    SavedTokensCallback,
+    SequenceParallel,
+    dataloader,
+    patch,
+)
 
 
 @contextmanager
@@ -111,14 +119,75 @@ def trainer() -> None:
         close(p.detach(), whole.detach(), name)
 
 
-def loader_of_trainer() -> None:
-    """Trainer's own loader gives every rank other documents, which is an error."""
-    documents = [{"input_ids": list(range(start, start + 9))} for start in range(16)]
-    model = make_model()
-    with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
-        trainer = Trainer(model, arguments(folder), train_dataset=documents, data_collator=PackingCollator())
-        with pytest.raises(ValueError, match="were given different batches: input_ids"):
+def own_loader() -> None:
+    """Trainer's own loader gives the ranks of a group one batch, and the counts have each token once."""
+    mesh = make_mesh("dp", "sp")
+    replicas = mesh["dp"].size()
+    documents = [{"input_ids": [number % VOCAB] * (3 + number)} for number in range(6 * replicas)]
+    model, before = make_model(), {name: vars(Trainer)[name] for name in ("train", "evaluate", "predict")}
+    model.loss_function = exact_loss
+    given, items = [], []
+
+    def watch(_: nn.Module, args: object, batch: dict[str, Tensor]) -> None:
+        given.append(batch["input_ids"])
+        items.append(int(batch["num_items_in_batch"]))
+
+    model.register_forward_pre_hook(watch, with_kwargs=True)
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        options = arguments(folder, per_device_train_batch_size=2, include_num_input_tokens_seen="all")
+        trainer = Trainer(model, options, train_dataset=documents, data_collator=PackingCollator())
+        with SequenceParallel(model, mesh["sp"]):
             trainer.train()
+    seen = trainer.state.num_input_tokens_seen
+    assert seen == sum(len(document["input_ids"]) for document in documents)
+    assert sum(items) == seen - len(documents)  # first tokens aren't targets
+    everywhere: list[list[Tensor]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, given)
+    places = [mesh.mesh.tolist()[replica] for replica in range(replicas)]
+    for group in places:
+        assert all(torch.equal(x, y) for x, y in zip(everywhere[group[0]], everywhere[group[1]], strict=True))
+    assert sum(x.numel() for group in places for x in everywhere[group[0]]) == seen
+    require_equal_everywhere(model)
+    assert {name: vars(Trainer)[name] for name in before} == before
+
+
+def loader_for_a_group() -> None:
+    """`dataloader(group=)` gives the ranks of a group one row, and the groups different ones."""
+    mesh = make_mesh("dp", "sp")
+    documents = [{"input_ids": [number] * (1 + number % 7)} for number in range(40)]
+    loader = dataloader(documents, 16, group=mesh["sp"])  # with rank 0's seed
+    sampler = MultipackDistributedBatchSampler(16, [1 + number % 7 for number in range(40)], group=mesh["sp"])
+    assert (sampler.num_replicas, sampler.rank) == (mesh["dp"].size(), mesh.get_local_rank("dp"))
+    rows = [batch["input_ids"].flatten().unique().tolist() for batch in loader]
+    everywhere: list[list[list[int]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, rows)
+    groups = mesh.mesh.tolist()
+    assert all(everywhere[group[0]] == everywhere[group[1]] for group in groups)
+    assert sorted(number for group in groups for row in everywhere[group[0]] for number in row) == list(range(40))
+    with pytest.raises(ValueError, match="Leave them out, or the group"):
+        dataloader(documents, 16, group=mesh["sp"], num_replicas=1, rank=0)
+    with pytest.raises(ValueError, match=r"must be a process group or a DeviceMesh, such as mesh\['sp'\]; got 2"):
+        dataloader(documents, 16, group=2)
+    with pytest.raises(ValueError, match="don't let accelerate prepare it"):
+        _ = loader.batch_sampler.batch_size
+    if dist.get_rank() == 1:
+        documents = documents[1:]
+    with pytest.raises(ValueError, match="the lengths"):
+        dataloader(documents, 16, group=mesh["sp"])
+
+
+def refusals() -> None:
+    """Settings with which a Trainer can't share batches, and a mesh whose groups it can't number."""
+    model = make_model()
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        options = arguments(folder, accelerator_config={"dispatch_batches": True})
+        trainer = Trainer(model, options, train_dataset=[{"input_ids": [1, 2]}] * 4, data_collator=PackingCollator())
+        with SequenceParallel(model), pytest.raises(ValueError, match="leave it at None: every rank loads"):
+            trainer.train()
+    if dist.get_world_size() == 4:
+        groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+        with pytest.raises(ValueError, match=r"aren't those of a dimension of a mesh of 4 ranks"):
+            dataloader([{"input_ids": [1, 2]}] * 4, 16, group=groups[dist.get_rank() in (1, 2)])
 
 
 def saved_tokens() -> None:
@@ -153,6 +222,8 @@ def saved_tokens() -> None:
 CASES = {
     "accelerate": accelerated,
     "Trainer": trainer,
-    "loader of Trainer": loader_of_trainer,
+    "own loader of Trainer": own_loader,
+    "loader for a group": loader_for_a_group,
+    "refusals of Trainer": refusals,
     "saved tokens": saved_tokens,
 }

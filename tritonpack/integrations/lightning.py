@@ -34,7 +34,9 @@ class PackedTrainLoader:
     def __init__(self, dataset: Any, tokens: int, *, epochs: int = 1, **options: Any) -> None:
         self._make = lambda: dataloader(dataset, tokens, epochs=epochs, **options)
         self._steps: int | None = None  # that Lightning has read
-        self._chosen = {"num_replicas", "rank"} & {name for name, value in options.items() if value is not None}
+        self._chosen = {"num_replicas", "rank", "group"} & {
+            name for name, value in options.items() if value is not None
+        }
 
     @cached_property
     def loader(self) -> PackedDataLoader:

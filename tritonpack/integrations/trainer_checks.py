@@ -110,7 +110,7 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
     if any(size > 1 for size in sizes.values()):
         raise ValueError(
             f"setup gives every process rows of its own, and this training shares batches among processes ({sizes}). "
-            "Train without that parallelism, or use tritonpack.SequenceParallel in a loop of your own."
+            "Train without that parallelism, or enter tritonpack.SequenceParallel around trainer.train()."
         )
     if contradictions := _contradictions(trainer):
         raise ValueError(f"packed rows can't have {'; nor '.join(contradictions)}.")

@@ -50,7 +50,7 @@ _PLANNING = (
     "num_replicas", "seed", "shuffle", "budgets", "objective", "cost_model", "tail", "lookahead", "steps_together",
     "overlong", "max_document_length",
 )  # fmt: skip
-_MADE_HERE = ("num_replicas", "rank", "shard", "worker_init_fn")
+_MADE_HERE = ("num_replicas", "rank", "group", "shard", "worker_init_fn")
 _OPTIONS = tuple(
     name
     for name, parameter in inspect.signature(dataloader).parameters.items()
@@ -158,7 +158,7 @@ class TrainerSetup:
             return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         share = inputs["labels"].ne(IGNORED_LABEL).sum() / num_items_in_batch
         loss, outputs = own(model, inputs, return_outputs=True)
-        loss = loss * share * trainer.args.world_size  # DDP and FSDP average over the ranks
+        loss = loss * share * trainer.accelerator.num_processes  # DDP and FSDP average over the ranks
         return (loss, outputs) if return_outputs else loss
 
     def _load(self, epochs: int) -> PackedDataLoader:
@@ -178,21 +178,24 @@ class TrainerSetup:
                 "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
                 "seed": args.seed if args.data_seed is None else args.data_seed,
                 "shuffle": strategy != "sequential",
-                "num_replicas": args.world_size,
             }
+        # Inside of SequenceParallel, which then counts the ranks of a group as one process.
+        sharing = getattr(trainer.accelerator.state, "sharing_group", None)
+        place = {"num_replicas": trainer.accelerator.num_processes, "rank": trainer.accelerator.process_index}
         loader = dataloader(
             dataset,
             self._tokens,
             **packing,
-            rank=args.process_index,
+            **(place if sharing is None else {"group": sharing}),
             shard=True,
             epochs=epochs,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=place["rank"]),
             **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
         )
         defaults = inspect.signature(dataloader).parameters
-        self._planned = {name: packing.get(name, defaults[name].default) for name in _PLANNING}
+        planned = {**packing, "num_replicas": loader.rows.num_replicas}
+        self._planned = {name: planned.get(name, defaults[name].default) for name in _PLANNING}
         self._documents = loader.documents
         return loader
 

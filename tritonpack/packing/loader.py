@@ -196,6 +196,7 @@ def dataloader(
     order: Order | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
+    group: Any = None,
     shard: bool = False,
     epochs: int = 1,
     labels: LabelObjective = "causal",
@@ -258,6 +259,8 @@ def dataloader(
             The default tail "spread" leaves out no document.
         overlong: "error" refuses documents longer than `tokens` or over a budget, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
+        group: the ranks that share every row (`SequenceParallel`) and count as one: see
+            MultipackDistributedBatchSampler. It stands in place of `num_replicas` and `rank`.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
         epochs: so many epochs get the same number of steps, `len(loader)`: that of the epoch with the most. A training
@@ -303,7 +306,7 @@ def dataloader(
             having="Pass resources= with it, a column or a function that says how much of it an example takes",
         )
         _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
-        num_replicas, own_rank = place_in_world(num_replicas, rank, True)
+        _, own_rank = place_in_world(num_replicas, rank, True, group)
         assert own_rank is not None
         check_flag(shard, "shard")
         own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
@@ -311,7 +314,7 @@ def dataloader(
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
         lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
-        budgets=budgets, epochs=epochs, shard=False,
+        budgets=budgets, epochs=epochs, shard=False, group=group,
     )  # fmt: skip
     return PackedDataLoader(checked, rows, own_rank, own_collate, shard, **options)
 
@@ -363,8 +366,13 @@ class _Rows(Sampler[list[int]]):
         """None, because rows have different numbers of documents. Libraries that divide batches read it.
 
         Raises:
-            ValueError: the rows of one rank of several, which can't be divided again.
+            ValueError: the rows of one rank of several, which can't be divided again; rows that ranks share.
         """
+        if self._rows.is_shared:
+            raise ValueError(
+                "this loader was made with group, so it yields the rows that this rank shares with its group. Dividing "
+                "them among all processes would give its ranks different rows: don't let accelerate prepare it."
+            )
         if self.rank is not None and self._rows.num_replicas > 1:
             raise ValueError(
                 f"this loader was made with shard=True, so its batch_sampler yields the rows of rank {self.rank} only, "

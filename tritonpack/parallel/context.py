@@ -18,6 +18,7 @@ from tritonpack.parallel.context_state import SETTINGS, ContextState
 from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
+from tritonpack.parallel.trainers.watch import unwatch, watch
 from tritonpack.parallel.validate import (
     find_packing_hook,
     key_heads,
@@ -60,6 +61,9 @@ class SequenceParallel:
     The objective is the mean over ranks of their losses. So a loss of your own that every rank computes alike from
     gathered outputs, such as GRPO's or DPO's, needs no change. If each rank computes a part of a loss, multiply it by
     the number of ranks, or sum it with `total`.
+
+    Trainers of transformers and TRL may be built before the context or inside of it. While they train, evaluate or
+    predict in it, their own loaders give the ranks of a group one batch, and they count the group as one process.
 
     Models that aren't patched are patched on entry. Leaving restores them, also after an exception. In nested contexts
     the innermost one counts.
@@ -130,6 +134,7 @@ class SequenceParallel:
         except Exception:
             self._restore()
             raise
+        watch(self)
         return self
 
     def __exit__(
@@ -185,6 +190,33 @@ class SequenceParallel:
             f"layout={state.layout!r})"
         )
 
+    def cover_heads(self) -> None:
+        """Share the calls of heads that other code has put into a model since this context was entered.
+
+        TRL's trainers put a fused head over the forward that shares batches. It would get the rows of the whole batch.
+        """
+        latest = {id(forward.module): forward for forward in self._forwards}
+        self._forwards += [forward.over_its_cover() for forward in latest.values() if forward.is_covered]
+
+    def explain(self, error: Exception, who: str) -> None:
+        """Add to an error of code that reads a model's logits how it gets those of the whole batch.
+
+        Args:
+            error: what was raised after a model's forward.
+            who: the name of the code.
+        """
+        known = type(error) in (ValueError, IndexError, RuntimeError) and error.args == (str(error),)
+        if known and not self.state.gather_outputs and not re.search("sequence.?parallel", str(error), re.IGNORECASE):
+            error.args = (
+                f"{error}\nInside of SequenceParallel a model's logits are this rank's rows. If {who} computes its "
+                "loss from logits, it gets those of the whole batch with SequenceParallel(..., gather_outputs=True).",
+            )
+
+    @property
+    def shared_modules(self) -> list[nn.Module]:
+        """The modules whose calls share batches, while the context is entered."""
+        return [forward.module for forward in self._forwards if not forward.gone]
+
     def _last(self) -> Sharding:
         if self.state.sharding is None:
             raise ValueError("no batch has been shared yet: run a model's forward inside of the context first.")
@@ -209,6 +241,7 @@ class SequenceParallel:
 
     def _restore(self) -> None:
         self.state.entered = False
+        unwatch(self)
         for forward in reversed(self._forwards):
             forward.remove()
         for handle in reversed(self._patches):
@@ -242,7 +275,7 @@ def _add_remedy(error: BaseException, sharding: Sharding) -> None:
     named = set(map(int, re.findall(r"\d+", message)))
     own = {rows, rows - 1}  # without the last row if a loss has shifted them
     whole = {length, length - 1, batch * length, batch * (length - 1)}
-    if error.args != (message,) or not (own & named and whole & named):
+    if error.args != (message,) or "gather_outputs" in message or not (own & named and whole & named):
         return
     error.args = (
         f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of a "

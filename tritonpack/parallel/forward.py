@@ -59,6 +59,17 @@ class ShardedForward(InstanceForward):
             if top.hook is not None:
                 top.hook.deferred = False
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether other code has put a forward over this one that may call something else, such as TRL's fused head."""
+        return self.installed and not self.in_place
+
+    def over_its_cover(self) -> ShardedForward:
+        """A forward over the other code's, which shares batches in place of this one. This one passes calls on."""
+        top = ShardedForward(self.module, self.state)
+        top.hook, self.hook = self.hook, None
+        return top
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shard = self._shard(self.bound(args, kwargs))
         if shard is None:
@@ -121,6 +132,8 @@ class ShardedForward(InstanceForward):
                 f"{type(self.module).__name__} returns a {type(output).__name__}; sequence parallelism needs a "
                 "ModelOutput of transformers, whose names say what each output is."
             )
+        if shard.head is not None:
+            return shard.head.finish(output)
         if shard.loss is not None:
             shard.loss.finish(self.module, output)
         for name, value in list(output.items()):

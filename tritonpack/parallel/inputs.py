@@ -14,6 +14,7 @@ from tritonpack.checks import describe, is_int, require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.fused_head import FUSED_HEAD, OWN_ARGUMENTS, FusedHead
 from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
@@ -41,12 +42,14 @@ class Shard:
         batch: this rank's documents, positions and masks, and how the whole batch is divided.
         kept: the tokens whose logits are computed; None for all.
         loss: the loss function of this call; None without labels.
+        head: TRL's fused head, if this call asks for it; it computes a loss of its own.
         arguments: the model's arguments.
     """
 
     batch: ShardedBatch
     kept: KeptRows | None
     loss: ShardedLoss | None
+    head: FusedHead | None
     arguments: dict[str, Any]
 
 
@@ -67,7 +70,7 @@ def shard_inputs(
     error = None
     try:
         arguments = in_form(arguments)
-        packed_batch, rows, targets = _read(arguments, module)
+        packed_batch, rows, targets = _read(arguments, module, state.gather_outputs)
     except Exception as problem:
         error = problem
     if state.check_batches:
@@ -86,15 +89,22 @@ def shard_inputs(
         sharded["use_cache"] = False
     if kept is not None:
         sharded["logits_to_keep"] = kept.local
-    loss = None
+    loss = head = None
     if targets is not None:
         own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else sharding.shard_kept(targets, kept)
-        loss = ShardedLoss(module, sharding, own, targets)
-        sharded |= loss.arguments(arguments)
-    return Shard(batch, kept, loss, sharded)
+        if arguments.get(FUSED_HEAD):
+            head = FusedHead(sharding, arguments)
+            sharded = {name: x for name, x in sharded.items() if name not in OWN_ARGUMENTS}
+            sharded |= {FUSED_HEAD: True, "shift_labels": own}
+        else:
+            loss = ShardedLoss(module, sharding, own, targets, state.gather_outputs)
+            sharded |= loss.arguments(arguments)
+    return Shard(batch, kept, loss, head, sharded)
 
 
-def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBatch, Tensor | None, Tensor | None]:
+def _read(
+    arguments: dict[str, Any], module: PreTrainedModel, gathers: bool
+) -> tuple[PackedBatch, Tensor | None, Tensor | None]:
     """Read the arguments of a call; refuses arguments that can't be sharded.
 
     Returns:
@@ -127,7 +137,7 @@ def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBat
         positions = hook.positions(packed_batch, arguments.get("input_ids"))
         packed_batch = packed_batch.replace(boundaries=packed_batch.runs()[0], position_ids=positions)
     rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
-    return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module)
+    return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module, gathers)
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
@@ -212,13 +222,15 @@ def _rows_to_keep(given: Any, tokens: torch.Size, device: torch.device) -> Tenso
 
 
 def _targets(
-    arguments: dict[str, Any], tokens: torch.Size, wanted: torch.Size, module: PreTrainedModel
+    arguments: dict[str, Any], tokens: torch.Size, wanted: torch.Size, module: PreTrainedModel, gathers: bool
 ) -> Tensor | None:
     """The target of each token, of the shape `wanted`; None without labels."""
-    labels, targets = arguments.get("labels"), arguments.get("shift_labels")
-    if labels is None:
+    labels: Any = arguments.get("labels")
+    targets: Tensor | None = arguments.get("shift_labels")
+    own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
+    if labels is None and (targets is None or not own_head):
         return None
-    shifting = shifts(module.loss_function)
+    shifting = own_head or shifts(module.loss_function, gathers)
     if targets is None:
         if labels.shape != tokens:
             raise ValueError(f"labels must have the shape of the tokens, {tuple(tokens)}; got {tuple(labels.shape)}.")

@@ -21,7 +21,12 @@ PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
 # Packages whose forwards compute a fused loss by `shift_labels` and `num_items_in_batch`, as a loss function would.
 FUSED = frozenset({"liger_kernel"})
-REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
+
+
+def remedy(gathers: bool) -> str:
+    """What to do with a loss that ranks can't share, by whether the context gathers outputs already."""
+    passing = "" if gathers else ", which SequenceParallel(..., gather_outputs=True) returns"
+    return f"Pass no labels, and compute the loss from the logits of the whole batch{passing}."
 
 
 def shift(labels: Tensor, ignored: int) -> Tensor:
@@ -29,8 +34,11 @@ def shift(labels: Tensor, ignored: int) -> Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def shifts(loss_function: Any) -> bool:
+def shifts(loss_function: Any, gathers: bool) -> bool:
     """Whether a model's loss function compares each token with the label of the next one.
+
+    Args:
+        gathers: whether the context gathers outputs, for the remedy.
 
     Raises:
         UnsupportedModelError: it doesn't take shifted targets, or not their number.
@@ -41,7 +49,7 @@ def shifts(loss_function: Any) -> bool:
     if not takes_targets(loss_function):
         raise UnsupportedModelError(
             f"the model's loss function {name or loss_function!r} must take shift_labels and num_items_in_batch, as "
-            f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {REMEDY}"
+            f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {remedy(gathers)}"
         )
     return True
 
@@ -71,12 +79,15 @@ class ShardedLoss:
         sharding: how the batch is divided.
         targets: this rank's targets, (1, rows) or (1, kept rows).
         whole: the targets of all ranks, of any shape.
+        gathers: whether the context gathers outputs.
         used: whether the model has called it.
     """
 
-    def __init__(self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor, gathers: bool
+    ) -> None:
         self.own, self.fused = model.loss_function, fuses_loss(model)
-        self.sharding, self.targets, self.whole = sharding, targets, whole
+        self.sharding, self.targets, self.whole, self.gathers = sharding, targets, whole, gathers
         self.used = False
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -99,12 +110,12 @@ class ShardedLoss:
         if not tiled and len(shapes) > 1:
             raise UnsupportedModelError(
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
-                f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
+                f"its loss, but there are {tuple(self.targets.shape)} targets. {remedy(self.gathers)}"
             )
         self.used = True
         items = self.items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
         targets = labels if tiled else self.targets
-        if shifts(self.own):
+        if shifts(self.own, self.gathers):
             kwargs["shift_labels"] = targets
         return self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
 
@@ -121,7 +132,7 @@ class ShardedLoss:
                 f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. If a "
                 "library has put a fused loss into the model, other than Liger-Kernel's, leave it out and use "
                 "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For "
-                f"other losses: {REMEDY}"
+                f"other losses: {remedy(self.gathers)}"
             )
         output["loss"] = self.sharding.total(output["loss"])
 

@@ -70,6 +70,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
+        is_shared: whether the ranks of a `group` share batches.
         epoch: the epoch of the next iteration.
         lengths: (documents,) int32, 0 for dropped documents.
         capacity: tokens of a row: `batch_max_length`.
@@ -81,6 +82,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed;
             without a process group they are 1 and 0.
+        group: the ranks that share every batch (`SequenceParallel`), which count as one: a process group, or a
+            dimension of a DeviceMesh such as `mesh["sp"]`. It stands in place of `num_replicas` and `rank`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
@@ -129,6 +132,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         shuffle: bool = True,
         order: Order | None = None,
         shard: bool = True,
+        group: Any = None,
     ) -> None:
         with raise_faults_on_all_ranks("sampler", num_replicas):
             self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
@@ -147,7 +151,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 budgets=self.budgets,
             )
             self._shard = check_flag(shard, "shard")
-            self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard)
+            self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard, group)
+            self.is_shared = group is not None
+            self._ranks_that_compare = place_among_processes()[0] if self.is_shared else self.num_replicas
             check_options(objective, cost_model, tail, lookahead)
             if order is not None and not shuffle:
                 raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
@@ -179,7 +185,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 "cost_model": None if cost_model is None else asdict(cost_model),
                 "shuffle": shuffle,
             }
-        if can_compare(self.num_replicas):
+        if can_compare(self._ranks_that_compare):
             first = compare(SUBJECT, {"fault": "", **self._values_to_compare()}, _find_difference)
             self.seed = first["torch.initial_seed()"] if seed is None else self.seed
         elif seed is None and shuffle and place_among_processes()[0] > 1:
@@ -316,7 +322,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             found = self._find_place(state)
         except ValueError as error:
             fault = error
-        if can_compare(self.num_replicas):
+        if can_compare(self._ranks_that_compare):
             place = {} if found is None else {"epoch": found[0], "batches done": found[3], "legs": write_legs(found[1])}
             compare("loaded a state", {"fault": fault and str(fault), **place}, _find_other_state)
         if found is None:
@@ -396,7 +402,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     def _values_to_compare(self) -> dict[str, Any]:
         return {
-            "rank": self.rank,
+            "rank": place_among_processes()[1] if self.is_shared else self.rank,
             "torch.initial_seed()": torch.initial_seed(),
             **self._given(),
             "seed": self.seed if self._seed_is_given else None,
@@ -424,9 +430,10 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             )
         processes = place_among_processes()[0]
         if self.num_replicas % processes:
+            option = "group" if self.is_shared else "num_replicas"
             raise ValueError(
                 f"this sampler plans for num_replicas={self.num_replicas}, and {processes} processes can't divide its "
-                "batches without losing or repeating some. Leave out num_replicas and pass shard=False, or don't let "
+                f"batches without losing or repeating some. Leave out {option} and pass shard=False, or don't let "
                 "accelerate prepare this DataLoader."
             )
 

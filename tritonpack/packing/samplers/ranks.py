@@ -38,9 +38,23 @@ def place_among_processes() -> tuple[int, int]:
     return int(count) if count.isdecimal() else 1, int(number) if number.isdecimal() else 0
 
 
-def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
-    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
+def place_in_world(
+    num_replicas: int | None, rank: int | None, shard: bool, sharing: Any = None
+) -> tuple[int, int | None]:
+    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given.
+
+    Args:
+        sharing: the group of ranks that share batches and count as one rank; None if every rank has its own.
+    """
     group = has_group()
+    if sharing is not None:
+        if num_replicas is not None or rank is not None:
+            raise ValueError(
+                f"group says how many replicas there are, and which one this process belongs to; got num_replicas="
+                f"{num_replicas} and rank={rank} beside it. Leave them out, or the group."
+            )
+        number, leaders = place_of_group(sharing)
+        return len(leaders), number if shard else None
     asks = num_replicas is None or (rank is None and shard)
     if asks and not group and (place_among_processes()[0] != 1 or num_replicas not in (None, 1)):
         raise ValueError(
@@ -56,6 +70,41 @@ def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> t
     if rank is None:
         rank = dist.get_rank() if group else 0
     return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
+
+
+def place_of_group(group: Any) -> tuple[int, list[int]]:
+    """The number of a group among all groups like it, and the first rank of each group, in the order of their numbers.
+
+    Groups are those of one dimension of a mesh, or of its last dimensions: they have n ranks each, at a distance of s.
+    So the world is a mesh (a, n, s), and a group is numbered by its place in (a, s).
+
+    Args:
+        group: a process group that this process belongs to, or a DeviceMesh.
+
+    Raises:
+        ValueError: no group, or its ranks can't be those of a dimension of a mesh of the whole world.
+    """
+    if hasattr(group, "get_group"):
+        ranks = sorted(group.mesh.flatten().tolist())
+    elif has_group() and isinstance(group, dist.ProcessGroup):
+        ranks = sorted(dist.get_process_group_ranks(group))
+    else:
+        raise ValueError(
+            f"group must be a process group or a DeviceMesh, such as mesh['sp']; got {group!r:.100}. The group of all "
+            "ranks is torch.distributed.group.WORLD, once there is a process group."
+        )
+    world, size = dist.get_world_size(), len(ranks)
+    distance = ranks[1] - ranks[0] if size > 1 else 1
+    block = size * distance
+    start = ranks[0] // block * block + ranks[0] % distance
+    if world % block or ranks != list(range(start, start + block, distance)):
+        raise ValueError(
+            f"the ranks {ranks} aren't those of a dimension of a mesh of {world} ranks, so nothing says which batches "
+            "the other ranks get. Take the group from torch.distributed.device_mesh.init_device_mesh(device, (dp, sp), "
+            "mesh_dim_names=('dp', 'sp'))['sp']."
+        )
+    leaders = [first + place for first in range(0, world, block) for place in range(distance)]
+    return leaders.index(start), leaders
 
 
 def can_compare(num_replicas: int | None) -> bool:

@@ -1,0 +1,1 @@
+"""transformers' Trainer, and TRL's trainers, inside of SequenceParallel."""

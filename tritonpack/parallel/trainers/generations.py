@@ -1,0 +1,81 @@
+"""TRL's trainers that generate (GRPO, RLOO) inside of SequenceParallel: ranks of a group get the same completions.
+
+Generation needs a cache, so it runs on whole sequences on every rank. Ranks draw different random numbers, so all ranks
+of a group take the completions of their first one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one
+from tritonpack.parallel.trainers.replaced import replaced
+
+_GENERATES, _SCORES, _REWARDS = "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards"
+
+
+def share_generations(trainer: Any, replica: Replica, context: Any, stack: ExitStack) -> None:
+    """Give the ranks of a group the same completions and rewards, until the stack ends. For other trainers: nothing.
+
+    Raises:
+        ValueError: settings with which it can't be done.
+    """
+    if not all(hasattr(trainer, name) for name in (_GENERATES, _SCORES, _REWARDS)):
+        return
+    _check(trainer, replica)
+    args, ranks = trainer.args, replica.ranks
+    generates, scores, rewards = (getattr(trainer, name) for name in (_GENERATES, _SCORES, _REWARDS))
+    first = dist.get_global_rank(ranks.group, 0)
+
+    @wraps(generates)
+    def generate(*some: Any, **others: Any) -> Any:
+        with context.paused():
+            result = [generates(*some, **others)]
+        dist.broadcast_object_list(result, src=first, group=ranks.group)
+        return result[0]
+
+    @wraps(scores)
+    def score(*some: Any, **others: Any) -> Any:
+        with counted_as_one(trainer.accelerator, replica):
+            result = scores(*some, **others)
+        _share_random_state(trainer, replica, first)  # samples are shuffled next
+        return result
+
+    replaced(stack, trainer, _GENERATES, generate)
+    replaced(stack, trainer, _SCORES, score)
+    replaced(stack, trainer, _REWARDS, wraps(rewards)(lambda *some, **others: replica.pick(rewards(*some, **others))))
+    replaced(stack, args, "generation_batch_size", args.generation_batch_size // ranks.size)
+
+
+def _check(trainer: Any, replica: Replica) -> None:
+    args, size = trainer.args, replica.ranks.size
+    if getattr(trainer, "use_vllm", False):
+        raise ValueError(
+            "with SequenceParallel a trainer can't generate by vLLM, which divides prompts among all processes. Pass "
+            "use_vllm=False."
+        )
+    if getattr(trainer, "log_completions", False):
+        raise ValueError(
+            "with SequenceParallel a trainer can't log completions, because TRL gathers those of all processes, and "
+            "the ranks of a group have the same ones. Pass log_completions=False."
+        )
+    generations = trainer.num_generations
+    if args.generation_batch_size % (size * generations):
+        raise ValueError(
+            f"the {size} ranks of a group generate together, so a generation batch of {args.generation_batch_size} "
+            f"completions is one of {args.generation_batch_size / size:g} for them, which must be a multiple of "
+            f"num_generations={generations}. Raise per_device_train_batch_size or steps_per_generation, or lower "
+            "num_generations."
+        )
+
+
+def _share_random_state(trainer: Any, replica: Replica, first: int) -> None:
+    """Let the ranks of a group draw the random numbers of their first rank from here."""
+    state = torch.get_rng_state().to(trainer.accelerator.device)
+    dist.broadcast(state, src=first, group=replica.ranks.group)
+    torch.set_rng_state(state.cpu())

@@ -1,0 +1,137 @@
+"""transformers' Trainer inside of SequenceParallel: the ranks of a group count as one process, and get one batch.
+
+A context doesn't know the trainers of its model: they may be built before it or inside of it. So while a context is
+entered, `Trainer.train`, `evaluate` and `predict` look whether the trainer's model is in a context. If so, they change
+this trainer alone, until they return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from transformers.utils import is_accelerate_available
+
+from tritonpack.packing.samplers.ranks import place_of_group
+from tritonpack.parallel.trainers.accelerators import Replica, share_batches
+from tritonpack.parallel.trainers.generations import share_generations
+from tritonpack.parallel.trainers.replaced import replaced
+
+_ENTRIES = ("train", "evaluate", "predict")
+
+_entered: list[Any] = []  # contexts, SequenceParallel
+_watches: dict[str, Callable[..., Any]] = {}  # what stands in the class Trainer, by name
+_sharing: set[int] = set()  # ids of the trainers that share batches now
+
+
+def watch(context: Any) -> None:
+    """Let trainers share batches while this context is entered."""
+    if not _entered and is_accelerate_available():  # without it there are no trainers
+        from transformers import Trainer
+
+        for name in _ENTRIES:
+            if getattr(Trainer, name) is not _watches.get(name):
+                _watches[name] = _watched(getattr(Trainer, name))
+                setattr(Trainer, name, _watches[name])
+    _entered.append(context)
+
+
+def unwatch(context: Any) -> None:
+    """End what `watch` began. A second call does nothing."""
+    if context in _entered:
+        _entered.remove(context)
+    if not _entered and _watches:
+        from transformers import Trainer
+
+        for name, method in list(_watches.items()):
+            if vars(Trainer)[name] is method:  # else other code has wrapped it, and it passes calls on
+                setattr(Trainer, name, method.__wrapped__)
+                del _watches[name]
+
+
+def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with _shared(trainer):
+            return own(trainer, *args, **kwargs)
+
+    return method
+
+
+@contextmanager
+def _shared(trainer: Any) -> Iterator[None]:
+    """The trainer counts the ranks of a group as one process, if its model is in an entered context."""
+    contexts = [] if id(trainer) in _sharing else _contexts_of(trainer)
+    if not contexts:
+        yield
+        return
+    with ExitStack() as stack:
+        context = contexts[-1]
+        for one in contexts:
+            one.cover_heads()
+        _sharing.add(id(trainer))
+        stack.callback(_sharing.discard, id(trainer))
+        ranks = context.state.ranks
+        number, leaders = place_of_group(ranks.group)
+        replica = Replica(ranks, number, tuple(leaders))
+        _check(trainer)
+        share_batches(trainer, replica, stack)
+        share_generations(trainer, replica, context, stack)
+        own_loss, own_step = trainer.compute_loss, trainer.prediction_step
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            before = context.state.sharding
+            try:
+                return own_loss(*args, **kwargs)
+            except Exception as error:
+                if context.state.sharding is not before:
+                    context.explain(error, type(trainer).__name__)
+                raise
+
+        def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as inner:
+                for one in contexts if not prediction_loss_only else ():  # predictions are those of whole batches
+                    replaced(inner, one.state, "gather_outputs", True)
+                return own_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+        replaced(stack, trainer, "compute_loss", compute_loss)
+        replaced(stack, trainer, "prediction_step", prediction_step)
+        yield
+
+
+def _contexts_of(trainer: Any) -> list[Any]:
+    """The entered contexts of a trainer's model, the innermost last."""
+    modules = {id(module) for module in trainer.model.modules()} if trainer.model is not None else set()
+    found = [one for one in _entered if one.state.running and modules & {id(module) for module in one.shared_modules}]
+    groups = {one.state.ranks.group for one in found}
+    if len(groups) > 1:
+        raise ValueError(
+            f"{type(trainer).__name__}'s model is in {len(found)} contexts of SequenceParallel with different groups, "
+            "so nothing says which ranks get one batch. Enter one of them."
+        )
+    return found
+
+
+def _check(trainer: Any) -> None:
+    """ValueError for settings with which the ranks of a group can't get one batch, or count as one process."""
+    args = trainer.args
+    accelerating = getattr(args, "accelerator_config", None)
+    problems = [
+        (
+            "dispatch_batches=True",
+            getattr(accelerating, "dispatch_batches", None),
+            "leave it at None: every rank loads",
+        ),
+        ("eval_use_gather_object=True", getattr(args, "eval_use_gather_object", False), "leave it at False"),
+    ]
+    for option, given, remedy in problems:
+        if given:
+            raise ValueError(f"with SequenceParallel a Trainer can't have {option}: {remedy}.")
+    sizes = {name: getattr(trainer, f"get_{name}_size", lambda: 1)() for name in ("tp", "cp", "sp")}
+    if any(size > 1 for size in sizes.values()):
+        raise ValueError(
+            f"the Trainer shares batches among processes itself ({sizes}), so SequenceParallel would share them twice. "
+            "Leave one of them out."
+        )
