@@ -179,20 +179,27 @@ def applied_inside() -> None:
 
 
 def applied_by_trainer() -> None:
+    """Trainer puts Liger's forward into the model when training begins, inside of the context."""
     from transformers import Trainer
 
     from tests.parallel.trainer_cases import arguments, launched
 
     class SharedBatchesTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
-            return DataLoader([make_batch(0), make_batch(1)], batch_size=None)
+            return DataLoader([make_batch(number) for number in range(3)], batch_size=None)
 
-    model = make_float32_model()
-    with launched(), tempfile.TemporaryDirectory() as folder:
-        settings = arguments(folder, use_liger_kernel=True, liger_kernel_config=FUSED_ALONE)
-        trainer = SharedBatchesTrainer(model, settings)
-        with SequenceParallel(model), pytest.raises(tritonpack.UnsupportedModelError, match=REPLACED):
-            trainer.train()
+    weights = []
+    for liger in (False, True):
+        model = make_float32_model()
+        with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
+            settings = arguments(
+                folder, use_liger_kernel=liger, liger_kernel_config=FUSED_ALONE, optim="sgd", learning_rate=0.5
+            )
+            SharedBatchesTrainer(model, settings).train()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+        assert ("liger" in model.forward.__module__) == liger
+    for name, p in weights[0].items():
+        close(weights[1][name], p, name, SINGLE)
 
 
 CASES = {

@@ -115,7 +115,7 @@ class ShardedForward(InstanceForward):
                 raise UnsupportedModelError(
                     f"the forward of {other.name} was replaced inside of SequenceParallel, so it would compare the "
                     "rows of one rank with the labels of all. Replace it before the context is entered: apply "
-                    "Liger-Kernel there, in place of Trainer's use_liger_kernel, and build TRL's trainers there."
+                    "Liger-Kernel there, or with Trainer's use_liger_kernel."
                 )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
