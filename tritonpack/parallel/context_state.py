@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.consistency import ComparedParameters
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
-
-if TYPE_CHECKING:
-    from tritonpack.parallel.forward import ShardedForward
+from tritonpack.patches.parts import InstanceForward
 
 SETTINGS = ("exchange", "layout", "heads_k_stride", "gather_outputs", "grad_reduce", "check_batches")
 
@@ -42,7 +40,7 @@ class ContextState:
     paused: bool = False
     compared: ComparedParameters | None = None
     sharding: Sharding | None = None
-    forwards: dict[int, ShardedForward] = field(default_factory=dict)
+    forwards: dict[int, InstanceForward] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
