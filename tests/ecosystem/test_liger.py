@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import tritonpack
 from tests.ecosystem.training import arguments, distance, features, pad, trained
+from tests.parallel.pool import Pool, cases_of
 from tests.patches.models import tiny_model
 from tests.patches.test_patching import state
 from tritonpack.patches.parts import InstanceForward
@@ -141,3 +142,17 @@ def test_tiled_loss_beside_the_fused_loss_is_refused() -> None:
     APPLY["llama"](model=later, **INTERPRETED)
     with pytest.raises(ValueError, match=r"Liger-Kernel's and TRL's don't, patch the model without tiled_loss"):
         later(**batch)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", cases_of("liger_cases", 2))
+def test_two_ranks_share_the_fused_loss(name: str, ranks: Pool) -> None:
+    ranks.run("liger_cases", name)

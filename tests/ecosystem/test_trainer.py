@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,3 +211,16 @@ def test_a_saved_model_holds_no_trace(tmp_path: Path) -> None:
         tmp_path / "last", attn_implementation="tritonpack", dtype=torch.float64
     )
     assert float((loaded(**batch).logits - expected).detach().abs().max() / expected.abs().max()) < EXACT
+
+
+def test_context_parallelism_of_trainer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate accepts such a configuration on GPUs alone, so it's put into an accelerator that was made without."""
+    model = tiny_model("llama")
+    trainer = make_trainer(model, tritonpack.PackingCollator(), tmp_path)
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", SimpleNamespace(
+        cp_enabled=True, cp_backend="torch", cp_size=2, tp_size=1, sp_size=1, sp_enabled=False, sp_backend="deepspeed",
+    ), raising=False)  # fmt: skip
+    with tritonpack.patch(model), pytest.raises(ValueError, match="supported only with SDPA attention"):
+        trainer.training_step(model, dict(tritonpack.PackingCollator()(features()[:2])))
+    with pytest.raises(ValueError, match=r"shares batches among processes .*'cp': 2.*SequenceParallel"):
+        tritonpack.setup(trainer, tokens=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tritonpack.parallel.comm import Ranks
@@ -10,6 +10,7 @@ from tritonpack.parallel.consistency import ComparedParameters
 from tritonpack.parallel.dimensions import Exchanges
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
+from tritonpack.patches.parts import InstanceForward
 
 SETTINGS = ("exchange", "layout", "heads_k_stride", "gather_outputs", "grad_reduce", "check_batches")
 
@@ -25,6 +26,7 @@ class ContextState:
         paused: whether models run whole batches on every rank for now.
         compared: the parameters that must be equal on all ranks; None before entering.
         sharding: how the last batch was divided; None before the first one.
+        forwards: the forward of each shared module, by the id of the module.
     """
 
     ranks: Ranks
@@ -38,6 +40,7 @@ class ContextState:
     paused: bool = False
     compared: ComparedParameters | None = None
     sharding: Sharding | None = None
+    forwards: dict[int, InstanceForward] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:

@@ -47,11 +47,13 @@ class ShardedForward(InstanceForward):
         if self.hook is not None:
             self.hook.deferred = True
         self.install()
+        state.forwards[id(module)] = self
 
     def remove(self) -> None:
         """Restore the model's own forward. If a context that was entered later is still entered, this waits for it."""
         self.rotary.remove()
         self.installed = False
+        self.state.forwards.pop(id(self.module), None)
         while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.installed:
             InstanceForward.remove(top)
             if top.hook is not None:
@@ -98,7 +100,23 @@ class ShardedForward(InstanceForward):
         paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
         if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")):
             return None
+        self._require_heads_in_place()
         return shard_inputs(self.module, arguments, self.state, self.specs)
+
+    def _require_heads_in_place(self) -> None:
+        """Refuse a call by a forward that has replaced the forward of a head around this module since.
+
+        It would compare this rank's rows with the labels of the whole batch.
+        """
+        for other in self.state.forwards.values():
+            if other.gone or other.in_place or other is self:
+                continue
+            if any(part is self.module for part in other.module.modules()):
+                raise UnsupportedModelError(
+                    f"the forward of {other.name} was replaced inside of SequenceParallel, so it would compare the "
+                    "rows of one rank with the labels of all. Replace it before the context is entered: apply "
+                    "Liger-Kernel there, or with Trainer's use_liger_kernel."
+                )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward, after the deferred hook."""
@@ -116,6 +134,8 @@ class ShardedForward(InstanceForward):
             )
         if shard.head is not None:
             return shard.head.finish(output)
+        if shard.loss is not None:
+            shard.loss.finish(self.module, output)
         for name, value in list(output.items()):
             if name != "loss" and value is not None:
                 output[name] = self._rows(name, value, shard)

@@ -97,8 +97,8 @@ def shard_inputs(
             sharded = {name: x for name, x in sharded.items() if name not in OWN_ARGUMENTS}
             sharded |= {FUSED_HEAD: True, "shift_labels": own}
         else:
-            loss = ShardedLoss(module.loss_function, sharding, own, targets, state.gather_outputs)
-            sharded["labels"] = own
+            loss = ShardedLoss(module, sharding, own, targets, state.gather_outputs)
+            sharded |= loss.arguments(arguments)
     return Shard(batch, kept, loss, head, sharded)
 
 

@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.shard_and_gather import Sharding
+from tritonpack.patches.forwards import package_of
 from tritonpack.patches.labels import IGNORED, takes_targets
+from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.tiled_loss import TiledTargets
 
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
-FUSED = (
-    "A fused loss, as Liger-Kernel and TRL before 1.16 put into a model, reads labels past it: leave it out and use "
-    "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For other losses:"
-)
+# Packages whose forwards compute a fused loss by `shift_labels` and `num_items_in_batch`, as a loss function would.
+FUSED = frozenset({"liger_kernel"})
 
 
 def remedy(gathers: bool) -> str:
@@ -53,11 +54,28 @@ def shifts(loss_function: Any, gathers: bool) -> bool:
     return True
 
 
+def fuses_loss(model: PreTrainedModel) -> bool:
+    """Whether a model's forward is Liger-Kernel's, which computes the loss without a loss function and without logits.
+
+    It takes the targets and their number as arguments. Code of tritonpack, and wrappers, may lie around it.
+    """
+    forward: Any = model.__dict__.get("forward", type(model).forward)
+    while forward is not None:
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if code is not None and package_of(forward) in FUSED:
+            return "shift_labels" in code.co_varnames
+        forward = forward.inner if isinstance(forward, InstanceForward) else getattr(forward, "__wrapped__", None)
+    return False
+
+
 class ShardedLoss:
-    """Replaces a model's loss function during a forward pass. It returns the loss of the whole batch on all ranks.
+    """The loss of one forward pass. It returns the loss of the whole batch on all ranks.
+
+    It replaces the model's loss function, and gives a fused loss this rank's targets and the number of all targets.
 
     Attributes:
         own: the model's loss function.
+        fused: whether the model may compute its loss without its loss function.
         sharding: how the batch is divided.
         targets: this rank's targets, (1, rows) or (1, kept rows).
         whole: the targets of all ranks, of any shape.
@@ -65,9 +83,26 @@ class ShardedLoss:
         used: whether the model has called it.
     """
 
-    def __init__(self, own: Any, sharding: Sharding, targets: Tensor, whole: Tensor, gathers: bool) -> None:
-        self.own, self.sharding, self.targets, self.whole, self.gathers = own, sharding, targets, whole, gathers
+    def __init__(
+        self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor, gathers: bool
+    ) -> None:
+        self.own, self.fused = model.loss_function, fuses_loss(model)
+        self.sharding, self.targets, self.whole, self.gathers = sharding, targets, whole, gathers
         self.used = False
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the model's forward that have to do with the loss, instead of those that were `given`."""
+        if not self.fused:
+            return {"labels": self.targets}
+        return {
+            "labels": self.targets,
+            "shift_labels": self.targets,
+            "num_items_in_batch": self.items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED)),
+        }
+
+    def items(self, given: Any, ignored: int) -> Any:
+        """What the sum of losses is divided by: the given number, or that of all ranks' targets."""
+        return (self.whole != ignored).sum() if given is None else given
 
     def __call__(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Tensor:
         tiled = isinstance(labels, TiledTargets)  # it stands for this rank's targets; logits are of one token
@@ -78,22 +113,33 @@ class ShardedLoss:
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {remedy(self.gathers)}"
             )
         self.used = True
-        items = kwargs.pop("num_items_in_batch", None)
-        if items is None:
-            items = (self.whole != kwargs.get("ignore_index", IGNORED)).sum()
+        items = self.items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
         targets = labels if tiled else self.targets
         if shifts(self.own, self.gathers):
             kwargs["shift_labels"] = targets
         return self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
 
+    def finish(self, model: PreTrainedModel, output: Any) -> None:
+        """Make the loss of an output that of the whole batch, if the model has computed it without its loss function.
+
+        Raises:
+            UnsupportedModelError: it isn't known how the model computes its loss.
+        """
+        if self.used:
+            return
+        if not self.fused or output.get("loss") is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. If a "
+                "library has put a fused loss into the model, other than Liger-Kernel's, leave it out and use "
+                "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For "
+                f"other losses: {remedy(self.gathers)}"
+            )
+        output["loss"] = self.sharding.total(output["loss"])
+
 
 @contextmanager
 def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
-    """Set a model's loss function to `loss` for one forward pass.
-
-    Raises:
-        UnsupportedModelError: on leaving, if the model didn't call it.
-    """
+    """Set a model's loss function to `loss` for one forward pass."""
     before = model.__dict__.get("_loss_function")
     model.loss_function = loss
     try:
@@ -102,8 +148,3 @@ def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
         del model.__dict__["_loss_function"]
         if before is not None:
             model.__dict__["_loss_function"] = before
-    if not loss.used:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {FUSED} "
-            f"{remedy(loss.gathers)}"
-        )

@@ -111,7 +111,7 @@ def _is_genuine(kind: Any) -> bool:
 @cache
 def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
     innermost = inspect.unwrap(forward)
-    if not _is_wrapper(forward) or _package(innermost) != "transformers":
+    if not _is_wrapper(forward) or package_of(innermost) != "transformers":
         return _is_wrapper(forward)
     home, _, _ = innermost.__qualname__.rpartition(".")  # another class if its forward was put here
     return "<locals>" in home or home in {base.__qualname__ for base in owner.__mro__}
@@ -120,13 +120,13 @@ def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
 def _is_wrapper(forward: Any) -> bool:
     """Whether a function, and all functions in its chain of `__wrapped__`, come from `WRAPPERS`."""
     while forward is not None:
-        if _package(forward) not in WRAPPERS:
+        if package_of(forward) not in WRAPPERS:
             return False
         forward = getattr(forward, "__wrapped__", None)
     return True
 
 
-def _package(function: Any) -> str:
+def package_of(function: Any) -> str:
     """The package whose code runs in a call. `__module__` may name another package, because decorators copy it."""
     while not isinstance(function, FunctionType):
         if isinstance(function, MethodType):

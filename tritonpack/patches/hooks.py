@@ -25,6 +25,7 @@ from tritonpack.patches.families import (
     READS_PADDING,
 )
 from tritonpack.patches.first_call import FirstCall
+from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
 from tritonpack.patches.interface import NAMES, require_own_attention, served
 from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.layers.positions import from_padding
@@ -128,7 +129,10 @@ class PackingHook(PreHook):
                 "it, stop its manager first."
             )
         if self.outermost:
-            require_own_attention(ours, self.name.before)
+            require_whole_rows()
+            require_own_attention(ours)
+            if self.serving.attention == "dense" and not compiled:
+                require_masks_kept(module)  # no function of tritonpack's sees the mask of these layers
         arguments = in_form({**dict(zip(self.names, args, strict=False)), **kwargs})
         if self.outermost and not torch.compiler.is_compiling():
             for head in self.heads:

@@ -18,6 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.foreign_parallelism import require_masks_kept
 from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
@@ -31,8 +32,6 @@ NAMES = {
     "eager": "tritonpack_eager",
     "dense": "tritonpack_dense",
 }
-
-ULYSSES = "deepspeed.runtime.sequence_parallel"
 
 
 def stock_name(module: PreTrainedModel, before: str | None) -> str:
@@ -245,6 +244,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
     if isinstance(mask, IntervalMask):
         return mask.for_keys(key.shape[2])
     if not isinstance(mask, OpenMask):
+        require_masks_kept(module)
         given = "no mask" if mask is None else f"a {type(mask).__name__}"
         raise ValueError(
             f"a patched model's layer got {given} where it needs the packed one. Four-dimensional attention masks "
@@ -270,34 +270,21 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def require_own_attention(name: str, before: str | None) -> None:
-    """Refuse a call of a patched model whose attention another library has replaced, or that isn't registered.
-
-    DeepSpeed's Ulysses spreads a row over ranks: it replaces the function of one name, or of all. Under tritonpack's
-    name its function drops the mask. Under the name from `before` the patch it isn't called, and each rank would attend
-    to its own tokens alone.
+def require_own_attention(name: str) -> None:
+    """Refuse a call of a patched model whose attention function another library has replaced, or nobody registered.
 
     Raises:
         UnsupportedModelError: the message names the function and the remedy.
     """
-    for key in (name, before):
-        function = ALL_ATTENTION_FUNCTIONS.get(key)
-        home = getattr(function, "__module__", "")
-        if home.startswith(ULYSSES):
-            raise UnsupportedModelError(
-                f"DeepSpeed's Ulysses (accelerate's sp_backend='deepspeed') has replaced the attention {key!r}. It "
-                "shards rows without telling a patched model, and drops the mask that keeps documents apart. Share "
-                "batches between ranks with tritonpack.SequenceParallel(model, group) instead, or call "
-                "tritonpack.unpatch(model)."
-            )
-        if key == name and function is None:  # such as in a process that unpickled a patched model
-            raise UnsupportedModelError(
-                f"the attention function {key!r} isn't registered in this process; call tritonpack.register() once "
-                "before the model runs."
-            )
-        if key == name and function is not FUNCTIONS[key]:
-            raise UnsupportedModelError(
-                f"the attention function {key!r} was replaced by {home}.{getattr(function, '__qualname__', function)}, "
-                "which may drop the mask that keeps documents apart. Remove that replacement, or call "
-                "tritonpack.unpatch(model)."
-            )
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None:  # such as in a process that unpickled a patched model
+        raise UnsupportedModelError(
+            f"the attention function {name!r} isn't registered in this process; call tritonpack.register() once "
+            "before the model runs."
+        )
+    if function is not FUNCTIONS[name]:
+        home = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+        raise UnsupportedModelError(
+            f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
+            "apart. Remove that replacement, or call tritonpack.unpatch(model)."
+        )

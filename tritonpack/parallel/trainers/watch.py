@@ -82,6 +82,8 @@ def _shared(trainer: Any) -> Iterator[None]:
         own_loss, own_step = trainer.compute_loss, trainer.prediction_step
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            for one in contexts:  # `train` puts Liger-Kernel's forward into the model after it was entered
+                one.cover_heads()
             before = context.state.sharding
             try:
                 return own_loss(*args, **kwargs)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tritonpack import notices
 from tritonpack.patches.call_arguments import CACHES, PACKING, SOURCE, TARGET, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
+from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
@@ -55,6 +56,8 @@ class AlwaysUnpacked(UnpackingForward):
         arguments = self.bound(args, kwargs)
         if self.context.state.running:  # inside of a model that runs with one document in each row
             return self.inner(**arguments)
+        require_whole_rows()
+        require_masks_kept(self.module)
         refuse_near_misses(arguments, self.known, self.name)
         return self.with_names(arguments)
 

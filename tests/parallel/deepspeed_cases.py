@@ -1,0 +1,251 @@
+"""A patched model with DeepSpeed: under ZeRO with SequenceParallel, and refused under DeepSpeed's own Ulysses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import modeling_flash_attention_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tritonpack
+from tests.parallel.composition_cases import LEARNING_RATE, optimizer_of
+from tests.parallel.models import close, make_batch, make_float32_model
+from tritonpack import SequenceParallel, patch
+
+SINGLE = 1e-5  # of float32, relative to a tensor's largest number
+REFUSAL = r"(?s)DeepSpeed's Ulysses .*tritonpack\.SequenceParallel\(model, group, exchange='ulysses'"
+
+
+def config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """The environment of DeepSpeed's launcher. What the libraries keep in their modules is restored afterwards."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size, "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
+    }  # fmt: skip
+    replaced = ALL_ATTENTION_FUNCTIONS._local_mapping  # DeepSpeed's functions, which hide the registered ones
+    with mock.patch.dict(os.environ, variables), mock.patch.dict(replaced):
+        import deepspeed
+        from accelerate.state import AcceleratorState
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        deepspeed.init_distributed("gloo")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            with mock.patch.dict(vars(parallel_state_sp)):  # it refuses a second registration
+                yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def expected() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one process, and its weights after a step."""
+    model = make_float32_model()
+    patch(model)
+    loss = model(**make_batch(0)).loss
+    loss.backward()
+    return loss.detach(), {n: p.detach() - LEARNING_RATE * p.grad for n, p in model.named_parameters()}
+
+
+def require_trained(model: torch.nn.Module, loss: torch.Tensor) -> None:
+    wanted, weights = expected()
+    close(loss.detach(), wanted, "loss", SINGLE)
+    for name, p in model.named_parameters():
+        close(p.detach(), weights[name], name, SINGLE)
+
+
+def zero(stage: int) -> None:
+    """The path that is documented in place of Ulysses."""
+    with launched():
+        import deepspeed
+
+        model = make_float32_model()
+        engine = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config(stage))[0]
+        with SequenceParallel(engine, exchange="ulysses", layout="contiguous"):
+            output = engine(**make_batch(0))
+            engine.backward(output.loss)
+        assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
+        engine.step()
+        whole = deepspeed.zero.GatheredParameters(list(model.parameters())) if stage == 3 else nullcontext()
+        with whole:
+            require_trained(model, output.loss)
+
+
+def accelerated() -> None:
+    """accelerate with DeepSpeed and without its sequence parallelism."""
+    with launched():
+        from accelerate import Accelerator, DistributedType
+        from accelerate.utils import DeepSpeedPlugin
+
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)))
+        assert accelerator.distributed_type == DistributedType.DEEPSPEED
+        model = make_float32_model()
+        engine, optimizer = accelerator.prepare(model, optimizer_of(model))
+        with SequenceParallel(engine):
+            loss = engine(**make_batch(0)).loss
+            accelerator.backward(loss)
+        optimizer.step()
+        require_trained(model, loss)
+
+
+def register_ulysses(model: Any, name: str) -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    UlyssesSPAttentionHF.register_with_transformers(
+        model, core_attn_implementation=name, sequence_parallel_size=2, micro_batch_size=1
+    )
+
+
+def own_half() -> dict[str, torch.Tensor]:
+    """This rank's half of a packed row, as DeepSpeed's loader gives it."""
+    batch = make_batch(3)  # of 44 tokens
+    half = batch["input_ids"].shape[1] // 2
+    return {name: x[:, dist.get_rank() * half :][:, :half] for name, x in batch.items() if name != "labels"}
+
+
+def model_with(name: str) -> Any:
+    model = make_float32_model()
+    model.set_attn_implementation(name)
+    return model
+
+
+def ulysses_after_the_patch() -> None:
+    model = make_float32_model()
+    with launched(), patch(model):
+        register_ulysses(model, "tritonpack")
+        with pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
+            model(**own_half())
+
+
+def ulysses_by_name() -> None:
+    tritonpack.register()
+    model = model_with("tritonpack")
+    with launched():
+        register_ulysses(model, "tritonpack")
+        with pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
+            model(**own_half())
+        with SequenceParallel(model), pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
+            model(**make_batch(0))
+
+
+def ulysses_before_the_patch(attention: Any) -> None:
+    model = model_with("sdpa")
+    with launched():
+        register_ulysses(model, "sdpa")
+        assert model(**own_half()).logits.shape[1] == own_half()["input_ids"].shape[1]
+        with patch(model, attention=attention), pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
+            model(**own_half())
+
+
+def ulysses_for_another_name() -> None:
+    """No function of the model is replaced, so each rank would attend to its own tokens alone."""
+    model = model_with("sdpa")
+    with launched():
+        register_ulysses(model_with("flex_attention"), "flex_attention")
+        with patch(model), pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
+            model(**own_half())
+
+
+@contextmanager
+def flash_attention_of_tritonpack() -> Iterator[None]:
+    """transformers accepts "flash_attention_2" without a GPU, and gets tritonpack's functions for it."""
+    from transformers.utils import import_utils
+
+    row = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+    with (
+        mock.patch.object(import_utils, "is_torch_cuda_available", return_value=True),
+        mock.patch.dict(row, {"supported_devices": ((lambda: True, "cpu"),)}),
+        tritonpack.flash_attn.install(),
+    ):
+        yield
+
+
+def ulysses_around_flash_attention() -> None:
+    """tritonpack's functions for FlashAttention-2 compute a packed row in a model that isn't patched."""
+    batch = make_batch(3)
+    reference = make_float32_model()
+    with patch(reference):
+        whole = reference(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
+        (whole * weights).sum().backward()
+    with launched(), flash_attention_of_tritonpack():
+        model = model_with("flash_attention_2")
+        register_ulysses(model, "flash_attention_2")
+        own = model(**own_half(), use_cache=False).logits
+        assert modeling_flash_attention_utils._flash_varlen_fn is tritonpack.flash_attn.flash_attn_varlen_func
+        half = whole.shape[1] // 2
+        rows = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
+        close(own.detach(), whole[:, rows].detach(), "logits", SINGLE)
+        (own * weights[:, rows]).sum().backward()
+        for (name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            close(p.grad, other.grad, name, SINGLE)
+
+
+def accelerator_with_ulysses(attention: str) -> Any:
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention, sp_seq_length_is_variable=True)
+    return Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(2)),
+        parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
+    )
+
+
+def ulysses_of_accelerate_around_flash_attention() -> None:
+    batch = make_batch(3)
+    reference = make_float32_model()
+    with patch(reference):
+        whole = reference(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.detach()
+    with launched(), flash_attention_of_tritonpack():
+        accelerator, model = accelerator_with_ulysses("flash_attention_2"), model_with("flash_attention_2")
+        engine, _ = accelerator.prepare(model, optimizer_of(model))
+        own = engine(**own_half(), use_cache=False).logits.detach()
+    close(own, whole.chunk(2, 1)[dist.get_rank()], "logits", SINGLE)
+
+
+def ulysses_of_accelerate(patch_first: bool) -> None:
+    """DeepSpeed itself refuses a model that was patched before, because its attention has another name."""
+    with launched():
+        accelerator = accelerator_with_ulysses("sdpa")
+        model = model_with("sdpa")
+        if patch_first:
+            with patch(model), pytest.raises(ValueError, match="does not match model config attn_implementation"):
+                accelerator.prepare(model, optimizer_of(model))
+            return
+        engine, _ = accelerator.prepare(model, optimizer_of(model))
+        with patch(model), pytest.raises(tritonpack.UnsupportedModelError, match=REFUSAL):
+            engine(**own_half())
+
+
+CASES = {
+    **{f"ZeRO-{stage}": partial(zero, stage) for stage in range(4)},
+    "accelerate": accelerated,
+    "Ulysses after the patch": ulysses_after_the_patch,
+    "Ulysses, a model by name": ulysses_by_name,
+    "Ulysses before the patch": partial(ulysses_before_the_patch, "tritonpack"),
+    "Ulysses before a patch with sdpa": partial(ulysses_before_the_patch, "sdpa"),
+    "Ulysses for another name": ulysses_for_another_name,
+    "Ulysses around tritonpack's FlashAttention": ulysses_around_flash_attention,
+    "Ulysses of accelerate around tritonpack's FlashAttention": ulysses_of_accelerate_around_flash_attention,
+    "Ulysses of accelerate after the patch": partial(ulysses_of_accelerate, True),
+    "Ulysses of accelerate before the patch": partial(ulysses_of_accelerate, False),
+}

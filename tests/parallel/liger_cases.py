@@ -1,0 +1,222 @@
+"""Liger-Kernel's fused loss with SequenceParallel, in Triton's interpreter: loss and gradients of one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import tritonpack
+from tests.parallel.models import (
+    Result,
+    close,
+    gradients_of,
+    make_batch,
+    make_float32_model,
+    mean_over,
+    packed,
+    three_tokens,
+    two_rows,
+)
+from tritonpack import SequenceParallel, patch
+
+SINGLE = 1e-5  # of float32, relative to a tensor's largest number
+FUSED_ALONE = {"rope": False, "fused_linear_cross_entropy": True, "rms_norm": False, "swiglu": False}
+
+
+def apply(model: nn.Module | None = None) -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model, **FUSED_ALONE)
+
+
+@contextmanager
+def liger_in_the_class() -> Iterator[None]:
+    """Liger replaces the forward of the class, as if applied before models are built."""
+    import transformers.models.llama.modeling_llama as home
+
+    own = home.LlamaForCausalLM.forward
+    apply()
+    try:
+        yield
+    finally:
+        home.LlamaForCausalLM.forward = own
+
+
+def first_targets() -> dict[str, torch.Tensor]:
+    """Targets in the first tokens alone, so that the last rank of a contiguous layout has none."""
+    batch = packed()
+    batch["labels"][:, 8:] = -100
+    return batch
+
+
+def run(model: nn.Module, batches: list[dict[str, Any]]) -> Result:
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return Result(torch.stack(losses), gradients_of(model))
+
+
+def same(got: Result, wanted: Result) -> None:
+    close(got.loss, wanted.loss, "loss", SINGLE)
+    assert got.gradients.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        close(got.gradients[name], gradient, name, SINGLE)
+
+
+def expected(*batches: dict[str, Any]) -> Result:
+    """In one process, with transformers' loss."""
+    model = make_float32_model()
+    patch(model)
+    return run(model, list(batches))
+
+
+def require_same(make: Callable[[], list[dict[str, Any]]], op: str = "mean", **options: Any) -> None:
+    wanted = expected(*make())
+    model = make_float32_model()
+    apply(model)
+    with SequenceParallel(model, grad_reduce=op, **options):
+        got = run(model, make())
+    mean_over(None, got.gradients, op)
+    same(got, wanted)
+
+
+def makes_no_logits() -> None:
+    model = make_float32_model()
+    apply(model)
+    with SequenceParallel(model):
+        output = model(**make_batch(0))
+    assert output.logits is None
+
+
+def in_either_order(patch_first: bool) -> None:
+    wanted = expected(make_batch(0))
+    model = make_float32_model()
+    if patch_first:
+        patch(model)
+    apply(model)
+    if not patch_first:
+        patch(model)
+    with SequenceParallel(model):
+        got = run(model, [make_batch(0)])
+    mean_over(None, got.gradients)
+    same(got, wanted)
+
+
+def of_the_class() -> None:
+    wanted = expected(make_batch(0))
+    with liger_in_the_class():
+        model = make_float32_model()
+        with SequenceParallel(model):
+            got = run(model, [make_batch(0)])
+    mean_over(None, got.gradients)
+    same(got, wanted)
+
+
+def in_evaluation() -> None:
+    """Liger then makes logits and calls the model's loss function."""
+    wanted = expected(make_batch(0)).loss[0]
+    model = make_float32_model()
+    apply(model)
+    with SequenceParallel(model), torch.no_grad():
+        close(model.eval()(**make_batch(0)).loss, wanted, "loss", SINGLE)
+        close(model(**make_batch(0), skip_logits=True).loss, wanted, "loss without logits", SINGLE)
+
+
+def kept() -> list[dict[str, Any]]:
+    """Logits of the last nine tokens alone."""
+    batch = packed()
+    targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    return [{**batch, "shift_labels": targets[:, -9:], "logits_to_keep": 9}]
+
+
+def counted() -> list[dict[str, Any]]:
+    """Accumulated batches of unlike lengths, weighed by their number of targets."""
+    return [{**make_batch(number), "num_items_in_batch": torch.tensor(70)} for number in range(2)]
+
+
+def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    wanted = expected(make_batch(0))
+    model = make_float32_model()
+    apply(model)
+    trained = wrap(model)
+    with SequenceParallel(trained):
+        loss = trained(**make_batch(0)).loss
+        loss.backward()
+    close(loss.detach(), wanted.loss[0], "loss", SINGLE)
+    for name, p in model.named_parameters():
+        gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        close(gradient, wanted.gradients[name], name, SINGLE)
+
+
+def sharded(model: Any) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+REPLACED = r"forward of LlamaForCausalLM was replaced inside of SequenceParallel.*before the context is entered"
+
+
+def applied_inside() -> None:
+    """It takes the place of the forward that shards batches, and would compare one rank's rows with all labels."""
+    model = make_float32_model()
+    with SequenceParallel(model):
+        apply(model)
+        with pytest.raises(tritonpack.UnsupportedModelError, match=REPLACED):
+            model(**make_batch(0))
+
+
+def applied_by_trainer() -> None:
+    """Trainer puts Liger's forward into the model when training begins, inside of the context."""
+    from transformers import Trainer
+
+    from tests.parallel.trainer_cases import arguments, launched
+
+    class SharedBatchesTrainer(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader([make_batch(number) for number in range(3)], batch_size=None)
+
+    weights = []
+    for liger in (False, True):
+        model = make_float32_model()
+        with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
+            settings = arguments(
+                folder, use_liger_kernel=liger, liger_kernel_config=FUSED_ALONE, optim="sgd", learning_rate=0.5
+            )
+            SharedBatchesTrainer(model, settings).train()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+        assert ("liger" in model.forward.__module__) == liger
+    for name, p in weights[0].items():
+        close(weights[1][name], p, name, SINGLE)
+
+
+CASES = {
+    "packed": partial(require_same, lambda: [make_batch(0)]),
+    "rows with padding": partial(require_same, lambda: [two_rows()]),
+    "fewer tokens than ranks have": partial(require_same, lambda: [three_tokens()]),
+    "a rank without targets": partial(require_same, lambda: [first_targets()], layout="contiguous"),
+    "gradients are summed": partial(require_same, lambda: [make_batch(0)], "sum"),
+    "num_items_in_batch": partial(require_same, counted),
+    "logits_to_keep": partial(require_same, kept),
+    "no logits": makes_no_logits,
+    "patch first": partial(in_either_order, True),
+    "Liger first": partial(in_either_order, False),
+    "Liger in the class": of_the_class,
+    "evaluation": in_evaluation,
+    "DDP": partial(wrapped, DistributedDataParallel),
+    "FSDP": partial(wrapped, sharded),
+    "applied inside": applied_inside,
+    "applied by Trainer": applied_by_trainer,
+}
