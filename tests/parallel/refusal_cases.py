@@ -335,11 +335,10 @@ SETTINGS = {
 }  # fmt: skip
 MODELS = {
     "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2)),
-    "recurrent model": ("MambaMixer.*recurrence or convolution", lambda: from_config("mamba")),
     "dense attention": ("'gpt_neo' attends by 'dense'", gpt_neo),
     "transformers' attention": ("attends by 'sdpa'", patched_for_sdpa),
     "sequence classifier": ("LlamaForSequenceClassification reads one token", sequence_classifier),
-    "second of two models": ("MambaMixer", lambda: [make_model(), from_config("mamba")]),
+    "second of two models": ("MultiHeadAttention", lambda: [make_model(), from_config("xlm")]),
 }
 GROUPS = {
     "name as group": (r"group must be a process group.* got str 'sp'.*mesh\['sp'\]", "sp"),

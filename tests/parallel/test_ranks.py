@@ -60,6 +60,18 @@ def test_ranks_agree_on_tiled_losses(run_on, module, name):
     run_on(2, module, name)
 
 
+@each_case(2, "recurrent_cases")
+@pytest.mark.sampled("recurrent: qwen3_next", "recurrent: mamba2")
+def test_ranks_agree_on_recurrent_models(run_on, module, name):
+    run_on(2, module, name)
+
+
+@pytest.mark.slow
+@each_case(3, "recurrent_cases")
+def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
+    run_on(3, module, name)
+
+
 @pytest.mark.slow
 def test_readme_counts_the_types_that_ranks_can_share():
     root = Path(__file__).parents[2]

@@ -85,9 +85,14 @@ class ShardedForward(InstanceForward):
         """This rank's share of a call; None if the model must run on the unchanged arguments."""
         top = self.module.__dict__.get("forward")
         paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
-        if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")):
+        if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")) or self._is_inside():
             return None
         return shard_inputs(self.module, arguments, self.state, self.specs)
+
+    def _is_inside(self) -> bool:
+        """Whether a sharded model around this one is running, and may not have passed its mask on (RWKV's head)."""
+        hook = own_packing_hook(self.module)
+        return hook is not None and hook.context.state.told is not None and hook.context.state.told.shared
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward, after the deferred hook."""

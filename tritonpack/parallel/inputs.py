@@ -82,7 +82,8 @@ def shard_inputs(
     sharded["attention_mask"] = batch
     if packed_batch.position_ids is not None:
         sharded["position_ids"] = batch.position_ids
-    if "use_cache" in parameters_of(type(module)):
+    hook = find_packing_hook(module)
+    if hook is not None and (hook.takes_any or "use_cache" in parameters_of(type(module))):
         sharded["use_cache"] = False
     if kept is not None:
         sharded["logits_to_keep"] = kept.local

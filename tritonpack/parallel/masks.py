@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.attention import attend
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.layouts import make_layout
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
+from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
@@ -58,7 +60,7 @@ class ShardedBatch(PackedBatch):
         whole: the whole batch.
         padded: the whole batch with the padding of the layout, from which masks are made.
         sharding: how the whole batch is divided.
-        attended: whether a layer has exchanged keys and values.
+        attended: whether a layer has exchanged keys and values, or rows of documents.
     """
 
     shared = True
@@ -68,6 +70,7 @@ class ShardedBatch(PackedBatch):
         super().__init__(**named)
         self.whole, self.padded, self.sharding = whole, padded, sharding
         self.attended = False
+        self._documents: WholeDocuments | None = None
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
@@ -102,10 +105,18 @@ class ShardedBatch(PackedBatch):
     def places(self) -> Tensor:
         return self.sharding.shard(self.whole.places())
 
+    @outside_of_graphs
+    def run_on_documents(self, layer: Callable[[dict[str, Any], PackedBatch], Any], arguments: dict[str, Any]) -> Any:
+        self.attended = True
+        if self._documents is None:
+            self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
+        documents = self._documents
+        return tree_map(documents.give_back, layer(tree_map(documents.fetch, arguments), documents.packed_batch))
+
     def lengths(self) -> tuple[Tensor, Tensor]:
         raise UnsupportedModelError(
-            "layers that mix tokens along the row need whole documents, and each rank has only parts of them. Train "
-            "this model without SequenceParallel."
+            "a part of this model runs on each document by itself, and each rank has only parts of them. Train it "
+            "without SequenceParallel."
         )
 
 
@@ -131,6 +142,7 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
         tokens=torch.Size((1, sharding.rows)),
         device=whole.device,
         serving=whole.serving,
+        by_document=True,
         whole=whole,
         padded=padded,
         sharding=sharding,

@@ -376,6 +376,10 @@ class PackedBatch(TensorLike):
             self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
         return self.kept_boundaries
 
+    def run_on_documents(self, layer: Callable[[dict[str, Any], PackedBatch], Any], arguments: dict[str, Any]) -> Any:
+        """The result of a layer that needs all tokens of each document. It gets arguments and their packing."""
+        return layer(arguments, self)
+
     def places(self) -> Tensor:
         """(B, T) int64, each token's place in its document, for models that count the places of a row.
 

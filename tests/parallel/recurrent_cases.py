@@ -1,0 +1,86 @@
+"""Models with recurrences or convolutions: loss and gradients of ranks equal those of one process to 1e-12.
+
+Layers compute parts in float32 whatever the dtype of the model is, so everything runs in float64 here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tests.parallel.models import Result, alone, close, loss_of, on_ranks, packed, padded, three_tokens, two_rows
+from tests.patches.test_every_model import build
+from tritonpack.patches.families import MIXERS
+
+TOLERANCE = 1e-12
+# Every type with such layers whose attention ranks can share.
+TYPES = (
+    "qwen3_next", "mamba2", "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+    "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma", "rwkv", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+FEW = ("qwen3_next", "mamba2", "minimax", "lfm2", "jamba", "rwkv")
+
+
+class _Widen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A context in which tensors that would be made in float32, also by casts, are made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make(name):
+    torch.manual_seed(0)
+    return build(name).double().eval()
+
+
+def require_equal(got: Result, wanted: Result) -> None:
+    """Compare to 1e-12 of a gradient's largest number. Some gradients are zero but for rounding, so their scale is a
+    ten-thousandth of the model's largest gradient."""
+    close(got.loss, wanted.loss, "loss", TOLERANCE)
+    assert got.gradients.keys() == wanted.gradients.keys()
+    least = 1e-4 * max(gradient.abs().max() for gradient in wanted.gradients.values())
+    for name, gradient in wanted.gradients.items():
+        off = (got.gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=least)
+        assert off < TOLERANCE, f"{name} is off by {off:.1e}"
+
+
+def agrees(name, batch=packed, **options):
+    model, other = make(name), make(name)
+    assert any(type(module).__name__ in MIXERS for module in model.modules())
+    given = {**batch(), "use_cache": False}
+    with in_float64():
+        wanted = alone(model, loss_of, given)
+        require_equal(on_ranks(other, loss_of, given, **options), wanted)
+
+
+def one_document():
+    return packed((23,))
+
+
+LAYOUTS = [("ring", "zigzag"), ("ring", "stripe"), ("group_cast", "documents"), ("ulysses", "contiguous")]
+CASES = {name: partial(agrees, name) for name in TYPES}
+CASES |= {
+    f"{name}, {batch.__name__}": partial(agrees, name, batch)
+    for name in FEW
+    for batch in (two_rows, padded, three_tokens, one_document)
+}
+CASES |= {
+    f"{name}, {exchange}, {layout}": partial(agrees, name, exchange=exchange, layout=layout)
+    for name in FEW[:3]
+    for exchange, layout in LAYOUTS
+}
