@@ -361,9 +361,6 @@ CALLS = {
 }  # fmt: skip
 UNSUPPORTED_CALLS = {
     "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8)), make_model),
-    "router logits": (
-        "loss over the routing", replaced(output_router_logits=True), partial(make_model, "gpt_oss")
-    ),
     "loss function without targets": ("must take shift_labels", lambda batch: batch, with_its_own_loss),
 }  # fmt: skip
 DIFFERENCES = {

@@ -66,6 +66,12 @@ def test_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(2, module, name)
 
 
+@each_case(2, "router_cases")
+@pytest.mark.sampled("router: mixtral", "router: mixtral, padded")
+def test_ranks_agree_on_losses_of_routers(run_on, module, name):
+    run_on(2, module, name)
+
+
 @pytest.mark.slow
 @each_case(3, "recurrent_cases")
 def test_three_ranks_agree_on_recurrent_models(run_on, module, name):

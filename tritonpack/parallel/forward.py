@@ -15,6 +15,7 @@ from tritonpack.parallel.inputs import Shard, shard_inputs
 from tritonpack.parallel.loss import computing_loss
 from tritonpack.parallel.masks import ShardedBatch, ShardedMask
 from tritonpack.parallel.rotary import LongestPosition
+from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
@@ -108,8 +109,11 @@ class ShardedForward(InstanceForward):
                 f"{type(self.module).__name__} returns a {type(output).__name__}; sequence parallelism needs a "
                 "ModelOutput of transformers, whose names say what each output is."
             )
+        if wants_router_loss(shard.arguments, self.module):
+            loss = None if shard.loss is None else shard.loss.result
+            with_router_loss(output, self.module, shard.batch.sharding, shard.batch.live(), loss)
         for name, value in list(output.items()):
-            if name != "loss" and value is not None:
+            if name not in ("loss", "aux_loss") and value is not None:
                 output[name] = self._rows(name, value, shard)
         return output
 

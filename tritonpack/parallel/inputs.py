@@ -16,6 +16,7 @@ from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
+from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import CACHES, TREE, in_form
@@ -152,12 +153,8 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             "sequence parallelism computes whole sequences without a cache; leave out past_key_values and use_cache. "
             "To generate, leave the context, or pause it: `with context.paused(): model.generate(...)`."
         )
-    router = arguments.get("output_router_logits")
-    if router or (router is None and getattr(module.config.get_text_config(), "output_router_logits", False)):
-        raise UnsupportedModelError(
-            "output_router_logits=True adds a loss over the routing of all tokens, and each rank has only some of "
-            "them. Set it to False."
-        )
+    if wants_router_loss(arguments, module):
+        require_known_loss(module)
     if arguments.get(TREE) is not None:
         raise UnsupportedModelError(
             f"{TREE} says that sequences share tokens, and sequence parallelism shards documents that lie one after "

@@ -54,11 +54,13 @@ class ShardedLoss:
         targets: this rank's targets, (1, rows) or (1, kept rows).
         whole: the targets of all ranks, of any shape.
         used: whether the model has called it.
+        result: the loss that it returned, without what the model adds to it.
     """
 
     def __init__(self, own: Any, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
         self.own, self.sharding, self.targets, self.whole = own, sharding, targets, whole
         self.used = False
+        self.result: Tensor | None = None
 
     def __call__(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Tensor:
         tiled = isinstance(labels, TiledTargets)  # it stands for this rank's targets; logits are of one token
@@ -75,7 +77,8 @@ class ShardedLoss:
         targets = labels if tiled else self.targets
         if shifts(self.own):
             kwargs["shift_labels"] = targets
-        return self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
+        self.result = self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
+        return self.result.clone()  # models add the loss of routers in place
 
 
 @contextmanager

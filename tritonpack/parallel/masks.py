@@ -95,6 +95,10 @@ class ShardedBatch(PackedBatch):
         for packed_batch in (self, self.whole, self.padded):
             packed_batch.kept.clear()
 
+    def live(self) -> Tensor:
+        """(rows,) bool: which of this rank's rows aren't padding."""
+        return self.sharding.shard(self.whole.not_padding())[0]
+
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
         return self.sharding.shard(starts), None if live is None else self.sharding.shard(live)
