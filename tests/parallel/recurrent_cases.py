@@ -6,6 +6,7 @@ Layers compute parts in float32 whatever the dtype of the model is, so everythin
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from tests.parallel.models import Result, alone, close, loss_of, on_ranks, packed, padded, three_tokens, two_rows
 from tests.patches.test_every_model import build
+from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.families import MIXERS
 
 TOLERANCE = 1e-12
@@ -59,9 +61,11 @@ def require_equal(got: Result, wanted: Result) -> None:
         assert off < TOLERANCE, f"{name} is off by {off:.1e}"
 
 
-def agrees(name, batch=packed, **options):
+def agrees(name, batch=packed, checkpoints=False, **options):
     model, other = make(name), make(name)
     assert any(type(module).__name__ in MIXERS for module in model.modules())
+    if checkpoints:
+        other.train().gradient_checkpointing_enable()
     given = {**batch(), "use_cache": False}
     with in_float64():
         wanted = alone(model, loss_of, given)
@@ -84,3 +88,50 @@ CASES |= {
     for name in FEW[:3]
     for exchange, layout in LAYOUTS
 }
+
+
+def long_document():
+    """A document of most tokens, which no rank could compute in its share of the time, between others."""
+    return packed((5, 41, 1, 3, 2, 9))
+
+
+def long_rows():
+    """Two rows of a document each, one of them after padding, whose lengths differ much."""
+    batch = two_rows()
+    mask = torch.ones(2, 23, dtype=torch.long)
+    mask[1, :18] = 0
+    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
+
+
+# Layers that mix in a way of their own get whole documents, also long ones.
+WHOLE = ("minimax", "recurrent_gemma", "rwkv", "zaya")
+
+
+def agrees_on_a_long_document(name, **options):
+    with mock.patch.object(WholeDocuments, "fetch", autospec=True, side_effect=WholeDocuments.fetch) as fetch:
+        agrees(name, long_document, **options)
+    assert fetch.called == (name in WHOLE)
+
+
+CASES |= {f"{name}, long document": partial(agrees_on_a_long_document, name) for name in TYPES}
+CASES |= {
+    f"{name}, long document, {layout}": partial(agrees_on_a_long_document, name, layout=layout)
+    for name in FEW
+    for layout in ("zigzag", "stripe", "documents")
+}
+CASES |= {
+    f"{name}, {what}": partial(agrees, name, **options)
+    for name in ("qwen3_next", "mamba2", "mamba")
+    for what, options in {
+        "long rows": {"batch": long_rows},
+        "checkpoints": {"checkpoints": True},
+        "checkpoints, long document": {"checkpoints": True, "batch": long_document},
+        "summed gradients": {"grad_reduce": "sum", "batch": long_document},
+    }.items()
+}
+ALSO_ON_FOUR = [
+    f"{name}{what}"
+    for name in FEW
+    for what in ("", ", long document", ", three_tokens", ", padded", ", long document, stripe")
+]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,14 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.attention import attend
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.long_documents import LongDocuments
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
+
+if TYPE_CHECKING:
+    from tritonpack.patches.layers.mixers import DocumentByDocument
 
 MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
 
@@ -71,6 +75,7 @@ class ShardedBatch(PackedBatch):
         self.whole, self.padded, self.sharding = whole, padded, sharding
         self.attended = False
         self._documents: WholeDocuments | None = None
+        self._long: LongDocuments | None = None
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
@@ -110,12 +115,16 @@ class ShardedBatch(PackedBatch):
         return self.sharding.shard(self.whole.places())
 
     @outside_of_graphs
-    def run_on_documents(self, layer: Callable[[dict[str, Any], PackedBatch], Any], arguments: dict[str, Any]) -> Any:
+    def run_on_documents(self, layer: DocumentByDocument, arguments: dict[str, Any]) -> Any:
         self.attended = True
         if self._documents is None:
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
+            self._long = LongDocuments(self.padded, self.sharding) if self._documents.uneven else None
         documents = self._documents
-        return tree_map(documents.give_back, layer(tree_map(documents.fetch, arguments), documents.packed_batch))
+        forward = None if self._long is None or layer.own is not None else self._long.forward_of(layer.module)
+        if forward is not None:
+            return forward(**arguments)
+        return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         raise UnsupportedModelError(

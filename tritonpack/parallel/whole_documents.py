@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.comm import Ranks, all_to_all
+from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
+from tritonpack.parallel.row_travel import RowTravel
 from tritonpack.patches.packed_batch import PackedBatch
 
 LEAST = 2  # tokens of the longest document on a rank: with fewer, parameters that act between tokens get no gradient
+UNEVEN = 1.25  # a rank's tokens over the mean, from which a document is long for its ranks
 
 
 class WholeDocuments:
@@ -24,81 +25,53 @@ class WholeDocuments:
 
     Attributes:
         packed_batch: these documents, as a batch of one row. If all are shorter than LEAST, one of zeros follows.
-        ranks: the group.
-        rows: how many rows of the batch this rank owns.
-        sent: (n,) int64, which of them travel, in the order in which they are sent; the others are padding.
-        sent_counts: how many of them go to each rank.
-        received_counts: how many rows come from each rank.
-        order: (m,) int64, the places of the documents' rows among the rows that come.
+        uneven: whether a document is so long that its rank has much more work than the others.
     """
 
     def __init__(self, batch: PackedBatch, layout: Layout, ranks: Ranks) -> None:
         """Divide the documents of a batch, whose flattened rows are those of `layout`. Waits for the device."""
         begin, length = batch.lengths()
-        target = torch.full((layout.num_rows,), -1)  # the rank that computes each row
         document = torch.repeat_interleave(torch.arange(length.shape[0]), length)
-        first = length.cumsum(0) - length
-        places = begin[document] + torch.arange(document.shape[0]) - first[document]
-        source = torch.empty_like(target)
-        for rank, rows in enumerate(layout.rows_on_host):
-            source[rows] = rank
-        owned = (document * ranks.size + source[places]).bincount(minlength=length.shape[0] * ranks.size)
-        target[places] = _divide(length, owned.view(-1, ranks.size))[document]
-        self.ranks, self.rows = ranks, layout.lengths[ranks.rank]
-        mine = target[layout.rows_on_host[ranks.rank]]
-        sent = mine.argsort(stable=True)[int((mine < 0).sum()) :]
-        self.sent_counts = mine[sent].bincount(minlength=ranks.size).tolist()
-        received = [rows[target[rows] == ranks.rank] for rows in layout.rows_on_host]
-        self.received_counts = [rows.shape[0] for rows in received]
-        order = torch.cat(received).argsort()
-        self.sent, self.order = sent.to(batch.device), order.to(batch.device)
-        lengths = length[target[begin] == ranks.rank].tolist()
-        if max(lengths, default=0) < LEAST:
-            lengths.append(LEAST)
-        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(batch.device)
-        self.packed_batch = PackedBatch(None, positions, None, positions.shape, batch.device, batch.serving, True)
+        rows = begin[document] + torch.arange(document.shape[0]) - (length.cumsum(0) - length)[document]
+        owner = torch.empty(layout.num_rows, dtype=torch.int64)
+        for rank, own in enumerate(layout.rows_on_host):
+            owner[own] = rank
+        owned = (document * ranks.size + owner[rows]).bincount(minlength=length.shape[0] * ranks.size)
+        chosen = _divide(length, owned.view(-1, ranks.size))
+        wanted = [rows[chosen[document] == rank] for rank in range(ranks.size)]
+        self._travel = RowTravel(layout, ranks, wanted, batch.device)
+        self.uneven = bool(length.numel()) and int(length.max()) * ranks.size > UNEVEN * int(length.sum())
+        self.packed_batch = in_one_row(length[chosen == ranks.rank], batch)
 
     def fetch(self, x: Any) -> Any:
         """The rows of this rank's documents, from a tensor (1, rows, ...) of its own rows; other values unchanged."""
-        if not isinstance(x, Tensor) or x.shape[:2] != (1, self.rows):
+        if not isinstance(x, Tensor) or x.shape[:2] != (1, self._travel.rows):
             return x
-        found = _Travel.apply(x[0], self, True)[None]
-        zeros = self.packed_batch.tokens[1] - found.shape[1]
-        return torch.cat([found, found.new_zeros(1, zeros, *found.shape[2:])], 1) if zeros else found
+        return filled(self._travel.fetch(x[0])[None], self.packed_batch)
 
     def give_back(self, x: Any) -> Any:
         """The inverse of `fetch`. Padding gets zeros."""
         if not isinstance(x, Tensor) or x.shape[:2] != self.packed_batch.tokens:
             return x
-        return _Travel.apply(x[0, : self.order.shape[0]], self, False)[None]
-
-    def travel(self, x: Tensor, inward: bool) -> Tensor:
-        """Own rows to the rows of documents, or the way back."""
-        width = x[:1].numel() if x.shape[0] else x.new_empty(1, *x.shape[1:]).numel()
-        sent, received = [n * width for n in self.sent_counts], [n * width for n in self.received_counts]
-        if inward:
-            arrived = all_to_all(x[self.sent], sent, received, self.ranks)().view(-1, *x.shape[1:])
-            return arrived[self.order]
-        leaving = torch.empty_like(x)
-        leaving[self.order] = x
-        result = x.new_zeros(self.rows, *x.shape[1:])
-        result[self.sent] = all_to_all(leaving, received, sent, self.ranks)().view(-1, *x.shape[1:])
-        return result
+        return self._travel.give_back(x[0, : self._travel.wanted])[None]
 
 
-class _Travel(torch.autograd.Function):
-    """(x, documents, inward) -> rows of documents, or own rows. The gradient travels the other way."""
+def in_one_row(length: Tensor, batch: PackedBatch) -> PackedBatch:
+    """Documents of these lengths, (documents,) int64, as a batch of one row.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, documents: WholeDocuments, inward: bool) -> Tensor:
-        ctx.arguments = documents, inward
-        return documents.travel(x, inward)
+    A document of LEAST tokens follows if all are shorter.
+    """
+    lengths = length.tolist()
+    if max(lengths, default=0) < LEAST:
+        lengths.append(LEAST)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(batch.device)
+    return PackedBatch(None, positions, None, positions.shape, batch.device, batch.serving, by_document=True)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        documents, inward = ctx.arguments
-        return documents.travel(gradients[0], not inward), None, None
+
+def filled(x: Tensor, packed_batch: PackedBatch) -> Tensor:
+    """x, (1, rows, ...), with zeros for the document that `in_one_row` has appended."""
+    zeros = packed_batch.tokens[1] - x.shape[1]
+    return torch.cat([x, x.new_zeros(1, zeros, *x.shape[2:])], 1) if zeros else x
 
 
 def _divide(length: Tensor, owned: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overl
 from tritonpack.patches.tensor_like import TensorLike
 
 if TYPE_CHECKING:
+    from tritonpack.patches.layers.mixers import DocumentByDocument
     from tritonpack.patches.placement import Placement
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
@@ -376,9 +377,9 @@ class PackedBatch(TensorLike):
             self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
         return self.kept_boundaries
 
-    def run_on_documents(self, layer: Callable[[dict[str, Any], PackedBatch], Any], arguments: dict[str, Any]) -> Any:
-        """The result of a layer that needs all tokens of each document. It gets arguments and their packing."""
-        return layer(arguments, self)
+    def run_on_documents(self, layer: DocumentByDocument, arguments: dict[str, Any]) -> Any:
+        """The result of a layer that needs all tokens of each document."""
+        return layer.run(arguments, self)
 
     def places(self) -> Tensor:
         """(B, T) int64, each token's place in its document, for models that count the places of a row.

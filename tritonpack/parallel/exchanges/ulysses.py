@@ -31,7 +31,7 @@ def ulysses(
     group = q.shape[1] // k.shape[1]
     heads, keys = divide_heads(q.shape[1], k.shape[1], call.ranks.size)
     mine, my_keys = heads[call.ranks.rank], keys[call.ranks.rank]
-    qs, ks, vs = _Trade.apply(call, True, [heads, keys, keys], q, k, v)
+    qs, ks, vs = Trade.apply(call, True, [heads, keys, keys], q, k, v)
     outs, lses = [], []
     for part in _uniform(mine, group):
         at = slice(part.start - mine.start, part.stop - mine.start)
@@ -41,8 +41,8 @@ def ulysses(
         outs.append(out)
         lses.append(part_lse)
     if not want_lse:
-        return _Trade.apply(call, False, [heads], torch.cat(outs, 1))[0], None
-    out, lse = _Trade.apply(call, False, [heads, heads], torch.cat(outs, 1), torch.cat(lses).T[..., None])
+        return Trade.apply(call, False, [heads], torch.cat(outs, 1))[0], None
+    out, lse = Trade.apply(call, False, [heads, heads], torch.cat(outs, 1), torch.cat(lses).T[..., None])
     return out, lse[..., 0].T
 
 
@@ -62,7 +62,7 @@ def _uniform(heads: slice, group: int) -> Spans:
     return [run for run in runs if run.start < run.stop]
 
 
-class _Trade(torch.autograd.Function):
+class Trade(torch.autograd.Function):
     """(call, to_heads, spans, *tensors): this rank's rows of all heads to all rows of its heads, or the way back.
 
     spans[i][r] are the heads of tensor i that rank r computes. Tensors of one dtype travel in one message.
