@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tests.parallel.models import Result, alone, close, loss_of, on_ranks, packed, padded, three_tokens, two_rows
-from tests.patches.test_every_model import build
+from tests.patches import zoo
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.families import MIXERS
 
@@ -45,9 +45,9 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def make(name):
+def make(name, **overrides):
     torch.manual_seed(0)
-    return build(name).double().eval()
+    return zoo.tiny_model(name, **overrides).double().eval()
 
 
 def require_equal(got: Result, wanted: Result) -> None:
@@ -61,8 +61,8 @@ def require_equal(got: Result, wanted: Result) -> None:
         assert off < TOLERANCE, f"{name} is off by {off:.1e}"
 
 
-def agrees(name, batch=packed, checkpoints=False, **options):
-    model, other = make(name), make(name)
+def agrees(name, batch=packed, checkpoints=False, config=None, **options):
+    model, other = (make(name, **config or {}) for _ in range(2))
     assert any(type(module).__name__ in MIXERS for module in model.modules())
     if checkpoints:
         other.train().gradient_checkpointing_enable()
@@ -130,8 +130,20 @@ CASES |= {
         "summed gradients": {"grad_reduce": "sum", "batch": long_document},
     }.items()
 }
+# Heads that ranks can't divide evenly: groups of heads that two ranks share, and ranks without a head.
+CASES |= {
+    f"{values} value heads, {keys} key heads": partial(
+        agrees_on_a_long_document,
+        "qwen3_next",
+        config={"linear_num_value_heads": values, "linear_num_key_heads": keys},
+    )
+    for values, keys in ((6, 3), (6, 2), (2, 1))
+}
+CASES["6 heads, 3 groups"] = partial(
+    agrees_on_a_long_document, "mamba2", config={"num_heads": 6, "n_groups": 3, "hidden_size": 48}
+)
 ALSO_ON_FOUR = [
     f"{name}{what}"
     for name in FEW
     for what in ("", ", long document", ", three_tokens", ", padded", ", long document, stripe")
-]
+] + [name for name in CASES if "heads" in name]
