@@ -39,7 +39,7 @@ def test_four_ranks_agree_with_one_process(run_on, module, name):
 
 
 @pytest.mark.slow
-@each_case(2, "library_cases", "every_type_cases")
+@each_case(2, "library_cases", "every_type_cases", "image_cases")
 def test_ranks_agree_with_what_wraps_models(run_on, module, name):
     run_on(2, module, name)
 

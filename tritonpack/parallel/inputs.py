@@ -175,7 +175,7 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             raise UnsupportedModelError(
                 f"{name} has shape {', '.join(str(tuple(x.shape)) for x in tensors)}, which doesn't begin with the "
                 f"shape of the tokens, {tuple(tokens)}. Sequence parallelism can only shard arguments with one row per "
-                "token."
+                "token. For images and sounds, embed all tokens on every rank and pass inputs_embeds."
             )
 
 
