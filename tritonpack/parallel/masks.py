@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from tritonpack.parallel.long_documents import LongDocuments
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
-from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
-
-if TYPE_CHECKING:
-    from tritonpack.patches.layers.mixers import DocumentByDocument
+from tritonpack.patches.packed_batch import DocumentLayer, IntervalMask, PackedBatch
 
 MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
 
@@ -115,7 +112,7 @@ class ShardedBatch(PackedBatch):
         return self.sharding.shard(self.whole.places())
 
     @outside_of_graphs
-    def run_on_documents(self, layer: DocumentByDocument, arguments: dict[str, Any]) -> Any:
+    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
         self.attended = True
         if self._documents is None:
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)

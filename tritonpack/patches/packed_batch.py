@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overl
 from tritonpack.patches.tensor_like import TensorLike
 
 if TYPE_CHECKING:
-    from tritonpack.patches.layers.mixers import DocumentByDocument
     from tritonpack.patches.placement import Placement
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
@@ -41,6 +40,23 @@ class Serving:
     attention: str
     backend: Backend
     require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+
+
+class DocumentLayer(Protocol):
+    """The forward of a layer that needs all tokens of each document.
+
+    Attributes:
+        module: the layer.
+        own: a forward that the layer had before it was patched; None if it had none.
+    """
+
+    own: Any
+
+    @property
+    def module(self) -> Any: ...
+
+    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
+        """The output for rows of whole documents."""
 
 
 class IntervalMask(TensorLike):
@@ -377,7 +393,7 @@ class PackedBatch(TensorLike):
             self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
         return self.kept_boundaries
 
-    def run_on_documents(self, layer: DocumentByDocument, arguments: dict[str, Any]) -> Any:
+    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
         """The result of a layer that needs all tokens of each document."""
         return layer.run(arguments, self)
 
