@@ -9,11 +9,26 @@ from functools import partial
 from unittest import mock
 
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.parallel.models import Result, alone, close, loss_of, on_ranks, packed, padded, three_tokens, two_rows
+from tests.parallel.models import (
+    Result,
+    alone,
+    close,
+    gradients_of,
+    loss_of,
+    on_ranks,
+    packed,
+    padded,
+    three_tokens,
+    two_rows,
+)
 from tests.patches import zoo
+from tritonpack import SequenceParallel
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.families import MIXERS
 
@@ -129,6 +144,35 @@ CASES |= {
         "checkpoints, long document": {"checkpoints": True, "batch": long_document},
         "summed gradients": {"grad_reduce": "sum", "batch": long_document},
     }.items()
+}
+
+
+def wrapped(wrap, batch):
+    """Under DDP and FSDP; layers compute parts in float32 here."""
+    model, other = make("qwen3_next"), make("qwen3_next")
+    wanted = alone(model, loss_of, batch())
+    trained = wrap(other)
+    with SequenceParallel(trained):
+        loss = trained(**batch()).loss
+        loss.backward()
+    close(loss.detach(), wanted.loss[0], "loss", 1e-6)
+    gradients = gradients_of(other)
+    assert gradients.keys() == wanted.gradients.keys()
+    for name, gradient in gradients.items():
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        torch.testing.assert_close(whole, wanted.gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def sharded(model):
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    return model
+
+
+CASES |= {
+    f"{wrap.__name__}, {batch.__name__}": partial(wrapped, wrap, batch)
+    for wrap in (DistributedDataParallel, sharded)
+    for batch in (packed, long_document)
 }
 # Heads that ranks can't divide evenly: groups of heads that two ranks share, and ranks without a head.
 CASES |= {
