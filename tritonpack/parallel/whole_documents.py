@@ -6,6 +6,7 @@ one process does. Each rank gets about equally many tokens. A document that lies
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tritonpack.parallel.row_travel import RowTravel
 from tritonpack.patches.packed_batch import PackedBatch
 
 LEAST = 2  # tokens of the longest document on a rank: with fewer, parameters that act between tokens get no gradient
+SLACK = 1.05  # a rank's tokens over the mean, up to which documents stay where they are
 UNEVEN = 1.25  # a rank's tokens over the mean, from which a document is long for its ranks
 
 
@@ -77,15 +79,15 @@ def filled(x: Tensor, packed_batch: PackedBatch) -> Tensor:
 def _divide(length: Tensor, owned: Tensor) -> Tensor:
     """The rank that computes each document, (documents,) int64.
 
-    The longest document chooses first. It goes to the rank that owns most of its rows among those where it fits into an
-    equal share of all tokens, or else to the rank with the fewest tokens so far.
+    The longest document is placed first. It goes to the rank that owns most of its rows among those where it fits into
+    SLACK times an equal share of all tokens, or else to the rank with the fewest tokens so far.
 
     Args:
         length: (documents,) int64.
         owned: (documents, ranks) int64, how many rows of each document each rank owns.
     """
     ranks = owned.shape[1]
-    share = max(-(-int(length.sum()) // ranks), int(length.max()) if length.numel() else 0)
+    share = max(math.ceil(SLACK * int(length.sum()) / ranks), int(length.max()) if length.numel() else 0)
     loads, chosen = [0] * ranks, torch.empty_like(length)
     lengths, counts = length.tolist(), owned.tolist()
     for document in length.argsort(descending=True, stable=True).tolist():
