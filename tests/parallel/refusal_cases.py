@@ -347,11 +347,10 @@ SETTINGS = {
 }  # fmt: skip
 MODELS = {
     "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2)),
-    "recurrent model": ("MambaMixer.*recurrence or convolution", lambda: from_config("mamba")),
     "dense attention": ("'gpt_neo' attends by 'dense'", gpt_neo),
     "transformers' attention": ("attends by 'sdpa'", patched_for_sdpa),
     "sequence classifier": ("LlamaForSequenceClassification reads one token", sequence_classifier),
-    "second of two models": ("MambaMixer", lambda: [make_model(), from_config("mamba")]),
+    "second of two models": ("MultiHeadAttention", lambda: [make_model(), from_config("xlm")]),
 }
 GROUPS = {
     "name as group": (r"group must be a process group.* got str 'sp'.*mesh\['sp'\]", "sp"),
@@ -374,9 +373,6 @@ CALLS = {
 }  # fmt: skip
 UNSUPPORTED_CALLS = {
     "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8)), make_model),
-    "router logits": (
-        "loss over the routing", replaced(output_router_logits=True), partial(make_model, "gpt_oss")
-    ),
     "loss function without targets": ("must take shift_labels", lambda batch: batch, with_its_own_loss),
 }  # fmt: skip
 DIFFERENCES = {

@@ -39,7 +39,7 @@ def test_four_ranks_agree_with_one_process(run_on, module, name):
 
 
 @pytest.mark.slow
-@each_case(2, "library_cases", "every_type_cases")
+@each_case(2, "library_cases", "every_type_cases", "image_cases")
 def test_ranks_agree_with_what_wraps_models(run_on, module, name):
     run_on(2, module, name)
 
@@ -72,6 +72,24 @@ def test_ranks_agree_on_padded_batches(run_on, module, name):
 )
 def test_ranks_agree_on_tiled_losses(run_on, module, name):
     run_on(2, module, name)
+
+
+@each_case(2, "recurrent_cases")
+@pytest.mark.sampled("recurrent: mamba2", "recurrent: qwen3_next, long document")
+def test_ranks_agree_on_recurrent_models(run_on, module, name):
+    run_on(2, module, name)
+
+
+@each_case(2, "router_cases")
+@pytest.mark.sampled("router: mixtral", "router: mixtral, padded")
+def test_ranks_agree_on_losses_of_routers(run_on, module, name):
+    run_on(2, module, name)
+
+
+@pytest.mark.slow
+@each_case(3, "recurrent_cases")
+def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
+    run_on(3, module, name)
 
 
 @pytest.mark.slow

@@ -91,9 +91,8 @@ class SequenceParallel:
         ValueError: on every rank: settings that are unknown or differ between ranks, and a DDP or FSDP module that
             doesn't reduce gradients over these ranks. In a forward pass: batches that differ, a batch without tokens, a
             cache, dropout in attention, arguments that can't be sharded, parameters that differ between ranks.
-        UnsupportedModelError: (a ValueError) a model that can't be patched, or has layers that need more of other ranks
-            than keys and values: recurrences, convolutions, dense masks, a loss computed otherwise than by its loss
-            function.
+        UnsupportedModelError: (a ValueError) a model that can't be patched, or needs more of other ranks than
+            layers exchange: dense masks, a loss computed otherwise than by its loss function.
     """
 
     def __init__(

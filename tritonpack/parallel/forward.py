@@ -15,6 +15,7 @@ from tritonpack.parallel.inputs import Shard, shard_inputs
 from tritonpack.parallel.loss import computing_loss
 from tritonpack.parallel.masks import ShardedBatch, ShardedMask
 from tritonpack.parallel.rotary import LongestPosition
+from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
@@ -98,7 +99,7 @@ class ShardedForward(InstanceForward):
         """This rank's share of a call; None if the model must run on the unchanged arguments."""
         top = self.module.__dict__.get("forward")
         paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
-        if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")):
+        if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")) or self._is_inside():
             return None
         self._require_heads_in_place()
         return shard_inputs(self.module, arguments, self.state, self.specs)
@@ -118,6 +119,11 @@ class ShardedForward(InstanceForward):
                     "Liger-Kernel there, or with Trainer's use_liger_kernel."
                 )
 
+    def _is_inside(self) -> bool:
+        """Whether a sharded model around this one is running, and may not have passed its mask on (RWKV's head)."""
+        hook = own_packing_hook(self.module)
+        return hook is not None and hook.context.state.told is not None and hook.context.state.told.shared
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward, after the deferred hook."""
         if self.hook is not None:
@@ -136,8 +142,11 @@ class ShardedForward(InstanceForward):
             return shard.head.finish(output)
         if shard.loss is not None:
             shard.loss.finish(self.module, output)
+        if wants_router_loss(shard.arguments, self.module):
+            loss = None if shard.loss is None else shard.loss.result
+            with_router_loss(output, self.module, shard.batch.sharding, shard.batch.live(), loss)
         for name, value in list(output.items()):
-            if name != "loss" and value is not None:
+            if name not in ("loss", "aux_loss") and value is not None:
                 output[name] = self._rows(name, value, shard)
         return output
 

@@ -17,6 +17,7 @@ from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.fused_head import FUSED_HEAD, OWN_ARGUMENTS, FusedHead
 from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
+from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import CACHES, TREE, in_form
@@ -85,7 +86,8 @@ def shard_inputs(
     sharded["attention_mask"] = batch
     if packed_batch.position_ids is not None:
         sharded["position_ids"] = batch.position_ids
-    if "use_cache" in parameters_of(type(module)):
+    hook = find_packing_hook(module)
+    if hook is not None and (hook.takes_any or "use_cache" in parameters_of(type(module))):
         sharded["use_cache"] = False
     if kept is not None:
         sharded["logits_to_keep"] = kept.local
@@ -161,12 +163,8 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             "sequence parallelism computes whole sequences without a cache; leave out past_key_values and use_cache. "
             "To generate, leave the context, or pause it: `with context.paused(): model.generate(...)`."
         )
-    router = arguments.get("output_router_logits")
-    if router or (router is None and getattr(module.config.get_text_config(), "output_router_logits", False)):
-        raise UnsupportedModelError(
-            "output_router_logits=True adds a loss over the routing of all tokens, and each rank has only some of "
-            "them. Set it to False."
-        )
+    if wants_router_loss(arguments, module):
+        require_known_loss(module)
     if arguments.get(TREE) is not None:
         raise UnsupportedModelError(
             f"{TREE} says that sequences share tokens, and sequence parallelism shards documents that lie one after "
@@ -187,7 +185,7 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             raise UnsupportedModelError(
                 f"{name} has shape {', '.join(str(tuple(x.shape)) for x in tensors)}, which doesn't begin with the "
                 f"shape of the tokens, {tuple(tokens)}. Sequence parallelism can only shard arguments with one row per "
-                "token."
+                "token. For images and sounds, embed all tokens on every rank and pass inputs_embeds."
             )
 
 

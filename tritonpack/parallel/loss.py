@@ -81,6 +81,7 @@ class ShardedLoss:
         whole: the targets of all ranks, of any shape.
         gathers: whether the context gathers outputs.
         used: whether the model has called it.
+        result: the loss that it returned, without what the model adds to it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ShardedLoss:
         self.own, self.fused = model.loss_function, fuses_loss(model)
         self.sharding, self.targets, self.whole, self.gathers = sharding, targets, whole, gathers
         self.used = False
+        self.result: Tensor | None = None
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the model's forward that have to do with the loss, instead of those that were `given`."""
@@ -117,7 +119,8 @@ class ShardedLoss:
         targets = labels if tiled else self.targets
         if shifts(self.own, self.gathers):
             kwargs["shift_labels"] = targets
-        return self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
+        self.result = self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
+        return self.result.clone()  # models add the loss of routers in place
 
     def finish(self, model: PreTrainedModel, output: Any) -> None:
         """Make the loss of an output that of the whole batch, if the model has computed it without its loss function.
@@ -133,6 +136,11 @@ class ShardedLoss:
                 "library has put a fused loss into the model, other than Liger-Kernel's, leave it out and use "
                 "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For "
                 f"other losses: {remedy(self.gathers)}"
+            )
+        if output.get("aux_loss") is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} adds the loss of its routers to a fused loss, from one rank's tokens. Pass "
+                "output_router_logits=False, or leave Liger-Kernel out."
             )
         output["loss"] = self.sharding.total(output["loss"])
 

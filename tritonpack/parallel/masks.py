@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.attention import attend
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.dimensions import dimensions_of
+from tritonpack.parallel.long_documents import LongDocuments
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
+from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
-from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
+from tritonpack.patches.packed_batch import DocumentLayer, IntervalMask, PackedBatch
 
 MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
 
@@ -58,7 +61,7 @@ class ShardedBatch(PackedBatch):
         whole: the whole batch.
         padded: the whole batch with the padding of the layout, from which masks are made.
         sharding: how the whole batch is divided.
-        attended: whether a layer has exchanged keys and values.
+        attended: whether a layer has exchanged keys and values, or rows of documents.
     """
 
     shared = True
@@ -68,6 +71,8 @@ class ShardedBatch(PackedBatch):
         super().__init__(**named)
         self.whole, self.padded, self.sharding = whole, padded, sharding
         self.attended = False
+        self._documents: WholeDocuments | None = None
+        self._long: LongDocuments | None = None
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
@@ -92,6 +97,10 @@ class ShardedBatch(PackedBatch):
         for packed_batch in (self, self.whole, self.padded):
             packed_batch.kept.clear()
 
+    def live(self) -> Tensor:
+        """(rows,) bool: which of this rank's rows aren't padding."""
+        return self.sharding.shard(self.whole.not_padding())[0]
+
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
         return self.sharding.shard(starts), None if live is None else self.sharding.shard(live)
@@ -102,10 +111,22 @@ class ShardedBatch(PackedBatch):
     def places(self) -> Tensor:
         return self.sharding.shard(self.whole.places())
 
+    @outside_of_graphs
+    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
+        self.attended = True
+        if self._documents is None:
+            self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
+            self._long = LongDocuments(self.padded, self.sharding) if self._documents.uneven else None
+        documents = self._documents
+        forward = None if self._long is None or layer.own is not None else self._long.forward_of(layer.module)
+        if forward is not None:
+            return forward(**arguments)
+        return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
+
     def lengths(self) -> tuple[Tensor, Tensor]:
         raise UnsupportedModelError(
-            "layers that mix tokens along the row need whole documents, and each rank has only parts of them. Train "
-            "this model without SequenceParallel."
+            "a part of this model runs on each document by itself, and each rank has only parts of them. Train it "
+            "without SequenceParallel."
         )
 
 
@@ -131,6 +152,7 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
         tokens=torch.Size((1, sharding.rows)),
         device=whole.device,
         serving=whole.serving,
+        by_document=True,
         whole=whole,
         padded=padded,
         sharding=sharding,

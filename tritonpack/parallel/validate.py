@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
-from tritonpack.patches.families import MIXERS
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
 from tritonpack.patches.layers.embeddings import DocumentEmbeddings
@@ -41,9 +40,7 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         )
     for path, layer in model.named_modules():
         name, forward = type(layer).__name__, layer.__dict__.get("forward")
-        if name in MIXERS:
-            reason = "mixes tokens along the row by recurrence or convolution, so it needs the state of other ranks"
-        elif isinstance(forward, DocumentMask):
+        if isinstance(forward, DocumentMask):
             reason = "attends outside of transformers' attention interface"
         elif isinstance(forward, (DocumentEmbeddings, EncoderAttention)):
             reason = "reads other tokens of a document, or their mask, before attention, and ranks have only some"

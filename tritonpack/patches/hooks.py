@@ -259,7 +259,7 @@ class PackingHook(PreHook):
         if wanting and self.gives_positions and counted and packed_batch.attention_mask is not None:
             arguments["position_ids"] = packed_batch.continued_positions()
         if self.mixes:
-            if self.outermost:
+            if self.outermost and not packed_batch.shared:
                 packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
             if packed_batch.by_document and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False

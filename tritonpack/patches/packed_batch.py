@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,23 @@ class Serving:
     attention: str
     backend: Backend
     require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+
+
+class DocumentLayer(Protocol):
+    """The forward of a layer that needs all tokens of each document.
+
+    Attributes:
+        module: the layer.
+        own: a forward that the layer had before it was patched; None if it had none.
+    """
+
+    own: Any
+
+    @property
+    def module(self) -> Any: ...
+
+    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
+        """The output for rows of whole documents."""
 
 
 class IntervalMask(TensorLike):
@@ -375,6 +392,10 @@ class PackedBatch(TensorLike):
             numbers = (starts.cumsum(0) - 1)[None].to(torch.int32)
             self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
         return self.kept_boundaries
+
+    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
+        """The result of a layer that needs all tokens of each document."""
+        return layer.run(arguments, self)
 
     def places(self) -> Tensor:
         """(B, T) int64, each token's place in its document, for models that count the places of a row.

@@ -124,7 +124,7 @@ class _Ulysses(torch.autograd.Function):
             outs, lses = (torch.cat(some, dim) for dim, some in zip((1, 0), zip(*results, strict=True), strict=True))
             if add is not None:
                 add(totals)
-            add = _to_rows(call, [(x, chunk.queries) for x in ([outs, lses.T[..., None]] if want_lse else [outs])])
+            add = to_rows(call, [(x, chunk.queries) for x in ([outs, lses.T[..., None]] if want_lse else [outs])])
             if any(ctx.needs_input_grad):
                 saved += [qs, ks, vs, outs, lses]
         assert add is not None  # every rank has a query head
@@ -170,7 +170,7 @@ class _Ulysses(torch.autograd.Function):
             if add is not None:
                 add(totals)
             complete = [(x[:, :done].to(q.dtype), chunk.done_keys) for x in dkv]
-            add = _to_rows(call, [(dq, chunk.queries), *complete])
+            add = to_rows(call, [(dq, chunk.queries), *complete])
         assert add is not None
         add(totals)
         dq, dk, dv = (x.to(q.dtype) for x in totals)
@@ -217,18 +217,18 @@ def _add_first(x: Tensor, held: Tensor) -> Tensor:
 
 def _travel(call: Call, shipments: Sequence[Shipment]) -> Iterator[list[Tensor]]:
     """What arrives of each chunk. The next chunk travels meanwhile."""
-    coming = _to_heads(call, shipments[0])
+    coming = to_heads(call, shipments[0])
     for shipment in shipments[1:]:
         arrived = coming()
-        coming = _to_heads(call, shipment)
+        coming = to_heads(call, shipment)
         yield arrived
     yield coming()
 
 
-def _to_heads(call: Call, shipment: Shipment) -> Callable[[], list[Tensor]]:
+def to_heads(call: Call, shipment: Shipment) -> Callable[[], list[Tensor]]:
     """Start to send (own rows, all heads, D) of each tensor; the results are (all rows, own heads, D)."""
     if len({x.dtype for x, _ in shipment}) > 1:  # tensors of one dtype travel in one message
-        separate = [_to_heads(call, [one]) for one in shipment]
+        separate = [to_heads(call, [one]) for one in shipment]
         return lambda: [arrive()[0] for arrive in separate]
     rank, size = call.ranks.rank, call.ranks.size
     pieces = [[x[:, spans[r]] for x, spans in shipment] for r in range(size)]
@@ -242,14 +242,14 @@ def _to_heads(call: Call, shipment: Shipment) -> Callable[[], list[Tensor]]:
     return arrive
 
 
-def _to_rows(call: Call, shipment: Shipment) -> Addition:
+def to_rows(call: Call, shipment: Shipment) -> Addition:
     """Start to send (all rows, own heads, D) of each tensor to the owners of rows.
 
     The result adds what arrives to tensors (own rows, all heads, D), one for each; copies of a head are summed in the
     order of ranks.
     """
     if len({x.dtype for x, _ in shipment}) > 1:
-        separate = [_to_rows(call, [one]) for one in shipment]
+        separate = [to_rows(call, [one]) for one in shipment]
 
         def add_each(totals: Sequence[Tensor]) -> None:
             for add_one, total in zip(separate, totals, strict=True):

@@ -47,6 +47,10 @@ class DocumentByDocument(InstanceForward):
             return self.inner(**tree_map(as_tensor, arguments, is_leaf=_is_ours))
         if "use_cache" in arguments:
             arguments["use_cache"] = False
+        return packed_batch.run_on_documents(self, arguments)
+
+    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
+        """Run rows of whole documents."""
         tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
         if tokens is not None and self.takes_boundaries(tokens.shape[-1]):
             return self._run_once(arguments, packed_batch)

@@ -1,0 +1,65 @@
+"""Which rank computes each document in layers that mix along the row."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.layouts import Layout, make_layout
+from tritonpack.parallel.whole_documents import UNEVEN, WholeDocuments
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+
+NO_GROUP: Any = None  # planning exchanges nothing
+
+
+def divide(lengths: list[int], ranks: int, layout: Layout | None = None) -> list[WholeDocuments]:
+    """The documents of each rank."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    serving = Serving("tritonpack", "auto")
+    batch = PackedBatch(None, positions, None, positions.shape, positions.device, serving)
+    if layout is None:
+        mask = batch.document_mask().mask
+        layout = make_layout("contiguous", mask, ranks)
+    return [WholeDocuments(batch, layout, Ranks(NO_GROUP, rank, ranks)) for rank in range(ranks)]
+
+
+def documents_of(one: WholeDocuments) -> list[int]:
+    return one.packed_batch.lengths()[1].tolist()
+
+
+def test_documents_stay_where_most_of_their_rows_lie() -> None:
+    first, second = divide([4, 5, 3, 4], 2)  # cut within the second document, of which the first rank owns four rows
+    assert documents_of(first) == [4, 5]
+    assert documents_of(second) == [3, 4]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_get_about_equally_many_tokens(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (100,), generator=generator).tolist()
+    shares = [sum(documents_of(one)) for one in divide(lengths, ranks)]
+    assert sum(shares) == sum(lengths)
+    assert max(shares) <= -(-sum(lengths) // ranks) + max(lengths)
+    assert max(shares) * ranks < 1.1 * sum(lengths)
+
+
+def test_few_rows_travel_in_the_layout_documents() -> None:
+    lengths = torch.randint(1, 400, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    mask = BlockDiagonalMask.from_seqlens(lengths)
+    stay = {}
+    for name in ("documents", "balanced"):
+        found = divide(lengths, 4, make_layout(name, mask, 4, chunk=16))
+        stay[name] = sum(one._travel._sent[rank] for rank, one in enumerate(found)) / sum(lengths)
+    assert stay["documents"] > 0.95 > 0.5 > stay["balanced"]
+
+
+def test_a_rank_without_documents_gets_one_of_zeros() -> None:
+    assert [documents_of(one) for one in divide([9], 3)] == [[9], [2], [2]]
+
+
+@pytest.mark.parametrize(("longest", "uneven"), [(62, False), (63, True)])
+def test_a_document_is_long_above_a_share_of_the_batch(longest: int, uneven: bool) -> None:
+    assert UNEVEN == 1.25
+    assert [one.uneven for one in divide([longest, 100 - longest], 2)] == [uneven, uneven]

@@ -1,0 +1,113 @@
+"""The load-balancing loss of routers of experts over the tokens of all ranks.
+
+For E experts, n tokens, the number N_e of tokens that chose expert e, and the sum P_e of its probabilities, it is
+E sum_e (N_e / n) (P_e / n). So N, P and n are summed over ranks before they are multiplied.
+
+Source: Fedus et al., Switch Transformers (arXiv:2101.03961), equations 4 to 6, as in transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.shard_and_gather import Sharding
+
+FUNCTION, PARAMETERS = "load_balancing_loss_func", ["gate_logits", "num_experts", "top_k", "attention_mask"]
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # names, of which a model has one
+CLOSE = 1e-2  # in half precision; another loss differs more
+
+
+def wants_router_loss(arguments: dict[str, Any], module: PreTrainedModel) -> bool:
+    """Whether a call asks for the loss of routers."""
+    asked = arguments.get("output_router_logits")
+    return bool(getattr(module.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
+
+
+def require_known_loss(module: PreTrainedModel) -> None:
+    """Refuse a model whose load-balancing loss is computed otherwise. A model without such a loss passes.
+
+    Raises:
+        UnsupportedModelError: with the remedy.
+    """
+    function = getattr(sys.modules[type(module).__module__], FUNCTION, None)
+    if function is None or module.get_output_embeddings() is None:  # a base model only returns the logits of routers
+        return
+    known = list(inspect.signature(function).parameters) == PARAMETERS
+    if not known or any(_setting(module, *names) is None for names in (["num_experts_per_tok"], COEFFICIENTS)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} computes a loss of its routers that isn't known to be a sum over tokens, and "
+            "each rank has only some of them. Pass output_router_logits=False."
+        )
+
+
+def with_router_loss(
+    output: Any, module: PreTrainedModel, sharding: Sharding, live: Tensor, loss: Tensor | None
+) -> None:
+    """Replace the load-balancing loss of one rank's tokens in a model's output by the loss of all ranks' tokens.
+
+    Args:
+        output: of the model, with `router_logits` and `aux_loss`, and `loss` if there are labels.
+        module: the model.
+        sharding: how the batch is divided.
+        live: (rows,) bool, which of this rank's rows aren't padding.
+        loss: the loss of the labels of all ranks, 0-dim; None without labels.
+    """
+    of_rank = output.get("aux_loss")
+    if not isinstance(of_rank, Tensor):
+        return
+    top_k = _setting(module, "num_experts_per_tok")
+    sums = router_sums(output.router_logits, top_k, live)
+    expected, found = balancing_loss(sums.detach()), of_rank.detach()
+    require(
+        ((expected - found).abs() <= CLOSE * found.abs()) | (sums[-1] == 0),
+        f"{type(module).__name__} computes another load-balancing loss than transformers' "
+        f"{FUNCTION}. Pass output_router_logits=False.",
+    )
+    of_all = balancing_loss(sharding.total(sums)).to(of_rank.dtype)
+    output["aux_loss"] = of_all
+    if loss is not None:
+        output["loss"] = loss + _setting(module, *COEFFICIENTS) * of_all.to(loss.device)
+
+
+def router_sums(logits: tuple[Tensor, ...], top_k: int, live: Tensor) -> Tensor:
+    """(2 E + 1,): for each of E experts how many tokens chose it, then its probabilities, then the number of tokens.
+
+    All are sums over layers and over the tokens that aren't padding.
+
+    Args:
+        logits: of each layer, (rows, E).
+        top_k: how many experts a token chooses.
+        live: (rows,) bool, which rows aren't padding.
+    """
+    experts, device = logits[0].shape[-1], logits[0].device
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
+    weight = live.to(device, dtype)
+    chosen = torch.zeros(experts, dtype=dtype, device=device)
+    probabilities = torch.zeros(experts, dtype=dtype, device=device)
+    for layer in logits:
+        routing = nn.functional.softmax(layer.to(device), dim=-1)
+        choice = routing.topk(top_k, dim=-1).indices
+        chosen = chosen.scatter_add(0, choice.flatten(), weight.repeat_interleave(top_k))
+        probabilities = probabilities + weight @ routing.to(dtype)
+    return torch.cat([chosen, probabilities, weight.sum()[None] * len(logits)])
+
+
+def balancing_loss(sums: Tensor) -> Tensor:
+    """The load-balancing loss of `router_sums`, 0-dim."""
+    experts = (sums.shape[0] - 1) // 2
+    chosen, probabilities = (sums[:-1] / sums[-1]).split(experts)
+    return experts * (chosen * probabilities).sum()
+
+
+def _setting(module: PreTrainedModel, *names: str) -> Any:
+    """A setting of a model, or of its text configuration, under the first of these names that it has."""
+    homes = (module, module.config.get_text_config())
+    return next((getattr(home, name) for home in homes for name in names if hasattr(home, name)), None)
