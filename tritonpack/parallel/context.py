@@ -25,6 +25,7 @@ from tritonpack.parallel.validate import (
     require_shardable,
     shared_modules,
 )
+from tritonpack.parallel.watch import watch_of
 from tritonpack.patches import patch
 from tritonpack.patches.patching import Patch
 
@@ -137,6 +138,7 @@ class SequenceParallel:
     ) -> None:
         if error is not None and self.state.sharding is not None and not self.state.gather_outputs:
             _add_remedy(error, self.state.sharding)
+        watch_of(self.state.ranks).leave(error)
         self._restore()
 
     @contextmanager

@@ -18,6 +18,7 @@ from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
+from tritonpack.parallel.watch import watch_of
 from tritonpack.patches.call_arguments import CACHES, TREE, in_form
 from tritonpack.patches.labels import IGNORED
 from tritonpack.patches.mask_spec import MaskSpec
@@ -70,9 +71,13 @@ def shard_inputs(
         packed_batch, rows, targets = _read(arguments, module)
     except Exception as problem:
         error = problem
+    watch = watch_of(state.ranks)
+    event = watch.next_batch()
     if state.check_batches:
         assert state.compared is not None
-        require_same_batch(state.ranks, error, arguments, state.compared.next())
+        require_same_batch(watch, event, error, arguments, state.compared.next())
+    elif watch.undecided:
+        watch.meet(event)
     if error is not None:
         raise error
     batch = shard_batch(packed_batch, specs, state)
