@@ -1,11 +1,16 @@
-"""Cases that end the process of the last rank, while the others wait for it."""
+"""Cases that end the process of the last rank, while the others wait for it, or the process group of the world."""
 
 import os
+import tempfile
+from pathlib import Path
 from unittest import mock
 
-from tests.parallel.failing_cases import is_last, make_group, quick
-from tests.parallel.models import make_model, packed
-from tritonpack import SequenceParallel
+import pytest
+import torch.distributed as dist
+
+from tests.parallel.failing_cases import in_forward, is_last, make_group, quick
+from tests.parallel.models import alone_on, loss_of, make_model, on_ranks, packed, same
+from tritonpack import RankFailedError, SequenceParallel
 from tritonpack.parallel import watch
 
 
@@ -28,4 +33,17 @@ def in_a_batch():
         model(**packed()).loss.backward()
 
 
-CASES = {"before a batch": before_a_batch, "in a batch": in_a_batch}
+def in_the_world():
+    """Without a group of its own, a context takes the whole world's, which can then be made anew."""
+    model, rank, size = make_model(), dist.get_rank(), dist.get_world_size()
+    with quick(), pytest.raises(RankFailedError, match="failed in batch 2"), SequenceParallel(model):
+        in_forward(model)
+    dist.destroy_process_group()
+    file = Path(tempfile.gettempdir()) / f"tritonpack-ranks-of-{os.getppid()}"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    same(on_ranks(make_model(), loss_of, packed()), alone_on("llama", "packed"))
+    dist.barrier()
+    file.unlink(missing_ok=True)
+
+
+CASES = {"before a batch": before_a_batch, "in a batch": in_a_batch, "in the world": in_the_world}

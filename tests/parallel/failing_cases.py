@@ -26,7 +26,7 @@ from tests.parallel.models import (
     same,
 )
 from tritonpack import RankFailedError, SequenceParallel
-from tritonpack.parallel import watch
+from tritonpack.parallel import consistency, watch
 
 SECONDS = 10  # the pool's collectives give up after 20
 
@@ -232,7 +232,7 @@ def nothing_is_left_behind():
 def floating_point_arguments_are_compared():
     """One bit of one number differs, in a place that depends on the dtype's size and the tensor's length."""
     model, batch = make_model(), BATCHES["embeddings"]()
-    with quick(), SequenceParallel(model, make_group()):
+    with quick(), mock.patch.object(consistency, "CHUNK", 64), SequenceParallel(model, make_group()):
         for place in (0, 17, batch["inputs_embeds"].numel() - 1):
             other = batch["inputs_embeds"].clone()
             other.view(-1).view(torch.int64)[place] ^= is_last()
@@ -259,6 +259,9 @@ CASES = {
     ),
     "error in forward, batches unchecked": partial(
         raises, in_forward, rf"{RANK} failed in batch 2, .*UserError: my hook", check_batches=False
+    ),
+    "error in backward, batches unchecked": partial(
+        raises, in_backward, rf"{RANK} went on to batch 3", check_batches=False
     ),
     "error on every rank in a layer": partial(error_on_every_rank, lambda model: model.model.layers[1]),
     "error on every rank after all exchanges": partial(error_on_every_rank, lambda model: model),

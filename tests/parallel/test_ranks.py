@@ -93,6 +93,9 @@ def test_ranks_learn_that_a_process_ended():
         Pool(2).run("ending_cases", "before a batch")
     with pytest.raises(AssertionError, match=r"RankFailedError: An exchange in batch 1 failed, because another rank"):
         Pool(2).run("ending_cases", "in a batch")
+    pool = Pool(2)
+    pool.run("ending_cases", "in the world")
+    pool.close()
 
 
 @pytest.mark.interpreter

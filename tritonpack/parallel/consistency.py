@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.watch import Record, Watch, text_of, watch_of
+from tritonpack.parallel.watch import Record, text_of, watch_of
 
 ALWAYS_COMPARED = 4  # parameters, the smallest ones: an optimizer step changes them, too
 CHUNK = 2**22  # numbers that are hashed at a time, so that a large tensor needs no copies of its size
@@ -48,13 +48,12 @@ class ComparedParameters:
 
 
 def require_same_batch(
-    watch: Watch, event: str, error: Exception | None, arguments: dict[str, Any], parameters: Sequence[Tensor]
+    ranks: Ranks, error: Exception | None, arguments: dict[str, Any], parameters: Sequence[Tensor]
 ) -> None:
-    """Compare the calls of all ranks; waits for the device. Every rank of the group calls this.
+    """Compare the calls of all ranks; waits for the device of the tensors. Every rank of the group calls this.
 
     Args:
-        watch: the watch of the group.
-        event: what `watch.next_batch` returned.
+        ranks: the group.
         error: why this rank can't compute the batch, or None.
         arguments: of the model's forward. Shapes, dtypes and the bits of all numbers are compared.
         parameters: trained parameters, which must be equal.
@@ -70,7 +69,7 @@ def require_same_batch(
         found[GRADIENTS] = torch.is_grad_enabled()
         hashes = [_hash_numbers(x.detach().flatten()[:FINGERPRINT], place) for place, x in enumerate(parameters)]
         found[PARAMETERS] = sum(x.to(hashes[0].device) for x in hashes)  # layers may lie on several devices
-    everywhere = _values(error, watch.meet(event, text_of(error), _on_host(found)))
+    everywhere = _values(error, watch_of(ranks).next_batch(text_of(error), _on_host(found)))
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:

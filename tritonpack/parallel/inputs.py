@@ -18,7 +18,6 @@ from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
-from tritonpack.parallel.watch import watch_of
 from tritonpack.patches.call_arguments import CACHES, TREE, in_form
 from tritonpack.patches.labels import IGNORED
 from tritonpack.patches.mask_spec import MaskSpec
@@ -71,15 +70,9 @@ def shard_inputs(
         packed_batch, rows, targets = _read(arguments, module)
     except Exception as problem:
         error = problem
-    watch = watch_of(state.ranks)
-    event = watch.next_batch()
-    if state.check_batches:
-        assert state.compared is not None
-        require_same_batch(watch, event, error, arguments, state.compared.next())
-    elif watch.undecided:
-        watch.meet(event)
-    if error is not None:
-        raise error
+    assert state.compared is not None
+    compared = (arguments, state.compared.next()) if state.check_batches else ({}, ())
+    require_same_batch(state.ranks, error, *compared)
     batch = shard_batch(packed_batch, specs, state)
     sharding = state.sharding = batch.sharding
     kept = None if rows is None else sharding.keep(rows)

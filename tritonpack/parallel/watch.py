@@ -113,10 +113,10 @@ class Watch:
         self._begin()
         return self.meet("entered the context", error, value)
 
-    def next_batch(self) -> str:
-        """Count a batch. Returns the event of its beginning."""
+    def next_batch(self, error: str | None, value: Any) -> list[Record]:
+        """Meet all ranks before a batch, and return their records; raises as `meet` does."""
         self.batch += 1
-        return f"{WENT_ON} {self.batch}"
+        return self.meet(f"{WENT_ON} {self.batch}", error, value)
 
     def meet(self, event: str, error: str | None = None, value: Any = None) -> list[Record]:
         """Wait until every rank has come to this boundary, and return the records of all ranks.
