@@ -161,6 +161,16 @@ def errors_at_different_places():
             model(**packed())
 
 
+def numbers_of_exchanges_differ():
+    """Ranks that come to one batch with different numbers of exchanges would mix up the next ones."""
+    group, model = make_group(), make_model()
+    with quick(), SequenceParallel(model, group):
+        model(**packed()).loss.backward()
+        watch.known_watch(group).exchanges += is_last()
+        with pytest.raises(RankFailedError, match=r"Rank \d .* went on to batch 2"):
+            model(**packed())
+
+
 def one_rank_has_fewer_batches():
     """The others raise at their next batch. No exchange is left unfinished, so all go on with the same group."""
     group, model = make_group(), make_model()
@@ -274,6 +284,7 @@ CASES |= {
     case.__name__.replace("_", " "): case
     for case in (
         errors_at_different_places,
+        numbers_of_exchanges_differ,
         one_rank_has_fewer_batches,
         one_rank_is_late,
         contexts_in_each_other,
