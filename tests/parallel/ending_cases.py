@@ -1,7 +1,9 @@
 """Cases that end the process of the last rank, while the others wait for it, or the process group of the world."""
 
+import gc
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -46,4 +48,21 @@ def in_the_world():
     file.unlink(missing_ok=True)
 
 
-CASES = {"before a batch": before_a_batch, "in a batch": in_a_batch, "in the world": in_the_world}
+def of_a_group():
+    """Nothing holds a group that was destroyed."""
+    group, model = make_group(), make_model()
+    with SequenceParallel(model, group):
+        model(**packed()).loss.backward()
+    left = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert left() is None
+
+
+CASES = {
+    "of a group": of_a_group,
+    "before a batch": before_a_batch,
+    "in a batch": in_a_batch,
+    "in the world": in_the_world,
+}

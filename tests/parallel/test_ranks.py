@@ -94,6 +94,7 @@ def test_ranks_learn_that_a_process_ended():
     with pytest.raises(AssertionError, match=r"RankFailedError: An exchange in batch 1 failed, because another rank"):
         Pool(2).run("ending_cases", "in a batch")
     pool = Pool(2)
+    pool.run("ending_cases", "of a group")
     pool.run("ending_cases", "in the world")
     pool.close()
 

@@ -69,7 +69,7 @@ def require_same_batch(
         found[GRADIENTS] = torch.is_grad_enabled()
         hashes = [_hash_numbers(x.detach().flatten()[:FINGERPRINT], place) for place, x in enumerate(parameters)]
         found[PARAMETERS] = sum(x.to(hashes[0].device) for x in hashes)  # layers may lie on several devices
-    everywhere = _values(error, watch_of(ranks).next_batch(text_of(error), _on_host(found)))
+    everywhere = _values(error, watch_of(ranks.group).next_batch(text_of(error), _on_host(found)))
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
@@ -95,7 +95,7 @@ def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[
         ValueError: on every rank, if settings differ, or if a rank has an error, as in `require_same_batch`.
         RankFailedError: on every rank, if a rank has aborted the group.
     """
-    watch = watch_of(ranks)
+    watch = watch_of(ranks.group)
     try:
         everywhere = _values(error, watch.enter(text_of(error), settings))
         for name in settings:

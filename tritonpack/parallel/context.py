@@ -139,7 +139,7 @@ class SequenceParallel:
     ) -> None:
         if error is not None and self.state.sharding is not None and not self.state.gather_outputs:
             _add_remedy(error, self.state.sharding)
-        watch_of(self.state.ranks).leave(error)
+        watch_of(self.state.ranks.group).leave(error)
         self._restore()
 
     @contextmanager

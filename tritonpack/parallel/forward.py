@@ -64,7 +64,7 @@ class ShardedForward(InstanceForward):
             if shard is not None:
                 return self._run_shard(shard)
         except BaseException as error:
-            watch_of(self.state.ranks).fail(error)
+            watch_of(self.state.ranks.group).fail(error)
             raise
         return self._run(args, kwargs)
 

@@ -16,16 +16,13 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from tritonpack.errors import RankFailedError
-
-if TYPE_CHECKING:
-    from tritonpack.parallel.comm import Ranks
 
 PERIOD = 0.5  # seconds between two looks of the thread
 SILENCE = 30  # seconds without a sign of life after which a process counts as ended; longer than any pause of Python
@@ -73,7 +70,7 @@ class Watch:
     """The records of a group's ranks, and the thread that looks at them while a context is entered.
 
     Attributes:
-        ranks: the group.
+        rank, size: this process's number within the group, and how many ranks it has.
         exchanges: how many exchanges this rank has started.
         batch: the number of the last batch since the last entry of a context.
         failure: why this rank can't go on; None if it can.
@@ -81,14 +78,15 @@ class Watch:
         undecided: whether this rank has failed in a batch, and doesn't know yet whether the others have, too.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # a group that is destroyed ends
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.exchanges = self.batch = 0
         self.failure: str | None = None
         self.aborted = self.undecided = False
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's threads use the original
-        names: list[Any] = [None] * ranks.size
-        dist.all_gather_object(names, uuid4().hex, group=ranks.group)
+        names: list[Any] = [None] * self.size
+        dist.all_gather_object(names, uuid4().hex, group=group)
         self._name = f"tritonpack/{names[0]}"  # torch gives the names of groups that were destroyed to new ones
         self._entries = self._posted = self._read = 0  # posted in this entry; compared with the other ranks
         self._keys: list[tuple[tuple[int, int], str]] = []  # in the store: (entry, number of the record), key
@@ -131,7 +129,7 @@ class Watch:
         records: list[Record] = []
         while self._read < self._posted:
             records = self._collect(self._read)
-            mine = records[self.ranks.rank]
+            mine = records[self.rank]
             for rank, record in enumerate(records):
                 if (record.event, record.exchanges) != (mine.event, mine.exchanges):
                     unfinished = any(one.exchanges != mine.exchanges for one in records)
@@ -197,7 +195,7 @@ class Watch:
             self._write(Record(event, self.exchanges, error, value, aborted), alarm or aborted)
 
     def _write(self, record: Record, alarm: bool) -> None:
-        self._set(self._posted, self.ranks.rank, pickle.dumps(record))
+        self._set(self._posted, self.rank, pickle.dumps(record))
         if alarm:
             self._set(self._posted, "alarm", b"")
         self._posted += 1
@@ -209,7 +207,7 @@ class Watch:
 
     def _collect(self, number: int) -> list[Record]:
         """The records of all ranks with this number; waits for them."""
-        keys = [self._key(number, rank) for rank in range(self.ranks.size)]
+        keys = [self._key(number, rank) for rank in range(self.size)]
         start, alarmed = time.monotonic(), False
         while not self._store.check(keys):
             waited = time.monotonic() - start
@@ -248,11 +246,12 @@ class Watch:
 
     def _abort(self) -> None:
         self.aborted = True
-        abort_group(self.ranks)
+        if (group := self._group()) is not None:
+            abort_group(group)
 
     def _begin(self) -> None:
         self._users += 1
-        if self._users == 1 and self.ranks.size > 1:
+        if self._users == 1 and self.size > 1:
             self._stop = threading.Event()
             threading.Thread(target=self._run, args=[self._stop], name="tritonpack watch", daemon=True).start()
 
@@ -263,7 +262,7 @@ class Watch:
 
     def _run(self, stop: threading.Event) -> None:
         """What the thread does until the last context is left."""
-        beats, seen, sign = 0, -1, f"{self._name}/alive/{self.ranks.rank}"
+        beats, seen, sign = 0, -1, f"{self._name}/alive/{self.rank}"
         try:
             while not stop.is_set():
                 self._store.set(sign, str(beats).encode())
@@ -280,9 +279,9 @@ class Watch:
         number = self._posted
         if self.failure is not None or not self._store.check([self._key(number, "alarm")]):
             return
-        for rank in range(self.ranks.size):
+        for rank in range(self.size):
             key = self._key(number, rank)
-            if rank == self.ranks.rank or not self._store.check([key]):
+            if rank == self.rank or not self._store.check([key]):
                 continue
             record: Record = pickle.loads(self._store.get(key))
             with self._lock:
@@ -292,8 +291,7 @@ class Watch:
                 mine = Record(f"stopped in batch {self.batch}", self.exchanges, aborted=True)
                 self.failure = _reason(rank, record, mine)
                 self._write(replace(mine, error=self.failure), alarm=True)
-                self.aborted = True
-            abort_group(self.ranks)
+            self._abort()
 
     def _ended(self, ranks: list[int]) -> list[int]:
         """Those of the ranks that have given no sign of life for a long time."""
@@ -308,11 +306,11 @@ class Watch:
         return ended
 
 
-def watch_of(ranks: Ranks) -> Watch:
+def watch_of(group: dist.ProcessGroup) -> Watch:
     """The watch of a group. Every rank calls this once, before any other exchange of a context."""
-    if ranks.group not in _WATCHES:
-        _WATCHES[ranks.group] = Watch(ranks)
-    return _WATCHES[ranks.group]
+    if group not in _WATCHES:
+        _WATCHES[group] = Watch(group)
+    return _WATCHES[group]
 
 
 def known_watch(group: dist.ProcessGroup) -> Watch | None:
@@ -320,16 +318,16 @@ def known_watch(group: dist.ProcessGroup) -> Watch | None:
     return _WATCHES.get(group)
 
 
-def abort_group(ranks: Ranks) -> None:
+def abort_group(group: dist.ProcessGroup) -> None:
     """End all that waits for collectives of a group, on this rank and, with gloo, on all others."""
     with suppress(RuntimeError):  # collectives of a backend that can't abort end at their timeout
-        ranks.group.abort()
-    if "cpu:gloo" not in dist.get_backend_config(ranks.group):
+        group.abort()
+    if "cpu:gloo" not in dist.get_backend_config(group):
         return
     # gloo's abort does nothing. But a receive that times out closes the connections, and then all that waits raises.
     for tag in range(8):  # each network interface that gloo uses has its own connections; tags go round them
         try:
-            work = ranks.group.recv([torch.empty(1)], (ranks.rank + 1) % ranks.size, UNUSED_TAG + tag)
+            work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), UNUSED_TAG + tag)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass
