@@ -9,6 +9,10 @@ class BackendUnavailableError(ValueError):
     """The attention backend that was named can't run here; no other backend was tried."""
 
 
+class RankFailedError(RuntimeError):
+    """A rank of a sequence-parallel group failed, left or ended; the message says which, and how to go on."""
+
+
 class IsolationError(AssertionError):
     """A document of a packed batch saw another document; the message names the first layer that leaks."""
 

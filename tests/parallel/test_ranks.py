@@ -86,10 +86,25 @@ def test_ranks_agree_on_losses_of_routers(run_on, module, name):
     run_on(2, module, name)
 
 
+@each_case(2, "failing_cases")
+@pytest.mark.sampled(
+    *("failing: error in forward", "failing: error in backward", "failing: error on every rank in a layer"),
+    *("failing: one rank has fewer batches", "failing: floating point arguments are compared"),
+)
+def test_every_rank_learns_that_another_one_failed(run_on, module, name):
+    run_on(2, module, name)
+
+
 @pytest.mark.slow
 @each_case(3, "recurrent_cases")
 def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(3, module, name)
+
+
+@pytest.mark.slow
+@each_case(4, "failing_cases")
+def test_four_ranks_learn_that_another_one_failed(run_on, module, name):
+    run_on(4, module, name)
 
 
 @pytest.mark.slow
@@ -104,6 +119,18 @@ def test_readme_counts_the_types_that_ranks_can_share():
     assert said in " ".join((root / "README.md").read_text(encoding="utf-8").split())
 
 
+@pytest.mark.slow
+def test_ranks_learn_that_a_process_ended():
+    with pytest.raises(AssertionError, match=r"RankFailedError: Rank 1 .* ended before batch 2: no sign of life for 1"):
+        Pool(2).run("ending_cases", "before a batch")
+    with pytest.raises(AssertionError, match=r"RankFailedError: An exchange in batch 1 failed, because another rank"):
+        Pool(2).run("ending_cases", "in a batch")
+    pool = Pool(2)
+    pool.run("ending_cases", "of a group")
+    pool.run("ending_cases", "in the world")
+    pool.close()
+
+
 @pytest.mark.interpreter
 @each_case(2, "kernel_cases")
 def test_ranks_agree_with_the_kernels(run_on, module, name):
@@ -113,17 +140,17 @@ def test_ranks_agree_with_the_kernels(run_on, module, name):
 @pytest.mark.slow
 def test_pool_reports_a_failure_on_one_rank():
     pool = Pool(2)
-    pool.run("failing_cases", "passes")
+    pool.run("pool_cases", "passes")
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*fails on the last rank failed:.*ValueError: as it"):
-        pool.run("failing_cases", "fails on the last rank")
+        pool.run("pool_cases", "fails on the last rank")
     assert pool.ended
 
 
 @pytest.mark.slow
 def test_pool_reports_ranks_that_die_or_get_stuck():
     with pytest.raises(AssertionError, match=r"the last rank dies: died"):
-        Pool(2).run("failing_cases", "the last rank dies")
+        Pool(2).run("pool_cases", "the last rank dies")
     pool = Pool(2)
-    pool.run("failing_cases", "passes")
+    pool.run("pool_cases", "passes")
     with pytest.raises(AssertionError, match=r"the last rank is stuck: stuck"):
-        pool.run("failing_cases", "the last rank is stuck", patience=2)
+        pool.run("pool_cases", "the last rank is stuck", patience=2)

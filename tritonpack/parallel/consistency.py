@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from tritonpack.parallel.comm import Ranks, gather_objects
+from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.watch import Record, text_of, watch_of
 
 ALWAYS_COMPARED = 4  # parameters, the smallest ones: an optimizer step changes them, too
+CHUNK = 2**22  # numbers that are hashed at a time, so that a large tensor needs no copies of its size
 FINGERPRINT = 2**16  # values of a parameter that are compared: an optimizer step changes nearly all of them
 
 GRADIENTS, PARAMETERS = "whether gradients are computed", "parameters"
@@ -48,26 +50,26 @@ class ComparedParameters:
 def require_same_batch(
     ranks: Ranks, error: Exception | None, arguments: dict[str, Any], parameters: Sequence[Tensor]
 ) -> None:
-    """Compare the calls of all ranks; waits for the device. Every rank of the group calls this.
+    """Compare the calls of all ranks; waits for the device of the tensors. Every rank of the group calls this.
 
     Args:
         ranks: the group.
         error: why this rank can't compute the batch, or None.
-        arguments: of the model's forward. Integers and shapes are compared. Of floating-point tensors, shapes and
-            dtypes alone are compared.
+        arguments: of the model's forward. Shapes, dtypes and the bits of all numbers are compared.
         parameters: trained parameters, which must be equal.
 
     Raises:
         ValueError: on every rank, if arguments or parameters differ, or if a rank has an error. That rank raises its
             own error, and the others name it.
+        RankFailedError: on every rank, if one of them hasn't finished the batch before, or has left the context.
     """
     found: dict[str, int | Tensor] = {}
     if error is None:
         found = {name: _hash(value) for name, value in arguments.items() if value is not None}
         found[GRADIENTS] = torch.is_grad_enabled()
-        hashes = [_hash_numbers(_bits(x), place) for place, x in enumerate(parameters)]
+        hashes = [_hash_numbers(x.detach().flatten()[:FINGERPRINT], place) for place, x in enumerate(parameters)]
         found[PARAMETERS] = sum(x.to(hashes[0].device) for x in hashes)  # layers may lie on several devices
-    everywhere = _exchange(ranks, error, _on_host(found))
+    everywhere = _values(error, watch_of(ranks.group).next_batch(text_of(error), _on_host(found)))
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
@@ -87,28 +89,33 @@ def require_same_batch(
 
 
 def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[str, Any]) -> None:
-    """Compare the settings of all ranks.
+    """Compare the settings of all ranks. Afterwards each rank watches the others, until `Watch.leave`.
 
     Raises:
         ValueError: on every rank, if settings differ, or if a rank has an error, as in `require_same_batch`.
+        RankFailedError: on every rank, if a rank has aborted the group.
     """
-    everywhere = _exchange(ranks, error, settings)
-    for name in settings:
-        values = [one[name] for one in everywhere]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"{name} must be the same on every rank of the group; got, in rank order, {values}.")
+    watch = watch_of(ranks.group)
+    try:
+        everywhere = _values(error, watch.enter(text_of(error), settings))
+        watch.cover([dimension.group for dimension in ranks.dimensions])
+        for name in settings:
+            values = [one[name] for one in everywhere]
+            if any(value != values[0] for value in values):
+                raise ValueError(f"{name} must be the same on every rank of the group; got, in rank order, {values}.")
+    except BaseException as problem:
+        watch.leave(problem)
+        raise
 
 
-def _exchange(ranks: Ranks, error: Exception | None, value: dict[str, Any]) -> list[dict[str, Any]]:
+def _values(error: Exception | None, records: Sequence[Record]) -> list[dict[str, Any]]:
     """The values of all ranks; raises on every rank if one has an error."""
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    texts, values = zip(*gather_objects((text, value), ranks), strict=True)
     if error is not None:
         raise error
-    failed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(texts) if one is not None)
+    failed = "; ".join(f"rank {rank}: {one.error}" for rank, one in enumerate(records) if one.error is not None)
     if failed:
         raise ValueError(f"other ranks of the sequence-parallel group couldn't go on. {failed}")
-    return list(values)
+    return [record.value for record in records]
 
 
 def _on_host(numbers: dict[str, int | Tensor]) -> dict[str, int]:
@@ -127,10 +134,9 @@ def _hash(value: Any) -> int | Tensor:
 
 
 def _text(value: Any, tensors: list[Tensor]) -> str:
-    """A description of a value without the numbers of its tensors; integer tensors are appended to `tensors`."""
+    """A description of a value without the numbers of its tensors, which are appended to `tensors`."""
     if isinstance(value, Tensor):
-        if not (value.is_floating_point() or value.is_complex()):
-            tensors.append(value)
+        tensors.append(value)
         return f"{tuple(value.shape)} {value.dtype}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(_text(part, tensors) for part in value)}]"
@@ -138,14 +144,23 @@ def _text(value: Any, tensors: list[Tensor]) -> str:
 
 
 def _hash_numbers(x: Tensor, seed: int) -> Tensor:
-    """A hash of the numbers of a tensor and of their places, 0-dim int64."""
-    numbers = x.detach().flatten().long()
-    places = torch.arange(numbers.shape[0], device=numbers.device)
-    mixed = (numbers * 0x1E3779B97F4A7C15 + seed) ^ (places * 0x3F58476D1CE4E5B9)
-    return ((mixed ^ (mixed >> 31)) * 0x14D049BB133111EB).sum()
+    """A hash of the numbers of a tensor and of their places, 0-dim int64; equal for equal bits."""
+    numbers = _bits(x.detach().flatten())
+    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
+    for start in range(0, numbers.shape[0], CHUNK):
+        part = numbers[start : start + CHUNK].long()
+        places = torch.arange(start, start + part.shape[0], device=part.device)
+        mixed = (part * 0x1E3779B97F4A7C15 + seed) ^ (places * 0x3F58476D1CE4E5B9)
+        total += ((mixed ^ (mixed >> 31)) * 0x14D049BB133111EB).sum()
+    return total
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The first values of a floating-point tensor, as integers of the same bits."""
+    """The numbers of a flat tensor as integers; of floating-point numbers the bits, as many in an integer as fit."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj()).flatten()
+    if not x.is_floating_point():
+        return x
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.detach().flatten()[:FINGERPRINT].view(widths[x.element_size()])
+    whole = x.numel() * x.element_size() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
+    return x.contiguous().view(torch.int64 if whole else widths[x.element_size()])

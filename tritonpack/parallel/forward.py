@@ -18,6 +18,7 @@ from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
+from tritonpack.parallel.watch import watch_of
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -72,9 +73,17 @@ class ShardedForward(InstanceForward):
         return top
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shard = self._shard(self.bound(args, kwargs))
-        if shard is None:
-            return self._run(args, kwargs)
+        try:
+            shard = self._shard(self.bound(args, kwargs))
+            if shard is not None:
+                return self._run_shard(shard)
+        except BaseException as error:
+            watch_of(self.state.ranks.group).fail(error)
+            raise
+        return self._run(args, kwargs)
+
+    def _run_shard(self, shard: Shard) -> Any:
+        """The output of this rank's share of a call."""
         arguments = shard.arguments
         wanted = arguments.get("return_dict")
         as_tuple = not (getattr(self.module.config, "return_dict", True) if wanted is None else wanted)

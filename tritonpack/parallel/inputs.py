@@ -74,11 +74,9 @@ def shard_inputs(
         packed_batch, rows, targets = _read(arguments, module, state.gather_outputs)
     except Exception as problem:
         error = problem
-    if state.check_batches:
-        assert state.compared is not None
-        require_same_batch(state.ranks, error, arguments, state.compared.next())
-    if error is not None:
-        raise error
+    assert state.compared is not None
+    compared = (arguments, state.compared.next()) if state.check_batches else ({}, ())
+    require_same_batch(state.ranks, error, *compared)
     batch = shard_batch(packed_batch, specs, state)
     sharding = state.sharding = batch.sharding
     kept = None if rows is None else sharding.keep(rows)

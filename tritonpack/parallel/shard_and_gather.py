@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
-from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.comm import Ranks, sum_over
 from tritonpack.parallel.dimensions import Exchanges
 from tritonpack.parallel.layouts import Layout
 
@@ -129,9 +128,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, factor: int) -> Tensor:
         ctx.factor = factor
-        total = part.clone()
-        dist.all_reduce(total, group=ranks.group)
-        return total
+        return sum_over(part, ranks)
 
     @staticmethod
     @once_differentiable

@@ -11,8 +11,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from tritonpack.parallel.comm import first_object
 from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one
 from tritonpack.parallel.trainers.replaced import replaced
 
@@ -30,20 +30,18 @@ def share_generations(trainer: Any, replica: Replica, context: Any, stack: ExitS
     _check(trainer, replica)
     args, ranks = trainer.args, replica.ranks
     generates, scores, rewards = (getattr(trainer, name) for name in (_GENERATES, _SCORES, _REWARDS))
-    first = dist.get_global_rank(ranks.group, 0)
 
     @wraps(generates)
     def generate(*some: Any, **others: Any) -> Any:
         with context.paused():
-            result = [generates(*some, **others)]
-        dist.broadcast_object_list(result, src=first, group=ranks.group)
-        return result[0]
+            result = generates(*some, **others)
+        return first_object(result, ranks)
 
     @wraps(scores)
     def score(*some: Any, **others: Any) -> Any:
         with counted_as_one(trainer.accelerator, replica):
             result = scores(*some, **others)
-        _share_random_state(trainer, replica, first)  # samples are shuffled next
+        torch.set_rng_state(first_object(torch.get_rng_state(), ranks))  # samples are shuffled next
         return result
 
     replaced(stack, trainer, _GENERATES, generate)
@@ -73,9 +71,3 @@ def _check(trainer: Any, replica: Replica) -> None:
             "num_generations."
         )
 
-
-def _share_random_state(trainer: Any, replica: Replica, first: int) -> None:
-    """Let the ranks of a group draw the random numbers of their first rank from here."""
-    state = torch.get_rng_state().to(trainer.accelerator.device)
-    dist.broadcast(state, src=first, group=replica.ranks.group)
-    torch.set_rng_state(state.cpu())
