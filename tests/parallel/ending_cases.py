@@ -4,13 +4,15 @@ import gc
 import os
 import tempfile
 import weakref
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.failing_cases import in_forward, is_last, make_group, quick
+from tests.parallel.failing_cases import in_forward, is_last, make_group, quick, raise_here
 from tests.parallel.models import alone_on, loss_of, make_model, on_ranks, packed, same
 from tritonpack import RankFailedError, SequenceParallel
 from tritonpack.parallel import watch
@@ -48,6 +50,17 @@ def in_the_world():
     file.unlink(missing_ok=True)
 
 
+def along_dimensions():
+    """Ranks wait along dimensions of a mesh, some of them for ranks that wait for others."""
+    model, mesh = make_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "within"))
+    options = {"exchange": ("group_cast", "ulysses"), "layout": "balanced"}
+    if is_last():  # the others wait in the next layer
+        model.model.layers[0].register_forward_hook(partial(raise_here, RuntimeError("my hook")))
+    error = RuntimeError if is_last() else RankFailedError
+    with quick(), pytest.raises(error, match="my hook"), SequenceParallel(model, mesh, **options):
+        model(**packed())
+
+
 def of_a_group():
     """Nothing holds a group that was destroyed."""
     group, model = make_group(), make_model()
@@ -65,4 +78,5 @@ CASES = {
     "before a batch": before_a_batch,
     "in a batch": in_a_batch,
     "in the world": in_the_world,
+    "along dimensions": along_dimensions,
 }

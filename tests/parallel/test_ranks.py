@@ -129,6 +129,9 @@ def test_ranks_learn_that_a_process_ended():
     pool.run("ending_cases", "of a group")
     pool.run("ending_cases", "in the world")
     pool.close()
+    pool = Pool(4)
+    pool.run("ending_cases", "along dimensions")
+    pool.close()
 
 
 @pytest.mark.interpreter

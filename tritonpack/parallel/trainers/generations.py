@@ -70,4 +70,3 @@ def _check(trainer: Any, replica: Replica) -> None:
             f"num_generations={generations}. Raise per_device_train_batch_size or steps_per_generation, or lower "
             "num_generations."
         )
-

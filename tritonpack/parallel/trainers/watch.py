@@ -83,7 +83,7 @@ def _shared(trainer: Any) -> Iterator[None]:
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             for one in contexts:  # `train` puts Liger-Kernel's forward into the model after it was entered
-                one.cover_heads()
+                one._cover_heads()
             before = context.state.sharding
             try:
                 return own_loss(*args, **kwargs)
