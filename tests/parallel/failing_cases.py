@@ -44,7 +44,7 @@ def last():
 
 
 def make_group():
-    return dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True)
+    return dist.new_group(list(range(dist.get_world_size())))
 
 
 @contextmanager
