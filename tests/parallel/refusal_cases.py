@@ -109,8 +109,32 @@ def arguments_that_differ_are_named():
         assert model(**packed(), num_items_in_batch=40).loss.isfinite()  # the group still works
 
 
+def calls_that_differ_are_named():
+    """What decides which exchanges a rank makes, beside the arguments."""
+    model, other = make_model(), make_model()
+    with SequenceParallel([model, other]):
+        with pytest.raises(ValueError, match="batches: the model that is called differs"):
+            (other if is_last() else model)(**packed())
+        with torch.autocast("cpu", enabled=is_last()), pytest.raises(ValueError, match="batches: autocast differs"):
+            model(**packed())
+        if is_last():
+            model.gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="batches: gradient checkpointing differs"):
+            model(**packed())
+        model.gradient_checkpointing_disable()
+        embeddings = model.get_input_embeddings()(packed()["input_ids"]).detach().requires_grad_(is_last())
+        with pytest.raises(ValueError, match="batches: inputs_embeds differs"):
+            model(inputs_embeds=embeddings, position_ids=packed()["position_ids"])
+        assert model(**packed()).loss.isfinite()
+
+
 def settings_differ():
     model = make_model()
+    before = model.config.rms_norm_eps
+    model.config.rms_norm_eps = 1e-3 if is_last() else before
+    with pytest.raises(ValueError, match=r"config.rms_norm_eps of model 0 must be the same on every rank"):
+        SequenceParallel(model).__enter__()
+    model.config.rms_norm_eps = before
     layout = "zigzag" if dist.get_rank() == 0 else "stripe"
     with pytest.raises(ValueError, match=r"layout must be the same on every rank.*'zigzag', 'stripe'"):
         SequenceParallel(model, layout=layout).__enter__()
@@ -180,7 +204,7 @@ def patched_again_inside():
     model = make_model()
     with SequenceParallel(model):
         wanted, before = logits_of(model), state_of(model)
-        with pytest.raises(ValueError, match=r"inside of SequenceParallel, .* Leave the context, patch the model"):
+        with pytest.raises(ValueError, match=r"inside of SequenceParallel, .* Leave the context, call patch"):
             patch(model, unpad=True)
         assert state_of(model) == before
         close(logits_of(model), wanted, "with the patch of the context")
@@ -416,6 +440,7 @@ CASES |= {
     for case in (
         error_on_the_last_rank_of_a_base_model,
         arguments_that_differ_are_named,
+        calls_that_differ_are_named,
         settings_differ,
         rank_outside_of_the_group,
         parameters_began_differently,

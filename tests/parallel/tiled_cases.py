@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -178,28 +177,7 @@ def leaves_models_as_they_were() -> None:
     assert state(model) == before
 
 
-def refuses_fused_losses_of_others() -> None:
-    """TRL's and Liger's read labels themselves, so they would shift those of one rank."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from liger_kernel.transformers.model import llama
-    from trl.trainer.utils import add_fused_lm_head
-
-    message = r"without its loss function, .* A fused loss, .* tritonpack.patch\(model, tiled_loss=True"
-    model = make_float32_model()
-    add_fused_lm_head(model)
-    with SequenceParallel(model), pytest.raises(ValueError, match=message):
-        model(**packed(), fused_lm_head=True)
-    model = make_float32_model()
-    apply_liger_kernel_to_llama(
-        rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True, model=model
-    )
-    its_loss = mock.patch.object(llama, "LigerForCausalLMLoss", return_value=torch.zeros(()))  # takes a GPU
-    with its_loss, SequenceParallel(model), pytest.raises(ValueError, match=message):
-        model(**packed())
-
-
 CASES = {
-    "fused losses of others": refuses_fused_losses_of_others,
     "FSDP, a sharded head": refuses_a_head_that_is_sharded_by_itself,
     "FullyShardedDataParallel": fsdp1,
     "unpatched": leaves_models_as_they_were,

@@ -81,7 +81,7 @@ def as_ranks(group: GroupLike) -> Ranks:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"group must be a process group, a DeviceMesh of one dimension, or None for the whole world; got "
+            f"group must be a process group, a DeviceMesh, or None for the whole world; got "
             f"{describe(group)}. Pass a mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
         )
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))

@@ -83,8 +83,9 @@ def require_same_batch(
         verb = "differs" if len(differ) == 1 else "differ"
         raise ValueError(
             f"the ranks of the sequence-parallel group were given different batches: {', '.join(differ)} {verb} from "
-            "rank to rank. Every rank must pass the same full batch: let the sampler count the group as one replica "
-            "(with the rank and the size of the data dimension of the mesh)."
+            "rank to rank. Every rank must make the same call with the same full batch: let the sampler count the "
+            "group as one replica (with the rank and the size of the data dimension of the mesh), and let no rank skip "
+            "a batch or call the model once more."
         )
 
 
@@ -100,7 +101,7 @@ def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[
         everywhere = _values(error, watch.enter(text_of(error), settings))
         watch.cover([dimension.group for dimension in ranks.dimensions])
         for name in settings:
-            values = [one[name] for one in everywhere]
+            values = [one.get(name) for one in everywhere]
             if any(value != values[0] for value in values):
                 raise ValueError(f"{name} must be the same on every rank of the group; got, in rank order, {values}.")
     except BaseException as problem:
@@ -137,7 +138,7 @@ def _text(value: Any, tensors: list[Tensor]) -> str:
     """A description of a value without the numbers of its tensors, which are appended to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return f"{tuple(value.shape)} {value.dtype}"
+        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(_text(part, tensors) for part in value)}]"
     return repr(value) if value is None or isinstance(value, (Number, str)) else type(value).__name__

@@ -75,14 +75,15 @@ class SequenceParallel:
         group_or_mesh: the ranks that share a batch: a process group, a DeviceMesh of one or two dimensions, or None for
             the whole world.
         exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "all_gather", "group_cast", "ring" or
-            "ulysses"; a pair of them for a mesh of two dimensions, such as ("group_cast", "ulysses"). axolotl's names
-            stand for an exchange and a layout: "varlen_llama3" (all_gather, contiguous), "batch_ring" (ring,
-            contiguous), "batch_zigzag" and "batch_stripe" (ring).
+            "ulysses"; for a mesh of two dimensions a pair with "ulysses" for one of them and another name for the
+            other, such as ("group_cast", "ulysses"). axolotl's names stand for an exchange and a layout:
+            "varlen_llama3" (all_gather, contiguous), "batch_ring" (ring, contiguous), "batch_zigzag" and "batch_stripe"
+            (ring).
         layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe",
             "balanced" or "documents"; these two wait for the device once per forward. None means the layout of
             axolotl's name, or "balanced". With a pair of exchanges, the ranks that divide heads own rows together, and
             each of them gets a run of these.
-        heads_k_stride: key heads per step of "all_gather" and "group_cast", as in `attend`.
+        heads_k_stride: key heads per step of "all_gather" and "group_cast", as in `attend`; others refuse it.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
         check_batches: compare batches between ranks before each forward, which waits for the device. Without it, ranks
@@ -133,6 +134,7 @@ class SequenceParallel:
             error = problem
         settings = {name: getattr(state, name) for name in SETTINGS}
         settings["models"] = [type(model).__name__ for model in self.models]
+        settings |= _configured(self._shared_modules)
         try:
             require_same_settings(state.ranks, error, settings)
         except Exception:
@@ -253,6 +255,17 @@ class SequenceParallel:
             handle.unpatch()
         self._forwards, self._patches = [], []
         self.state.compared = self.state.sharding = None
+
+
+def _configured(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """The numbers and words in the configurations of models, without paths, which may differ from rank to rank."""
+    plain = (bool, int, float, str)
+    return {
+        f"config.{name} of model {number}": value
+        for number, module in enumerate(modules)
+        for name, value in module.config.get_text_config().to_dict().items()  # type: ignore[operator, union-attr]
+        if isinstance(value, plain) and not name.startswith("_") and "path" not in name and "version" not in name
+    }
 
 
 def _scheme(exchange: Any, layout: Any) -> tuple[Exchanges, LayoutName]:

@@ -75,7 +75,7 @@ def shard_inputs(
     except Exception as problem:
         error = problem
     assert state.compared is not None
-    compared = (arguments, state.compared.next()) if state.check_batches else ({}, ())
+    compared = (arguments | _circumstances(module, state), state.compared.next()) if state.check_batches else ({}, ())
     require_same_batch(state.ranks, error, *compared)
     batch = shard_batch(packed_batch, specs, state)
     sharding = state.sharding = batch.sharding
@@ -100,6 +100,22 @@ def shard_inputs(
             loss = ShardedLoss(module, sharding, own, targets, state.gather_outputs)
             sharded |= loss.arguments(arguments)
     return Shard(batch, kept, loss, head, sharded)
+
+
+def _circumstances(module: PreTrainedModel, state: ContextState) -> dict[str, Any]:
+    """What else decides which exchanges a call makes, by the words for it in an error."""
+    device = module.device.type
+    forward = state.forwards.get(id(module))
+    return {
+        "the model that is called": list(state.forwards).index(id(module)) if forward is not None else None,
+        "gradient checkpointing": any(layer.gradient_checkpointing for layer in checkpointing_layers(module)),
+        "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
+    }
+
+
+def checkpointing_layers(module: PreTrainedModel) -> list[Any]:
+    """The parts of a model that say whether they are recomputed in backward."""
+    return [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
 
 
 def _read(

@@ -231,7 +231,8 @@ class Watch:
     def _require_life(self, missing: list[int], waited: float) -> None:
         """Raise if ranks that are missing at a boundary have ended, or don't come for longer than the group waits."""
         if ended := self._ended(missing):
-            self._stop_here(f"{_names(ended)} ended before batch {self.batch}: no sign of life for {SILENCE} seconds.")
+            silence = f"no sign of life for {SILENCE} seconds"
+            self._stop_here(f"{_names(ended)} ended or stopped before batch {self.batch}: {silence}.")
         elif waited > self._store.timeout.total_seconds():
             self._stop_here(f"{_names(missing)} didn't come to batch {self.batch} within {waited:.0f} seconds.")
         self.check()
@@ -351,7 +352,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
 def text_of(error: BaseException | None) -> str | None:
     """The type and the message of an error; None without one."""
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _names(ranks: list[int]) -> str:
@@ -362,7 +363,10 @@ def _reason(rank: int, record: Record, mine: Record) -> str:
     """Why a rank with the record `mine` can't go on after the record of another rank."""
     event = record.event
     if event.startswith(WENT_ON) and record.exchanges < mine.exchanges:
-        event += " before the end of the batch before, whose backward it skipped, or whose error its program caught"
+        event += (
+            " before the end of the batch before: it skipped the backward, its program caught an error, or ranks "
+            "compute other gradients (requires_grad, or a second backward)"
+        )
     because = "" if record.error is None else f", because of {record.error.rstrip('.')}"
     return (
         f"{_names([rank])} {event}{because}. It had begun {record.exchanges} exchanges. This rank {mine.event}, where "

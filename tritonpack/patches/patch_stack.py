@@ -40,7 +40,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
         if any(hook.deferred for other in found for hook in other.hooks):
             raise ValueError(
                 f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
-                "had on entry. Leave the context, patch the model, and enter the context again."
+                "had on entry. Leave the context, call patch or setup there, and enter the context again."
             )
         applied = None
         try:

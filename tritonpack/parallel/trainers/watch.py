@@ -25,6 +25,9 @@ _entered: list[Any] = []  # contexts, SequenceParallel
 _watches: dict[str, Callable[..., Any]] = {}  # what stands in the class Trainer, by name
 _sharing: set[int] = set()  # ids of the trainers that share batches now
 
+# Packages whose trainers read no logits without saying so, or whose losses are tried on ranks.
+KNOWN_LOSSES = frozenset({"transformers", "trl", "axolotl"})
+
 
 def watch(context: Any) -> None:
     """Let trainers share batches while this context is entered."""
@@ -77,6 +80,7 @@ def _shared(trainer: Any) -> Iterator[None]:
         number, leaders = place_of_group(ranks.group)
         replica = Replica(ranks, number, tuple(leaders))
         _check(trainer)
+        _require_known_loss(trainer, context)
         share_batches(trainer, replica, stack)
         share_generations(trainer, replica, context, stack)
         own_loss, own_step = trainer.compute_loss, trainer.prediction_step
@@ -114,6 +118,20 @@ def _contexts_of(trainer: Any) -> list[Any]:
             "so nothing says which ranks get one batch. Enter one of them."
         )
     return found
+
+
+def _require_known_loss(trainer: Any, context: Any) -> None:
+    """ValueError for a loss of the user's own that may read logits, of which a rank has its own rows."""
+    own = getattr(trainer, "compute_loss_func", None) is not None
+    home = type(trainer).compute_loss.__module__.partition(".")[0]
+    if context.state.gather_outputs or not (own or home not in KNOWN_LOSSES):
+        return
+    what = "a compute_loss_func" if own else f"a compute_loss of its own ({type(trainer).__name__})"
+    raise ValueError(
+        f"this Trainer has {what}, and inside of SequenceParallel a model's logits are this rank's rows: a mean over "
+        "them would be wrong without an error. Pass SequenceParallel(..., gather_outputs=True), with which logits are "
+        "those of the whole batch."
+    )
 
 
 def _check(trainer: Any) -> None:
