@@ -45,6 +45,18 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
 
 
 @pytest.mark.slow
+@each_case(2, "compiled_cases")
+def test_ranks_agree_under_torch_compile(run_on, module, name):
+    run_on(2, module, name)
+
+
+@pytest.mark.slow
+@each_case(4, "compiled_cases")
+def test_four_ranks_agree_under_torch_compile(run_on, module, name):
+    run_on(4, module, name)
+
+
+@pytest.mark.slow
 @each_case(2, "trl_cases")
 def test_trainers_agree_with_one_process(run_on, module, name):
     pytest.importorskip("trl")

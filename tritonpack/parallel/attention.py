@@ -10,7 +10,7 @@ from tritonpack.attention import Backend, autocast, check_inputs
 from tritonpack.backends import resolve_backend
 from tritonpack.checks import is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.options import make_options
+from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
 from tritonpack.parallel.exchanges import all_gather, group_cast, ring
@@ -107,27 +107,59 @@ def attend(
     """
     ranks = ranks_of(group)
     q, k, v = autocast(q, k, v)
-    _check_layout(q, mask, layout, ranks)
-    rows = rows_mask(mask, layout, ranks.rank, ranks.rank)
-    check_inputs(q, k, v, rows)
+    check_shard(q, k, v, mask, layout, ranks)
     dimensions = dimensions_of(ranks, exchange)
-    _check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
+    check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
-    stride = heads_k_stride or -(-k.shape[1] // STEPS)
-    layout, own = dimensions.layouts(mask, layout)
-    keys = dimensions.keys
-    seen = mask if keys is None else rows_mask(mask, layout, keys.rank)
+    seen = mask_of_keys(mask, layout, dimensions)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
-    sinks = options.sinks
-    others = (mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
-    if keys is not None and dimensions.heads is None:
-        out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], Call(keys, layout, *others), q, k, v, sinks)
-    elif keys is None or dimensions.heads is None:
-        out, lse = ulysses(Call(dimensions.heads or ranks, own, *others), q, k, v, sinks, return_lse)
+    call = make_call(mask, layout, ranks, dimensions, options, resolve_backend(backend, q), heads_k_stride, k.shape[1])
+    lse: Tensor | None
+    if dimensions.divides_heads:
+        out, lse = ulysses(call, q, k, v, options.sinks, return_lse)
     else:
-        across = EXCHANGED[dimensions.exchange], Call(keys, layout, *others)
-        out, lse = ulysses(AcrossSets(dimensions.heads, own, *others, *across), q, k, v, sinks, return_lse)
-    return (out, lse) if return_lse else out
+        out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+def mask_of_keys(mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions) -> BlockDiagonalMask:
+    """The mask between the queries for which this rank computes and all keys of the batch."""
+    if dimensions.keys is None:
+        return mask
+    return rows_mask(mask, dimensions.layouts(mask, layout)[0], dimensions.keys.rank)
+
+
+def make_call(
+    mask: BlockDiagonalMask, layout: Layout, ranks: Ranks, dimensions: Dimensions, options: AttentionOptions,
+    backend: str, heads_k_stride: int | None, kv_heads: int,
+) -> Call:  # fmt: skip
+    """The arguments of the exchange along the dimension that divides heads, or else along that of the keys.
+
+    Args:
+        layout: of the whole group.
+        options: may have sinks, which the result leaves out.
+        backend: not "auto".
+        kv_heads: the number of key heads.
+    """
+    layout, own = dimensions.layouts(mask, layout)
+    stride = heads_k_stride or -(-kv_heads // STEPS)
+    others = (mask, of_heads(options, slice(None), None), backend, stride)
+    if not dimensions.divides_heads:
+        assert dimensions.keys is not None
+        return Call(dimensions.keys, layout, *others)
+    if dimensions.keys is None or dimensions.heads is None:
+        return Call(dimensions.heads or ranks, own, *others)
+    across = EXCHANGED[dimensions.exchange], Call(dimensions.keys, layout, *others)
+    return AcrossSets(dimensions.heads, own, *others, *across)
+
+
+def check_shard(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
+    """Raise ValueError unless a rank's tensors, the mask, the layout and the group fit each other."""
+    _check_layout(q, mask, layout, ranks)
+    check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
 
 
 def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
@@ -149,7 +181,7 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         )
 
 
-def _check_options(dimensions: Dimensions, heads: int, alibi: bool, dropout_p: float) -> None:
+def check_options(dimensions: Dimensions, heads: int, alibi: bool, dropout_p: float) -> None:
     """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(

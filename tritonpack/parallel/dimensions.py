@@ -46,6 +46,11 @@ class Dimensions:
     exchange: KeyExchange | None
     owners: tuple[tuple[int, ...], ...]
 
+    @property
+    def divides_heads(self) -> bool:
+        """Whether each rank computes some heads; else keys travel, also to ranks of a mesh with one rank for heads."""
+        return self.keys is None or self.heads is not None
+
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
         """The layout of a batch. If keys travel, it divides the batch among sets of ranks that own rows together.
 

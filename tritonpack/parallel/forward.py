@@ -16,7 +16,7 @@ from tritonpack.parallel.loss import computing_loss
 from tritonpack.parallel.masks import ShardedBatch, ShardedMask
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
-from tritonpack.parallel.shard_and_gather import outside_of_graphs
+from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.parallel.watch import watch_of
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
@@ -72,6 +72,7 @@ class ShardedForward(InstanceForward):
         top.hook, self.hook = self.hook, None
         return top
 
+    @between_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             shard = self._shard(self.bound(args, kwargs))
@@ -82,6 +83,7 @@ class ShardedForward(InstanceForward):
             raise
         return self._run(args, kwargs)
 
+    @between_graphs
     def _run_shard(self, shard: Shard) -> Any:
         """The output of this rank's share of a call."""
         arguments = shard.arguments

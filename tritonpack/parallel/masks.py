@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.attention import attend
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.long_documents import LongDocuments
+from tritonpack.parallel.operators import SharedAttention, attend_in_graph, register
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
@@ -28,6 +28,8 @@ class ShardedMask(IntervalMask):
 
     Attributes:
         sharding: how the batch is divided.
+        shared: the attention of layers with this mask.
+        number: the number of `shared`, for graphs.
     """
 
     arguments = (*IntervalMask.arguments, "sharding")
@@ -35,17 +37,16 @@ class ShardedMask(IntervalMask):
     def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sharding = sharding
-
-    @outside_of_graphs
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        self.shared = SharedAttention(self.mask, sharding, self.serving.backend)
+        self.number = register(self.shared)
         assert isinstance(self.packed_batch, ShardedBatch)
+        self.packed_batch.shared_attentions.append(self.shared)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         self.count_use()
-        self.packed_batch.attended = True
-        sharding = self.sharding
-        return attend(
-            q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
-            heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
-        )  # fmt: skip
+        if torch.compiler.is_compiling():
+            return attend_in_graph(self.shared, self.number, q, k, v, **options)
+        return self.shared(q, k, v, **options)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -61,7 +62,7 @@ class ShardedBatch(PackedBatch):
         whole: the whole batch.
         padded: the whole batch with the padding of the layout, from which masks are made.
         sharding: how the whole batch is divided.
-        attended: whether a layer has exchanged keys and values, or rows of documents.
+        shared_attentions: those of its masks.
     """
 
     shared = True
@@ -70,9 +71,15 @@ class ShardedBatch(PackedBatch):
     def __init__(self, *, whole: PackedBatch, padded: PackedBatch, sharding: Sharding, **named: Any) -> None:
         super().__init__(**named)
         self.whole, self.padded, self.sharding = whole, padded, sharding
-        self.attended = False
+        self.shared_attentions: list[SharedAttention] = []
+        self._ran_on_documents = False
         self._documents: WholeDocuments | None = None
         self._long: LongDocuments | None = None
+
+    @property
+    def attended(self) -> bool:
+        """Whether a layer has exchanged keys and values, or rows of documents."""
+        return self._ran_on_documents or any(shared.ran for shared in self.shared_attentions)
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
@@ -83,6 +90,10 @@ class ShardedBatch(PackedBatch):
         for known, interval_mask in self.kept:
             if known == (spec,):
                 return interval_mask
+        return self._make_mask(spec)
+
+    @outside_of_graphs
+    def _make_mask(self, spec: MaskSpec) -> ShardedMask:
         whole = self.padded.interval_mask(self.padded.tokens[1], 0, 0, spec).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
         mask = ShardedMask(whole, shape, self.serving, self, spec, sharding=self.sharding)
@@ -113,7 +124,7 @@ class ShardedBatch(PackedBatch):
 
     @outside_of_graphs
     def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
-        self.attended = True
+        self._ran_on_documents = True
         if self._documents is None:
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
             self._long = LongDocuments(self.padded, self.sharding) if self._documents.uneven else None
@@ -145,7 +156,7 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids
     positions = positions.expand(*positions.shape[:-2], *whole.tokens)
-    return ShardedBatch(
+    shared = ShardedBatch(
         attention_mask=None if mask is None else sharding.shard(mask),
         position_ids=sharding.shard(positions, positions.ndim - 2),
         boundaries=None,
@@ -157,6 +168,9 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
         padded=padded,
         sharding=sharding,
     )
+    for spec in specs:  # here, because a graph would end where a mask is made
+        shared.interval_mask(sharding.rows, 0, 0, spec)
+    return shared
 
 
 def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:

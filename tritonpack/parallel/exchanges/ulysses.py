@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.parallel.comm import all_to_all, wide
-from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.call import Call, Gradients
 from tritonpack.parallel.exchanges.merge import exact
 
 CHUNKS = 4  # or fewer, if a rank has fewer query heads
@@ -97,84 +97,101 @@ def _used_keys(spans: Spans, group: int) -> Spans:
 
 
 class _Ulysses(torch.autograd.Function):
-    """(call, want_lse, q, k, v, sinks) -> out (n, H, D_v) and, if wanted, lse (H, n) of this rank's n rows.
-
-    The inputs and results of this rank's heads are saved, so that backward doesn't send them again.
-    """
+    """(call, want_lse, q, k, v, sinks) -> out (n, H, D_v) and, if wanted, lse (H, n) of this rank's n rows."""
 
     @staticmethod
     def forward(
         ctx: Any, call: Call, want_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rank, group = call.ranks.rank, q.shape[1] // k.shape[1]
-        chunks = divide_chunks(q.shape[1], k.shape[1], call.ranks.size, call.divides_groups)
-        inputs = [[(q, chunk.queries), (k, chunk.new_keys), (v, chunk.new_keys)] for chunk in chunks]
-        totals = [q.new_zeros(q.shape[0], q.shape[1], v.shape[2])]
-        if want_lse:
-            totals.append(q.new_zeros(q.shape[0], q.shape[1], 1, dtype=exact(q.dtype)))
-        saved: list[Tensor] = []
-        ks, vs = k[:0], v[:0]
-        add: Addition | None = None
-        for chunk, (qs, new_ks, new_vs) in zip(chunks, _travel(call, inputs), strict=True):
-            ks, vs = (_append(new, old, chunk.keys[rank]) for new, old in ((new_ks, ks), (new_vs, vs)))
-            results = [
-                call.forward(qs[:, at], ks[:, at_keys], vs[:, at_keys], call.mask, heads, sinks)
-                for heads, at, at_keys in _runs(chunk.queries[rank], chunk.keys[rank], group)
-            ]
-            outs, lses = (torch.cat(some, dim) for dim, some in zip((1, 0), zip(*results, strict=True), strict=True))
-            if add is not None:
-                add(totals)
-            add = to_rows(call, [(x, chunk.queries) for x in ([outs, lses.T[..., None]] if want_lse else [outs])])
-            if any(ctx.needs_input_grad):
-                saved += [qs, ks, vs, outs, lses]
-        assert add is not None  # every rank has a query head
-        add(totals)
+        out, lse, saved = forward(call, q, k, v, sinks, want_lse=want_lse, save=any(ctx.needs_input_grad))
         ctx.save_for_backward(*saved, sinks)
-        ctx.others = call, chunks, k.shape[1]
+        ctx.others = call, q.shape[1], k.shape[1], v.shape[2]
         ctx.set_materialize_grads(False)
-        return totals[0], totals[1][..., 0].T if want_lse else None
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, chunks, kv_heads = ctx.others
+        call, heads, kv_heads, width = ctx.others
         *saved, sinks = ctx.saved_tensors
-        q, k, v, out, _ = saved[:5]  # of the first chunk
-        rows, heads, rank = call.layout.lengths[call.ranks.rank], chunks[-1].queries[-1].stop, call.ranks.rank
         if dout is None:
-            dout = out.new_zeros(rows, heads, out.shape[2])
-        seeds = [dout] if dlse is None else [dout, dlse.T[..., None]]
-        totals = [
-            q.new_zeros(rows, heads, q.shape[2]),
-            *(x.new_zeros(rows, kv_heads, x.shape[2], dtype=wide(x.dtype)) for x in (k, v)),
+            dout = saved[0].new_zeros(call.layout.lengths[call.ranks.rank], heads, width)
+        return None, None, *backward(call, kv_heads, dout, dlse, saved, sinks)
+
+
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, want_lse: bool, save: bool
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """out (n, H, D_v) of this rank's n rows, lse (H, n) if wanted, and what `backward` needs.
+
+    These are the inputs and results of this rank's heads in each chunk, so that backward doesn't send them again: q, k,
+    v, out and lse.
+    """
+    rank, group = call.ranks.rank, q.shape[1] // k.shape[1]
+    chunks = divide_chunks(q.shape[1], k.shape[1], call.ranks.size, call.divides_groups)
+    inputs = [[(q, chunk.queries), (k, chunk.new_keys), (v, chunk.new_keys)] for chunk in chunks]
+    totals = [q.new_zeros(q.shape[0], q.shape[1], v.shape[2])]
+    if want_lse:
+        totals.append(q.new_zeros(q.shape[0], q.shape[1], 1, dtype=exact(q.dtype)))
+    saved: list[Tensor] = []
+    ks, vs = k[:0], v[:0]
+    add: Addition | None = None
+    for chunk, (qs, new_ks, new_vs) in zip(chunks, _travel(call, inputs), strict=True):
+        ks, vs = (_append(new, old, chunk.keys[rank]) for new, old in ((new_ks, ks), (new_vs, vs)))
+        results = [
+            call.forward(qs[:, at], ks[:, at_keys], vs[:, at_keys], call.mask, heads, sinks)
+            for heads, at, at_keys in _runs(chunk.queries[rank], chunk.keys[rank], group)
         ]
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        held = [k[:, :0], v[:, :0]]  # gradients of a key head that the next chunk uses, too
-        add: Addition | None = None
-        inputs = [[(seed, chunk.queries) for seed in seeds] for chunk in chunks]
-        for number, (chunk, (douts, *dlses)) in enumerate(zip(chunks, _travel(call, inputs), strict=True)):
-            q, k, v, out, lse = saved[5 * number : 5 * number + 5]
-            results = []
-            for run, at, at_keys in _runs(chunk.queries[rank], chunk.keys[rank], heads // kv_heads):
-                *gradients, dsink = call.backward(
-                    douts[:, at], dlses[0][:, at, 0].T if dlses else None, q[:, at], k[:, at_keys], v[:, at_keys],
-                    out[:, at], lse[at], call.mask, run, sinks,
-                )  # fmt: skip
-                results.append(gradients)
-                if dsinks is not None:
-                    dsinks[run] = dsink
-            dq, *dkv = (torch.cat(some, 1) for some in zip(*results, strict=True))
-            dkv = [_add_first(x, before) for x, before in zip(dkv, held, strict=True)]
-            done = chunk.done_keys[rank].stop - chunk.done_keys[rank].start
-            held = [x[:, done:] for x in dkv]
-            if add is not None:
-                add(totals)
-            complete = [(x[:, :done].to(q.dtype), chunk.done_keys) for x in dkv]
-            add = to_rows(call, [(dq, chunk.queries), *complete])
-        assert add is not None
-        add(totals)
-        dq, dk, dv = (x.to(q.dtype) for x in totals)
-        return None, None, dq, dk, dv, dsinks
+        outs, lses = (torch.cat(some, dim) for dim, some in zip((1, 0), zip(*results, strict=True), strict=True))
+        if add is not None:
+            add(totals)
+        add = to_rows(call, [(x, chunk.queries) for x in ([outs, lses.T[..., None]] if want_lse else [outs])])
+        if save:
+            saved += [qs, ks, vs, outs, lses]
+    assert add is not None  # every rank has a query head
+    add(totals)
+    return totals[0], totals[1][..., 0].T if want_lse else None, saved
+
+
+def backward(
+    call: Call, kv_heads: int, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor], sinks: Tensor | None
+) -> Gradients:
+    """dq, dk, dv of this rank's rows, and its part of dsinks."""
+    (rows, heads, _), rank = dout.shape, call.ranks.rank
+    chunks = divide_chunks(heads, kv_heads, call.ranks.size, call.divides_groups)
+    q, k, v = saved[:3]  # of the first chunk
+    seeds = [dout] if dlse is None else [dout, dlse.T[..., None]]
+    totals = [
+        q.new_zeros(rows, heads, q.shape[2]),
+        *(x.new_zeros(rows, kv_heads, x.shape[2], dtype=wide(x.dtype)) for x in (k, v)),
+    ]
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    held = [k[:, :0], v[:, :0]]  # gradients of a key head that the next chunk uses, too
+    add: Addition | None = None
+    inputs = [[(seed, chunk.queries) for seed in seeds] for chunk in chunks]
+    for number, (chunk, (douts, *dlses)) in enumerate(zip(chunks, _travel(call, inputs), strict=True)):
+        q, k, v, out, lse = saved[5 * number : 5 * number + 5]
+        results = []
+        for run, at, at_keys in _runs(chunk.queries[rank], chunk.keys[rank], heads // kv_heads):
+            *gradients, dsink = call.backward(
+                douts[:, at], dlses[0][:, at, 0].T if dlses else None, q[:, at], k[:, at_keys], v[:, at_keys],
+                out[:, at], lse[at], call.mask, run, sinks,
+            )  # fmt: skip
+            results.append(gradients)
+            if dsinks is not None:
+                dsinks[run] = dsink
+        dq, *dkv = (torch.cat(some, 1) for some in zip(*results, strict=True))
+        dkv = [_add_first(x, before) for x, before in zip(dkv, held, strict=True)]
+        done = chunk.done_keys[rank].stop - chunk.done_keys[rank].start
+        held = [x[:, done:] for x in dkv]
+        if add is not None:
+            add(totals)
+        complete = [(x[:, :done].to(q.dtype), chunk.done_keys) for x in dkv]
+        add = to_rows(call, [(dq, chunk.queries), *complete])
+    assert add is not None
+    add(totals)
+    dq, dk, dv = (x.to(q.dtype) for x in totals)
+    return dq, dk, dv, dsinks
 
 
 def _runs(queries: slice, keys: slice, group: int) -> list[tuple[slice, slice, slice]]:
