@@ -179,10 +179,14 @@ class TestCalls:
     @pytest.mark.parametrize("inside", [False, True], ids=["", "backward inside"])
     @pytest.mark.parametrize("hooks", [False, pytest.param(True, marks=SLOW)], ids=["", "hooks"])
     def test_autocast(self, inside: bool, hooks: bool) -> None:
-        gradients = []
+        gradients: list[list[Tensor | None]] = []
+        dtypes: list[torch.dtype] = []
         for rows in (False, 4):
             model = tiny_model("llama", dtype=torch.float32)
             tritonpack.patch(model, tiled_mlp=rows)
+            with torch.no_grad():
+                model(**packed(9))  # the first call tries each MLP, which would fill autocast's cache
+            model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, x, y: dtypes.append(y.dtype))
             if hooks:
                 for parameter in model.parameters():
                     parameter.register_hook(lambda g: g * 2)
@@ -193,6 +197,7 @@ class TestCalls:
             if not inside:
                 loss.backward()
             gradients.append([parameter.grad for parameter in model.parameters()])
+        assert set(dtypes) == {torch.bfloat16}
         assert all(x is not None for x in gradients[1])
         assert apart(*gradients) < 0.03
 

@@ -76,7 +76,8 @@ class _MapTiles(torch.autograd.Function):
         if ctx.kept is None:  # rows without gradients
             ctx.save_for_backward(x)
         out: Tensor | None = None
-        # With a graph also here: autocast keeps its casts of weights, and without one they would have no gradient.
+        # With a graph also here: it shows which tensors with gradients the function reads. And autocast of older
+        # versions of torch keeps casts of weights that were made without one, which have no gradient.
         with torch.set_grad_enabled(of_x or bool(wanted)), saved_tensors_hooks(same, same):
             for a in range(0, x.shape[0], tiles.rows):
                 tile = x[a : a + tiles.rows].detach().requires_grad_(of_x)
