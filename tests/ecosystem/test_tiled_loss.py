@@ -1,4 +1,4 @@
-"""The tiled loss under Trainer, TRL and Liger-Kernel: trained as without it, or refused with the remedy."""
+"""The tiled loss and tiled MLPs under Trainer, TRL and Liger-Kernel: trained as without, or refused with the remedy."""
 
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,17 @@ def test_training_and_evaluation(options: dict[str, bool], tmp_path: Path) -> No
         losses.append(trainer.evaluate()["eval_loss"])
     assert distance(*outcomes) < EXACT
     assert abs(losses[0] - losses[1]) < EXACT * losses[0]
+
+
+@pytest.mark.slow
+def test_setup_with_tiled_mlps(tmp_path: Path) -> None:
+    outcomes = []
+    for rows in (False, 7):
+        trainer = make_trainer(tmp_path, gradient_accumulation_steps=2)
+        handle = tritonpack.setup(trainer, 64, tiled_mlp=rows)
+        assert handle.patch.report.mlp_rows == rows
+        outcomes.append(trained(trainer))
+    assert distance(*outcomes) < EXACT
 
 
 @pytest.mark.parametrize(

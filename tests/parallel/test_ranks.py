@@ -86,6 +86,12 @@ def test_ranks_agree_on_tiled_losses(run_on, module, name):
     run_on(2, module, name)
 
 
+@pytest.mark.slow
+@each_case(2, "tiled_mlp_cases")
+def test_ranks_agree_on_tiled_mlps(run_on, module, name):
+    run_on(2, module, name)
+
+
 @each_case(2, "recurrent_cases")
 @pytest.mark.sampled("recurrent: mamba2", "recurrent: qwen3_next, long document")
 def test_ranks_agree_on_recurrent_models(run_on, module, name):

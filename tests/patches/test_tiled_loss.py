@@ -20,7 +20,7 @@ from tests.patches.models import VOCAB, Graphs, tiny_model
 from tests.patches.test_every_model import BUILT, state
 from tests.patches.test_head_targets import completions, rows_of_head
 from tests.patches.test_unpad import LIMIT, padded, real, results
-from tritonpack.patches.tiled_loss import TILE_ROWS
+from tritonpack.patches.tiles import TILE_ROWS
 from tritonpack.patches.trial.comparison import apart, tolerance
 
 ROOT = Path(__file__).parents[2]

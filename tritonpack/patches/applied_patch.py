@@ -33,6 +33,7 @@ from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, 
 from tritonpack.patches.report import Report, holds, make_report
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tiled_loss import TiledLoss
+from tritonpack.patches.tiled_mlp import TiledMlp, find_mlps
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     unpad: bool = False
     share_prefixes: bool = False
     tiled_loss: int = 0
+    tiled_mlp: int = 0
 
     def __str__(self) -> str:
         chosen = {name: value for name, value in self._asdict().items() if value != Options._field_defaults[name]}
@@ -188,7 +190,8 @@ class AppliedPatch:
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
         running = [Running(module, self.context) for module in modules if layers]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
-        return names, [*layers, *running, *images, *self.heads]
+        mlps = self._tile_mlps(model, modules, asked.tiled_mlp) if asked.tiled_mlp else []
+        return names, [*layers, *mlps, *running, *images, *self.heads]
 
     def _tile(self, rows: int) -> None:
         """Compute the losses of the models that users call on tiles of rows."""
@@ -196,6 +199,12 @@ class AppliedPatch:
             if not any(other is not head and holds(other.module, head.module) for other in self.heads):
                 head.tiled = TiledLoss(head.module, head.path, rows)
         self.report = replace(self.report, tile_rows=rows)
+
+    def _tile_mlps(self, model: nn.Module, modules: list[PreTrainedModel], rows: int) -> list[TiledMlp]:
+        """The forwards of the dense MLPs in layers, which run on tiles of rows."""
+        found = find_mlps(model, modules)
+        self.report = replace(self.report, mlp_rows=rows, mlps=tuple(found.mlps), experts=found.experts)
+        return [TiledMlp(module, self.context, path, rows) for path, module in found.mlps.items()]
 
     def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
         """Make models whose own loss mixes documents refuse packed rows with labels.

@@ -16,7 +16,7 @@ from tritonpack.patches.compaction import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
-from tritonpack.patches.tiled_loss import check_tiled_loss
+from tritonpack.patches.tiles import check_tile_rows
 
 
 class Patch:
@@ -67,6 +67,7 @@ def patch(
     unpad: bool = False,
     share_prefixes: bool = False,
     tiled_loss: bool | int = False,
+    tiled_mlp: bool | int = False,
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
@@ -100,6 +101,9 @@ def patch(
         tiled_loss: whether a causal model's head and loss run on tiles of rows, so that no tensor holds the logits of
             all tokens: True for tiles of 1,024 rows, or the rows of a tile. Loss and gradients stay the same. A call
             with labels then has no logits, and training without labels is refused.
+        tiled_mlp: whether the dense MLPs of layers run on tiles of rows, each computed once more in backward, so that
+            no tensor holds their intermediate states of all tokens: True for tiles of 1,024 rows, or the rows of a
+            tile. Results and gradients stay the same. Experts run as before.
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
@@ -114,7 +118,8 @@ def patch(
     _require_model(model)
     register()
     flags = check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes")
-    asked = Options(attention, backend, *flags, check_tiled_loss(tiled_loss))
+    rows = check_tile_rows(tiled_loss, "tiled_loss"), check_tile_rows(tiled_mlp, "tiled_mlp")
+    asked = Options(attention, backend, *flags, *rows)
     if attention != "tritonpack" and (unpad or share_prefixes):
         raise ValueError(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "

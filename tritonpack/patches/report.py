@@ -32,6 +32,9 @@ class Report:
         replaced: the attention implementation that the model had before.
         saves: what of a padded batch isn't computed, as `unpad` and `share_prefixes` ask for; empty without them.
         tile_rows: the rows of a tile in which head and loss are computed, as `tiled_loss` asks for; 0 without it.
+        mlp_rows: the rows of a tile in which dense MLPs are computed, as `tiled_mlp` asks for; 0 without it.
+        mlps: names of these MLPs; empty without `tiled_mlp`.
+        experts: names of the experts, which `tiled_mlp` leaves as they are; empty without it.
     """
 
     model_type: str
@@ -46,6 +49,9 @@ class Report:
     replaced: str | None
     saves: tuple[str, ...] = ()
     tile_rows: int = 0
+    mlp_rows: int = 0
+    mlps: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
@@ -62,6 +68,11 @@ class Report:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
         if self.tile_rows:
             lines.append(f"  head and loss: in tiles of {self.tile_rows:,} rows")
+        if self.mlp_rows:
+            count = f"{len(self.mlps)} dense MLP{'' if len(self.mlps) == 1 else 's'}"
+            lines.append(f"  {count}: in tiles of {self.mlp_rows:,} rows, computed once more in backward")
+        if self.experts:
+            lines.append(f"  not in tiles: {', '.join(self.experts[:6])}{', ...' if len(self.experts) > 6 else ''}")
         return "\n".join(lines)
 
     def _runs(self) -> str:

@@ -25,25 +25,7 @@ from tritonpack.patches.placement import Placement
 from tritonpack.patches.sums_of_losses import why_no_sum
 from tritonpack.patches.tiles import Tiles, tiled_sum
 
-TILE_ROWS = 1024  # 525 MB of float32 logits with a vocabulary of 128,256
-
 REMEDY = "Patch it without tiled_loss."
-
-
-def check_tiled_loss(tiled_loss: Any) -> int:
-    """The rows of a tile; 0 if the loss isn't tiled.
-
-    Raises:
-        ValueError: neither a bool nor a positive number.
-    """
-    if isinstance(tiled_loss, bool):
-        return TILE_ROWS if tiled_loss else 0
-    if is_int(tiled_loss) and tiled_loss > 0:
-        return int(tiled_loss)
-    raise ValueError(
-        f"tiled_loss must be True, False, or the rows of a tile, 1 or more; got {describe(tiled_loss)}. True stands "
-        f"for {TILE_ROWS} rows."
-    )
 
 
 class TiledLoss(Part):
@@ -224,7 +206,7 @@ class TiledTargets(HeadTargets):
         parameters = list(own_tensors(head, getattr(head, path)))
         if torch.is_grad_enabled():
             _require_whole(head, getattr(head, path))
-            require_no_backward_hooks(head, getattr(head, path))
+            require_no_backward_hooks(head, getattr(head, path), "tiled_loss")
         tiles = Tiles(part, targets, count > 0, self.tiled.rows, type(head).__name__)
         total = tiled_sum(tiles, states, parameters)
         items = count if num_items_in_batch is None else num_items_in_batch

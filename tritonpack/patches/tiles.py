@@ -13,10 +13,33 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tritonpack.checks import describe, is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.head_gradients import Aliases, once_differentiable
 
 HALF = (torch.float16, torch.bfloat16)
+
+TILE_ROWS = 1024  # 525 MB of float32 logits with a vocabulary of 128,256
+
+
+def check_tile_rows(given: Any, option: str) -> int:
+    """The rows of a tile; 0 if nothing is tiled.
+
+    Args:
+        given: the value of the option.
+        option: its name.
+
+    Raises:
+        ValueError: neither a bool nor a positive number.
+    """
+    if isinstance(given, bool):
+        return TILE_ROWS if given else 0
+    if is_int(given) and given > 0:
+        return int(given)
+    raise ValueError(
+        f"{option} must be True, False, or the rows of a tile, 1 or more; got {describe(given)}. True stands for "
+        f"{TILE_ROWS} rows."
+    )
 
 
 class Tiles(NamedTuple):
@@ -63,7 +86,7 @@ class _TiledSum(torch.autograd.Function):
         for a in range(0, max(states.shape[0], 1), tiles.rows):  # one tile without rows tells the dtype of the sum
             tile, targets = states[a : a + tiles.rows].detach(), tiles.targets[a : a + tiles.rows]
             # Hooks that store activations elsewhere would also move logits, which are needed again at once.
-            with torch.set_grad_enabled(of_states or bool(wanted)), saved_tensors_hooks(_same, _same):
+            with torch.set_grad_enabled(of_states or bool(wanted)), saved_tensors_hooks(same, same):
                 tile.requires_grad_(of_states)
                 with aliases.in_place():
                     part = tiles.part(tile, targets)
@@ -72,13 +95,13 @@ class _TiledSum(torch.autograd.Function):
                 continue
             inputs = [tile, *aliases.inputs] if of_states else aliases.inputs
             if a == 0:
-                _require_known(part, inputs, tiles.name)
+                require_known(part, inputs, f"the head of {tiles.name}", "tiled_loss")
             found = list(torch.autograd.grad(part, inputs, allow_unused=True))
             if gradient is not None:
                 own = found.pop(0)
                 gradient[a : a + tiles.rows] = 0 if own is None else own
             for i, one in enumerate(found):
-                sums[i] = _added(sums[i], one)
+                sums[i] = add_gradient(sums[i], one)
             del part, found
         ctx.save_for_backward(tiles.counts, gradient, *sums)
         ctx.of_parameters, ctx.rows = of_parameters, tiles.rows
@@ -100,7 +123,7 @@ class _TiledSum(torch.autograd.Function):
         return None, own, *(next(scaled) if needed else None for needed in ctx.of_parameters)
 
 
-def _added(total: Tensor | None, one: Tensor | None) -> Tensor | None:
+def add_gradient(total: Tensor | None, one: Tensor | None) -> Tensor | None:
     """A sum of gradients, in float32 if they have 16 bits: a sum of many tiles would lose digits."""
     if one is None:
         return total
@@ -119,25 +142,31 @@ def _scaled(x: Tensor, factor: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     return out if x.ndim else (x * number).to(dtype)
 
 
-def _same(x: Tensor) -> Tensor:
+def same(x: Tensor) -> Tensor:
+    """A saved tensor as it is."""
     return x
 
 
-def _require_known(part: Tensor, inputs: Sequence[Tensor], name: str) -> None:
-    """Refuse a part that reads a tensor with a gradient which isn't among the inputs."""
+def require_known(part: Tensor, inputs: Sequence[Tensor], what: str, option: str) -> None:
+    """Refuse a part that reads a tensor with a gradient which isn't among the inputs.
+
+    Args:
+        what: what computed the part, for errors.
+        option: the option of `patch` that asked for tiles.
+    """
     known = {id(x) for x in inputs}
     made = {x.grad_fn for x in inputs if x.grad_fn is not None}
     for leaf in _leaves(part.grad_fn, made):
         if id(leaf) not in known and leaf._backward_hooks:
             raise UnsupportedModelError(
-                f"a tensor of shape {tuple(leaf.shape)} that the head of {name} reads has a hook on its gradient "
+                f"a tensor of shape {tuple(leaf.shape)} that {what} reads has a hook on its gradient "
                 "(register_hook), and is read by code that isn't a function of torch, so the hook would run once per "
-                "tile. Remove the hook, or patch the model without tiled_loss."
+                f"tile. Remove the hook, or patch the model without {option}."
             )
         if id(leaf) not in known:
             raise UnsupportedModelError(
-                f"the head of {name} reads a tensor of shape {tuple(leaf.shape)} that isn't a parameter of the head, "
-                "so its gradient would be lost. Patch the model without tiled_loss."
+                f"{what} reads a tensor of shape {tuple(leaf.shape)} that isn't a parameter of its own, so the "
+                f"gradient would be lost. Patch the model without {option}."
             )
 
 
