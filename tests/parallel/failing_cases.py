@@ -28,7 +28,7 @@ from tests.parallel.models import (
 from tritonpack import RankFailedError, SequenceParallel
 from tritonpack.parallel import consistency, watch
 
-SECONDS = 10  # the pool's collectives give up after 20
+SECONDS = 15  # the pool's collectives give up after 20
 
 
 class UserError(Exception):
