@@ -83,6 +83,7 @@ def test_new_lengths_do_not_recompile(backend: Backend) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
+@pytest.mark.sampled(every=2)
 @pytest.mark.heavy
 def test_operators_pass_opcheck(case: Case, backend: str) -> None:
     inputs = make_inputs(case)

@@ -171,7 +171,7 @@ class TestContinue:
         assert again.run(60, again=["a"])
         assert verdicts(again) == {"a": OK}
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_step_that_the_end_of_the_call_cut_short_is_no_failure(self, tmp_path: Path) -> None:
         todo = (python("a"), python("b", "import time; time.sleep(60)", limit=90.0))
         cut = day(tmp_path, *todo)

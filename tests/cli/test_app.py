@@ -95,6 +95,7 @@ def test_missing_path_is_reported_before_transformers_is_imported():
     [["--help"], ["check-backend", "tests.testing.backends:attention", "--device", "cpu", "--only", "empty/all"]],
     ids=["help", "check-backend"],
 )
+@pytest.mark.slow
 def test_full_device_prints_one_line_and_exits_with_1(arguments):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "tritonpack", *arguments]

@@ -146,6 +146,7 @@ SCORES = {"num_labels": 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id":
         ("t5", "T5ForConditionalGeneration", {}),
     ],
 )
+@pytest.mark.sampled(every=2)
 def test_class_in_architectures_is_checked(kind, named, values, tmp_path, capsys):
     config_of(kind, architectures=[named], **values).save_pretrained(tmp_path)
     assert run("check", tmp_path, "--json", tmp_path / "findings.json") == 0

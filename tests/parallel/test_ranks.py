@@ -28,6 +28,7 @@ def each_case(size, *modules):
 
 @each_case(2, *CASES)
 @pytest.mark.heavy
+@pytest.mark.sampled(every=3)
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
 

@@ -63,7 +63,7 @@ def test_tokens_are_those_of_stock_and_packing_goes_on(family: str, attention: s
     assert packed_gap(model) > 1e-2  # so the comparison above can fail
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_model_patched_by_name() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)

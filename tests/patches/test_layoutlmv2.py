@@ -22,6 +22,7 @@ LENGTHS = (7, 3)
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(every=2)
 @pytest.mark.heavy
 def test_is_exact_with_each_document_in_a_row_of_its_own(name: str) -> None:
     losses = ["loss_position_ids"] if "For" in name else []

@@ -141,6 +141,7 @@ def test_harmless_outputs_leave_rows_packed(kind: type[TwoOutputs]) -> None:
     ("kind", "layout"),
     [(Mean, "lengths"), (LastToken, "lengths"), (KeptDimension, "lengths"), (TokenBefore, "lengths"), (Sum, "padded")],
 )
+@pytest.mark.sampled(every=2)
 @pytest.mark.heavy
 def test_an_output_that_mixes_documents_decides_the_layout(kind: type[TwoOutputs], layout: str) -> None:
     model, documents = tiny(kind), zoo.documents(LENGTHS)

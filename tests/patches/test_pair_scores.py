@@ -44,9 +44,7 @@ def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.sampled(
-    "BartForSequenceClassification", "T5ForSequenceClassification", "T5Gemma2ForSequenceClassification"
-)
+@pytest.mark.sampled("BartForSequenceClassification", "T5ForSequenceClassification")
 def test_one_score_a_document(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, loss and gradients equal those of documents alone. A trial accepts the class."""
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)

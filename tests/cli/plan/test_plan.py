@@ -227,6 +227,7 @@ def test_only_a_whole_share_is_shown_as_100():
 
 
 @pytest.mark.parametrize(("ranks", "capacity"), [(1, 256), (4, 1024), (40, 600)])
+@pytest.mark.sampled(every=3)
 @pytest.mark.heavy
 def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity):
     """On one rank, on several, and on more ranks than rows are drawn."""
