@@ -1,6 +1,5 @@
 """DeepSpeed with a patched model, on two processes."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -9,13 +8,6 @@ from tests.parallel.pool import Pool, cases_of
 
 if find_spec("deepspeed") is None:  # importing it here would choose its backend for all tests
     pytest.skip("needs deepspeed", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow

@@ -144,13 +144,6 @@ def test_tiled_loss_beside_the_fused_loss_is_refused() -> None:
         later(**batch)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", cases_of("liger_cases", 2))

@@ -103,19 +103,14 @@ def shard_inputs(
 
 
 def _circumstances(module: PreTrainedModel, state: ContextState) -> dict[str, Any]:
-    """What else decides which exchanges a call makes, by the words for it in an error."""
+    """What decides which exchanges a call makes, beside its arguments. Errors name it by these words."""
     device = module.device.type
     forward = state.forwards.get(id(module))
     return {
         "the model that is called": list(state.forwards).index(id(module)) if forward is not None else None,
-        "gradient checkpointing": any(layer.gradient_checkpointing for layer in checkpointing_layers(module)),
+        "gradient checkpointing": any(getattr(part, "gradient_checkpointing", False) for part in module.modules()),
         "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
     }
-
-
-def checkpointing_layers(module: PreTrainedModel) -> list[Any]:
-    """The parts of a model that say whether they are recomputed in backward."""
-    return [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
 
 
 def _read(

@@ -25,7 +25,7 @@ _entered: list[Any] = []  # contexts, SequenceParallel
 _watches: dict[str, Callable[..., Any]] = {}  # what stands in the class Trainer, by name
 _sharing: set[int] = set()  # ids of the trainers that share batches now
 
-# Packages whose trainers read no logits without saying so, or whose losses are tried on ranks.
+# Packages whose losses are tested on ranks. If one reads logits of all tokens, torch refuses the shapes.
 KNOWN_LOSSES = frozenset({"transformers", "trl", "axolotl"})
 
 
