@@ -59,6 +59,30 @@ def test_training() -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.sampled("True")
+def test_collated_batches_share_one_graph(checkpointed: bool) -> None:
+    """Also those of one document, and if the layers run again in backward."""
+    graphs = Graphs()
+    model = tiny_model("llama", dtype=torch.float32).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    with tritonpack.patch(model):
+        compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
+        for lengths in LAYOUTS[:4]:
+            documents = [{"input_ids": torch.randint(3, VOCAB, (length,)).tolist()} for length in lengths]
+            batch = tritonpack.PackingCollator()(documents) | {"use_cache": False}
+            gradients = []
+            for forward in (model, compiled):
+                model.zero_grad()
+                forward(**batch).loss.backward()
+                gradients.append([p.grad.clone() for p in model.parameters()])
+            for expected, got in zip(*gradients, strict=True):
+                torch.testing.assert_close(got, expected)
+    assert graphs.count == 1
+
+
 LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (5, 5, 5, 5, 5, 5)]
 
 

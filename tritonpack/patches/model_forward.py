@@ -59,7 +59,7 @@ class ModelForward(UnpackingForward):
         self.hook = hook
         self.seen = False
         self.takes_use_cache = self.takes("use_cache")
-        self.known = frozenset((*self.names, *hook.names))
+        self.known = frozenset((*self.names, *hook.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is hook.module)
         self.part = type(hook.module).__name__
         self.pads_left = not self.summaries.isdisjoint({"last", "cls_index"})

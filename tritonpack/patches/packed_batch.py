@@ -106,6 +106,8 @@ class IntervalMask(TensorLike):
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
         self.count_use()
         mask = self.mask if self.device == q.device else self.mask.to(q.device)
+        if self.packed_batch is not None and self.packed_batch.recomputed:
+            mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
         return varlen_attention(q, k, v, mask, backend=self.serving.backend, **options)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -177,10 +179,11 @@ class PackedBatch(TensorLike):
         causal: whether a causal mask of pairs of tokens told the documents, so that no layer may see later tokens.
         shared: whether it is one rank's part of a batch.
         counted: whether the patch counted the positions of the call.
+        recomputed: whether layers of a graph run again in backward. Such a layer can't keep anything for the next one.
         on_use: called when attention uses one of its masks in a model's first call.
     """
 
-    shared = counted = False
+    shared = counted = recomputed = False
 
     arguments: tuple[str, ...] = (
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
