@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -135,14 +136,36 @@ def agrees_on_a_long_document(name, batch=long_document, **options):
 
 
 CASES |= {f"{name}, long document": partial(agrees_on_a_long_document, name) for name in TYPES}
+# One type for each recurrence, and for convolutions.
+RECURRENCES = ("qwen3_next", "kimi_linear", "mamba2", "mamba", "minimax", "rwkv", "recurrent_gemma", "lfm2", "zaya")
+
+
+def among_short_ones():
+    return packed((2, 3, 1, 4, 40, 1, 2, 5, 3))
+
+
+def agrees_at_edges(name):
+    """A document that ends where a rank's rows end."""
+    lengths, layout = ((45, 15), "zigzag") if dist.get_world_size() == 2 else ((40, 20), "contiguous")
+    agrees_on_a_long_document(name, lambda: packed(lengths), layout=layout)
+
+
+CASES |= {f"{name}, ends at edges": partial(agrees_at_edges, name) for name in RECURRENCES}
 CASES |= {
-    f"{name}, long document, {layout}": partial(agrees_on_a_long_document, name, layout=layout)
-    for name in FEW
-    for layout in ("zigzag", "stripe", "documents")
+    f"{name}, one long document, {layout}": partial(agrees_on_a_long_document, name, one_document, layout=layout)
+    for name in RECURRENCES
+    for layout in ("contiguous", "zigzag")
+}
+CASES |= {
+    f"{name}, among short ones, {exchange}, {layout}": partial(
+        agrees_on_a_long_document, name, among_short_ones, exchange=exchange, layout=layout
+    )
+    for name in RECURRENCES
+    for exchange, layout in LAYOUTS
 }
 CASES |= {
     f"{name}, {what}": partial(agrees, name, **options)
-    for name in ("qwen3_next", "mamba2", "mamba")
+    for name in ("qwen3_next", "mamba2", "mamba", "minimax", "rwkv")
     for what, options in {
         "long rows": {"batch": long_rows},
         "checkpoints": {"checkpoints": True},
@@ -192,7 +215,7 @@ CASES["6 heads, 3 groups"] = partial(
     agrees_on_a_long_document, "mamba2", config={"num_heads": 6, "n_groups": 3, "hidden_size": 48}
 )
 ALSO_ON_FOUR = [
-    f"{name}{what}"
-    for name in FEW
-    for what in ("", ", long document", ", three_tokens", ", padded", ", long document, stripe")
-] + [name for name in CASES if "heads" in name]
+    name
+    for name in CASES
+    if any(what in name for what in ("heads", "edges", "one long", "short ones", "checkpoints, long", "three_tokens"))
+]

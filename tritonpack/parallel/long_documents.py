@@ -13,7 +13,7 @@ import copy
 import dis
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -31,10 +31,7 @@ from tritonpack.patches.packed_batch import DocumentLayer, PackedBatch
 from tritonpack.patches.unpacking.document_places import Documents, batches_of, lay_back
 
 # Layers in which a token reads a fixed number of tokens before it, and nothing else.
-SHORT_REACH = {
-    *("InklingShortConvolution", "Inkling2ShortConvolution", "Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"),
-    *("RwkvFeedForward", "ZayaCCAProjection"),
-}
+SHORT_REACH = {"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv", "RwkvFeedForward", "ZayaCCAProjection"}
 # Dimension of tokens in arguments and outputs of functions and parts that read tokens before each token.
 LOCAL = {"causal_conv1d_fn": -1, "conv_1d": -1, "time_shift": 1}
 # Kernels that compute a whole layer. They return None where they can't run, and the layer then runs step by step.
@@ -105,13 +102,18 @@ def _in_runs(batch: PackedBatch, layout: Layout) -> Layout:
     return Layout(torch.arange(layout.num_rows).tensor_split(bounds))
 
 
+@cache
+def _globals_of(forward: FunctionType) -> set[str]:
+    """The names outside of itself that a forward reads; not those of attributes."""
+    return {one.argval for one in dis.get_instructions(forward) if one.opname == "LOAD_GLOBAL"}
+
+
 def _on_pieces(module: nn.Module, pieces: Pieces) -> Forward | None:
     """The forward of a recurrent layer on pieces; None if it doesn't call a known recurrence."""
     own = inspect.unwrap(type(module).forward)
     if not isinstance(own, FunctionType):
         return None
-    called = {one.argval for one in dis.get_instructions(own) if one.opname == "LOAD_GLOBAL"}
-    parts = module._modules
+    called, parts = _globals_of(own), module._modules
     places = {name for name in RECURRENCES if name in called or name.partition(".")[0] in parts}
     if len(places) != 1:
         return None

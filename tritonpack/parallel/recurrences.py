@@ -120,10 +120,11 @@ def _mamba(call: Call, given: Arguments, begins: bool) -> Effect:
     a = given["A"].to(dt.dtype)
     x, b, c = (given[name][0].mT.to(dt.dtype) for name in ("hidden_states", "B", "C"))
     passed = dt.cumsum(0)
+    left = dt.flip(0).cumsum(0).flip(0) - dt  # not a difference of long sums: those lose the digits of short ones
 
     def in_blocks(compute: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
         blocks = zip(*(some.split(BLOCK) for some in tensors), strict=True)
-        return [checkpoint(compute, a, *block, use_reentrant=False) for block in blocks]
+        return [checkpoint(compute, a, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
     def adds(a: Tensor, left: Tensor, dx: Tensor, b: Tensor) -> Tensor:
         return torch.einsum("tcn,tc,tn->cn", (left[..., None] * a).exp(), dx, b)
@@ -138,7 +139,7 @@ def _mamba(call: Call, given: Arguments, begins: bool) -> Effect:
         z = given.get("z")
         return out + (found if z is None else found * silu(z.to(found.dtype))).to(out.dtype)
 
-    addition = torch.stack(in_blocks(adds, passed[-1] - passed, dt * x, b)).sum(0)
+    addition = torch.stack(in_blocks(adds, left, dt * x, b)).sum(0)
     return Effect((passed[-1, :, None] * a).exp()[None], addition[None], outputs)
 
 
