@@ -36,7 +36,7 @@ SHORT_REACH = {"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv", "RwkvFeedFo
 LOCAL = {"causal_conv1d_fn": -1, "conv_1d": -1, "time_shift": 1}
 # Kernels that compute a whole layer. They return None where they can't run, and the layer then runs step by step.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-MOST_CUT = 4  # pieces of cut documents on a rank, up to which rows stay where they are
+MOST_CUT = 8  # pieces of cut documents on a rank, up to which rows stay where they are
 
 Forward = Callable[..., Any]
 
