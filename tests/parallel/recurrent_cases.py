@@ -30,6 +30,9 @@ from tests.parallel.models import (
 )
 from tests.patches import zoo
 from tritonpack import SequenceParallel
+from tritonpack.parallel.comm import as_ranks
+from tritonpack.parallel.layouts import Layout
+from tritonpack.parallel.row_travel import RowTravel
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.families import MIXERS
 
@@ -214,8 +217,35 @@ CASES |= {
 CASES["6 heads, 3 groups"] = partial(
     agrees_on_a_long_document, "mamba2", config={"num_heads": 6, "n_groups": 3, "hidden_size": 48}
 )
+
+
+def many_chunks():
+    """Enough tokens for several chunks of the layout "balanced" on each rank."""
+    return packed((3, 900, 5, 1, 300))
+
+
+CASES |= {
+    f"{name}, many chunks": partial(agrees_on_a_long_document, name, many_chunks) for name in ("qwen3_next", "mamba2")
+}
+
+
+def sums_gradients_in_float32():
+    """Two of three ranks have less than half a unit in the last place of what the first one has."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.arange(2 * size)
+    travel = RowTravel(Layout(rows.split(2)), as_ranks(None), [rows] * size, rows.device)
+    x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    part = 1.0 if rank == 0 else 0.75 * 2**-8
+    travel.fetch(x).backward(torch.full((2 * size, 4), part, dtype=torch.bfloat16))
+    assert torch.equal(x.grad, torch.full_like(x, 1 + (size - 1) * 0.75 * 2**-8))
+
+
+CASES["gradients of rows that several ranks got"] = sums_gradients_in_float32
 ALSO_ON_FOUR = [
     name
     for name in CASES
-    if any(what in name for what in ("heads", "edges", "one long", "short ones", "checkpoints, long", "three_tokens"))
+    if any(
+        what in name
+        for what in ("heads", "edges", "one long", "short ones", "checkpoints, long", "three_tokens", "chunks", "got")
+    )
 ]

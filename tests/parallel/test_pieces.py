@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
 from tests.parallel.models import positions
@@ -72,6 +73,25 @@ def test_runs_have_equally_many_tokens_beside_padding():
     sharding = Sharding(Ranks(NO_GROUP, 0, 3), layout, batch.tokens, 0, "all_gather", None, "mean")
     table = LongDocuments(batch, sharding).table
     assert table.owner.bincount(weights=table.length).tolist() == [15, 15, 15]
+
+
+class CallsParts(torch.nn.Module):
+    """A layer that calls its functions as attributes, as in earlier versions of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.causal_conv1d_fn, self.torch_chunk_gated_delta_rule = causal_conv1d_fn, torch_chunk_gated_delta_rule
+
+    def forward(self, hidden_states):
+        return self.torch_chunk_gated_delta_rule(self.causal_conv1d_fn(hidden_states))
+
+
+def test_layers_that_call_a_recurrence_otherwise_are_left_to_whole_documents():
+    long = documents_on(0, 2, "contiguous")
+    assert long.forward_of(SimpleNamespace(module=CallsParts(), own=None)) is None
+    known = next(m for m in zoo.tiny_model("qwen3_next").modules() if type(m).__name__ == "Qwen3NextGatedDeltaNet")
+    assert long.forward_of(SimpleNamespace(module=known, own=None)) is not None
+    assert long.forward_of(SimpleNamespace(module=known, own=known.forward)) is None  # another library's forward
 
 
 def messages(owners):
