@@ -58,7 +58,7 @@ def test_rows_travel_from_layouts_with_many_pieces_alone(layout):
     for rank in range(8):
         pieces = documents_on(rank, 8, layout)._at(0)
         assert pieces._there.moves == (layout in ("balanced", "stripe"))
-        assert len(pieces.cut) <= MOST_CUT
+        assert len(pieces.cut) <= {"zigzag": 4, "documents": MOST_CUT}.get(layout, 2)
         shares.append(int(sum(one.inside.sum() for one in [*pieces.whole, *pieces.cut])))
     assert sum(shares) == sum(LENGTHS)
     assert shares == own.lengths or max(shares) - min(shares) <= 1
