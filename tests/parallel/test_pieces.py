@@ -1,5 +1,6 @@
 """Pieces of documents: who computes them, and the bytes that their rows and states take."""
 
+from math import ceil, log2
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.long_documents import MOST_CUT, LongDocuments
 from tritonpack.parallel.pieces import PieceTable
 from tritonpack.parallel.shard_and_gather import Sharding
+from tritonpack.parallel.state_scan import StateScan
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 
 NO_GROUP: Any = None
@@ -92,6 +94,14 @@ def test_layers_that_call_a_recurrence_otherwise_are_left_to_whole_documents():
     known = next(m for m in zoo.tiny_model("qwen3_next").modules() if type(m).__name__ == "Qwen3NextGatedDeltaNet")
     assert long.forward_of(SimpleNamespace(module=known, own=None)) is not None
     assert long.forward_of(SimpleNamespace(module=known, own=known.forward)) is None  # another library's forward
+
+
+@pytest.mark.parametrize("pieces", range(2, 12))
+def test_a_scan_takes_as_many_messages_as_the_docs_say(pieces):
+    begins = torch.zeros(pieces + 2, dtype=torch.bool)
+    begins[[0, pieces]] = True  # and a document of two pieces
+    scan = StateScan(begins, torch.arange(pieces + 2), Ranks(NO_GROUP, 0, pieces + 2), torch.device("cpu"))
+    assert len(scan._rounds) == 1 + ceil(log2(pieces - 1))
 
 
 def messages(owners):

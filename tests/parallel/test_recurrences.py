@@ -125,6 +125,29 @@ def test_pieces_with_states_equal_the_whole_document(name, split):
         torch.testing.assert_close(got[what], tensor, rtol=0, atol=1e-12 * tensor.abs().max().item(), msg=what)
 
 
+# Numbers in a transition and an addition, by docs/sequence-parallelism.md.
+SIZES = {
+    "torch_chunk_gated_delta_rule": HEADS * KEYS * (KEYS + WIDTH),
+    "chunk_kimi_delta_attention": HEADS * KEYS * (KEYS + WIDTH),
+    "mamba2_chunk_scan": HEADS * (WIDTH * KEYS + 1),
+    "lightning": HEADS * (KEYS * KEYS + 1),
+    "mamba_selective_scan": 2 * WIDTH * KEYS,
+    "rg_lru._rnn_scan": 2 * WIDTH,
+    "rwkv_linear_attention": 3 * WIDTH,
+}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_elements_have_the_sizes_that_the_docs_say(name, begins):
+    own, make = CASES[name]
+    recurrence, given = RECURRENCES.get(name, LIGHTNING), make()
+    given |= {name: given[name].narrow(recurrence.dim, 0, 3) for name in recurrence.rows}
+    with in_float64():
+        effect = recurrence.effect(partial(own, **given), given, begins)
+    assert effect.transition.numel() + effect.addition.numel() == SIZES[name]
+
+
 def cast(given, dtype):
     def one(x):
         if isinstance(x, SimpleNamespace):
