@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,9 @@ from tests.parallel.models import (
 )
 from tests.patches import zoo
 from tritonpack import SequenceParallel
+from tritonpack.parallel.comm import as_ranks
+from tritonpack.parallel.layouts import Layout
+from tritonpack.parallel.row_travel import RowTravel
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.families import MIXERS
 
@@ -62,7 +66,15 @@ def in_float64() -> Iterator[None]:
 
 def make(name, **overrides):
     torch.manual_seed(0)
-    return zoo.tiny_model(name, **overrides).double().eval()
+    model = zoo.tiny_model(name, **overrides).double().eval()
+    for module in model.modules():
+        if type(module).__name__ == "MiniMaxLightningAttention":  # its decays were rounded to float32
+            with in_float64():
+                rate = module.get_slope_rate()
+                decays = module.decay_factors(rate)
+            names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+            module.load_state_dict(dict(zip(names, (rate, *decays), strict=True)), strict=False)
+    return model
 
 
 def require_equal(got: Result, wanted: Result) -> None:
@@ -119,25 +131,44 @@ def long_rows():
     return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
 
 
-# Layers that mix in a way of their own get whole documents, also long ones.
-WHOLE = ("minimax", "recurrent_gemma", "rwkv", "zaya")
-
-
-def agrees_on_a_long_document(name, **options):
+def agrees_on_a_long_document(name, batch=long_document, **options):
+    """With a document that ranks divide: none computes all of it."""
     with mock.patch.object(WholeDocuments, "fetch", autospec=True, side_effect=WholeDocuments.fetch) as fetch:
-        agrees(name, long_document, **options)
-    assert fetch.called == (name in WHOLE)
+        agrees(name, batch, **options)
+    assert not fetch.called
 
 
 CASES |= {f"{name}, long document": partial(agrees_on_a_long_document, name) for name in TYPES}
+# One type for each recurrence, and for convolutions.
+RECURRENCES = ("qwen3_next", "kimi_linear", "mamba2", "mamba", "minimax", "rwkv", "recurrent_gemma", "lfm2", "zaya")
+
+
+def among_short_ones():
+    return packed((2, 3, 1, 4, 40, 1, 2, 5, 3))
+
+
+def agrees_at_edges(name):
+    """A document that ends where a rank's rows end."""
+    lengths, layout = ((45, 15), "zigzag") if dist.get_world_size() == 2 else ((40, 20), "contiguous")
+    agrees_on_a_long_document(name, lambda: packed(lengths), layout=layout)
+
+
+CASES |= {f"{name}, ends at edges": partial(agrees_at_edges, name) for name in RECURRENCES}
 CASES |= {
-    f"{name}, long document, {layout}": partial(agrees_on_a_long_document, name, layout=layout)
-    for name in FEW
-    for layout in ("zigzag", "stripe", "documents")
+    f"{name}, one long document, {layout}": partial(agrees_on_a_long_document, name, one_document, layout=layout)
+    for name in RECURRENCES
+    for layout in ("contiguous", "zigzag")
+}
+CASES |= {
+    f"{name}, among short ones, {exchange}, {layout}": partial(
+        agrees_on_a_long_document, name, among_short_ones, exchange=exchange, layout=layout
+    )
+    for name in RECURRENCES
+    for exchange, layout in LAYOUTS
 }
 CASES |= {
     f"{name}, {what}": partial(agrees, name, **options)
-    for name in ("qwen3_next", "mamba2", "mamba")
+    for name in ("qwen3_next", "mamba2", "mamba", "minimax", "rwkv")
     for what, options in {
         "long rows": {"batch": long_rows},
         "checkpoints": {"checkpoints": True},
@@ -186,8 +217,35 @@ CASES |= {
 CASES["6 heads, 3 groups"] = partial(
     agrees_on_a_long_document, "mamba2", config={"num_heads": 6, "n_groups": 3, "hidden_size": 48}
 )
+
+
+def many_chunks():
+    """Enough tokens for several chunks of the layout "balanced" on each rank."""
+    return packed((3, 900, 5, 1, 300))
+
+
+CASES |= {
+    f"{name}, many chunks": partial(agrees_on_a_long_document, name, many_chunks) for name in ("qwen3_next", "mamba2")
+}
+
+
+def sums_gradients_in_float32():
+    """Two of three ranks have less than half a unit in the last place of what the first one has."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.arange(2 * size)
+    travel = RowTravel(Layout(rows.split(2)), as_ranks(None), [rows] * size, rows.device)
+    x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    part = 1.0 if rank == 0 else 0.75 * 2**-8
+    travel.fetch(x).backward(torch.full((2 * size, 4), part, dtype=torch.bfloat16))
+    assert torch.equal(x.grad, torch.full_like(x, 1 + (size - 1) * 0.75 * 2**-8))
+
+
+CASES["gradients of rows that several ranks got"] = sums_gradients_in_float32
 ALSO_ON_FOUR = [
-    f"{name}{what}"
-    for name in FEW
-    for what in ("", ", long document", ", three_tokens", ", padded", ", long document, stripe")
-] + [name for name in CASES if "heads" in name]
+    name
+    for name in CASES
+    if any(
+        what in name
+        for what in ("heads", "edges", "one long", "short ones", "checkpoints, long", "three_tokens", "chunks", "got")
+    )
+]

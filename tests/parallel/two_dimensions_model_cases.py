@@ -12,6 +12,8 @@ from tests.parallel.attention_cases import LAYOUTS
 from tests.parallel.models import (
     BATCHES,
     LENGTHS,
+    Result,
+    alone,
     alone_on,
     gradients_of,
     loss_of,
@@ -20,6 +22,8 @@ from tests.parallel.models import (
     packed,
     state_of,
 )
+from tests.parallel.recurrent_cases import in_float64, require_equal
+from tests.parallel.recurrent_cases import make as make_recurrent
 from tests.parallel.two_dimensions_cases import KEYS, PAIR, exact, mesh_of, square
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
 from tritonpack.parallel import make_layout
@@ -31,6 +35,18 @@ def agrees(family="llama", batch="packed", **options):
         loss = model(**BATCHES[batch]()).loss
         loss.backward()
     same(loss, mean_over(None, gradients_of(model), options.get("grad_reduce", "mean")), alone_on(family, batch))
+
+
+def agrees_on_recurrences(name):
+    """A document that all ranks divide, whose states pass between nodes and within them."""
+    model, other, batch = make_recurrent(name), make_recurrent(name), {**packed((2, 40, 3)), "use_cache": False}
+    with in_float64():
+        wanted = alone(other, loss_of, batch)
+        with SequenceParallel(model, square(), exchange=PAIR, layout="documents"):
+            loss = model(**batch).loss
+            loss.backward()
+        gradients = mean_over(None, gradients_of(model))
+    require_equal(Result(loss.detach()[None], gradients), wanted)
 
 
 def same(loss, gradients, wanted):
@@ -130,6 +146,7 @@ CASES = {
         for keys in KEYS
         for family in ("mistral", "gemma2", "gpt_oss")
     },
+    **{f"{name}, long document": partial(agrees_on_recurrences, name) for name in ("qwen3_next", "mamba2")},
     "ulysses, group_cast": partial(agrees, exchange=PAIR[::-1], layout="documents"),
     "summed gradients": partial(agrees, exchange=list(PAIR), grad_reduce="sum"),
     "shard, gather, total": partial(shards_gathers_and_sums, "documents"),

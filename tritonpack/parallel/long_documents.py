@@ -1,64 +1,51 @@
 """Layers that mix along the row, for batches with a document that is long for its ranks.
 
-Each rank computes all that concerns single tokens for its own rows. In a convolution it also gets the rows just before
-its own (a halo). In a recurrence it computes some heads, or channels, over all rows: heads don't depend on each other,
-so no rank waits for the state of another.
+Each rank computes pieces of documents. With each piece travel the few rows before it, for convolutions. What a piece
+does to the state of a recurrence is combined over ranks, so each piece gets the state before it.
 
-The forward of such a layer calls its convolution and its recurrence as functions of its module. It runs here with other
-functions under these names, which exchange rows and call the layer's own functions. Classes and modules stay unchanged.
+The forward of a recurrent layer calls its convolution and its recurrence as functions, or as its parts. It runs here
+with other functions in their places, which run the layer's own functions on pieces. Classes and modules stay unchanged.
 """
 
 from __future__ import annotations
 
+import copy
+import dis
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from tritonpack.parallel.exchanges.trade import Trade
-from tritonpack.parallel.exchanges.ulysses import divide_heads
-from tritonpack.parallel.row_travel import RowTravel
+from tritonpack.parallel.comm import wide
+from tritonpack.parallel.layouts import Layout
+from tritonpack.parallel.pieces import Pieces, PieceTable
+from tritonpack.parallel.recurrences import LIGHTNING, RECURRENCES, Effect, Recurrence, lightning_attention
 from tritonpack.parallel.shard_and_gather import Sharding
-from tritonpack.parallel.whole_documents import filled, in_one_row
-from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.parallel.state_scan import StateScan
+from tritonpack.patches.packed_batch import DocumentLayer, PackedBatch
 from tritonpack.patches.unpacking.document_places import Documents, batches_of, lay_back
 
-
-@dataclass(frozen=True)
-class Scan:
-    """The arguments of a function that computes a recurrence.
-
-    Attributes:
-        heads: tensors (1, rows, H, ...) with a row per token. The first one has the widths of the output.
-        groups: tensors (1, rows, G, ...), each of whose G groups is for H / G consecutive heads.
-        parameters: tensors (H, ...).
-        rows_last: whether tensors are (1, H, rows), and groups (1, N, rows), one group for all heads.
-    """
-
-    heads: tuple[str, ...]
-    groups: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    rows_last: bool = False
-
-
-CONVOLUTION = "causal_conv1d_fn"
-SCANS = {
-    "torch_chunk_gated_delta_rule": Scan(("value", "g", "beta"), ("query", "key")),
-    "chunk_kimi_delta_attention": Scan(("value", "query", "key", "g", "beta")),
-    "mamba2_chunk_scan": Scan(("hidden_states", "dt"), ("B", "C"), ("A", "D", "dt_bias")),
-    "mamba_selective_scan": Scan(("hidden_states", "dt", "z"), ("B", "C"), ("A", "D", "delta_bias"), rows_last=True),
-}
+# Layers in which a token reads a fixed number of tokens before it, and nothing else.
+SHORT_REACH = {"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv", "RwkvFeedForward", "ZayaCCAProjection"}
+# Dimension of tokens in arguments and outputs of functions and parts that read tokens before each token.
+LOCAL = {"causal_conv1d_fn": -1, "conv_1d": -1, "time_shift": 1}
 # Kernels that compute a whole layer. They return None where they can't run, and the layer then runs step by step.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+MOST_CUT = 8  # pieces of cut documents on a rank, up to which rows stay where they are
+
+Forward = Callable[..., Any]
 
 
 class LongDocuments:
-    """The rows of a batch as layers with a recurrence or a convolution need them.
+    """How layers that mix along the row compute the documents of a batch.
+
+    Rows stay on the ranks that own them if each has few pieces. In layouts with many, they travel to a layout in which
+    each rank has one run of tokens.
 
     Args:
         batch: the whole batch, with the padding of the layout.
@@ -67,133 +54,188 @@ class LongDocuments:
 
     def __init__(self, batch: PackedBatch, sharding: Sharding) -> None:
         self.batch, self.sharding = batch, sharding
-        self._halos: dict[int, _Halo] = {}
+        ranks = sharding.ranks.size
+        self.table = PieceTable.of(batch, sharding.layout)
+        if self.table.cut.any() and self.table.most_cut(ranks) > MOST_CUT:
+            self.table = PieceTable.of(batch, _in_runs(batch, sharding.layout))
+        self._pieces: dict[int, Pieces] = {}
 
-    def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """The forward of a layer with functions that exchange rows; None if the layer mixes otherwise."""
-        own = inspect.unwrap(type(module).forward)
-        called = own.__code__.co_names if isinstance(own, FunctionType) else ()
-        if CONVOLUTION not in called:
+    def forward_of(self, layer: DocumentLayer) -> Forward | None:
+        """The forward of a layer on this rank's rows; None if the layer mixes otherwise."""
+        module = layer.module
+        if layer.own is not None:
             return None
-        others: dict[str, Any] = dict.fromkeys(FUSED, lambda *_, **__: None)
-        others[CONVOLUTION] = partial(self._convolve, own.__globals__[CONVOLUTION])
-        for name in SCANS.keys() & set(called):
-            others[name] = partial(self._scan, own.__globals__[name], SCANS[name])
-        forward = FunctionType(own.__code__, own.__globals__ | others, own.__name__, own.__defaults__, own.__closure__)
-        forward.__kwdefaults__ = own.__kwdefaults__
-        return forward.__get__(module)
+        if type(module).__name__ in SHORT_REACH:
+            pieces = self._with_reach(module)
+            return self._on(pieces, lambda **arguments: layer.run(arguments, pieces.packed_batch))
+        if type(module).__name__ == "MiniMaxLightningAttention":
+            return partial(_run_lightning, module, self._at(0))
+        pieces = self._with_reach(module)
+        forward = _on_pieces(module, pieces)
+        return None if forward is None else self._on(pieces, forward)
 
-    def _convolve(self, own: Callable[..., Tensor], x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(1, channels, rows) of own rows -> the same, by the layer's own function on own rows and their halo."""
-        reach = weight.shape[-1] - 1
-        if reach not in self._halos:
-            self._halos[reach] = _Halo(self.batch, self.sharding, reach)
-        halo = self._halos[reach]
-        rows = halo.fetch(x[0].T)
+    def _on(self, pieces: Pieces, forward: Forward) -> Forward:
+        """A forward of pieces as a forward of own rows."""
+        return lambda **arguments: tree_map(pieces.give_back, forward(**tree_map(pieces.fetch, arguments)))
 
-        def run(documents: Documents) -> Tensor:
-            return own(documents.cut(rows).transpose(1, 2), weight, *args, **kwargs).transpose(1, 2)
+    def _with_reach(self, module: nn.Module) -> Pieces:
+        """The pieces, with the rows that convolutions read, one after the other, and one for layers that shift rows."""
+        convolutions = [part for part in module.modules() if isinstance(part, nn.Conv1d)]
+        return self._at(max(sum((one.kernel_size[0] - 1) * one.dilation[0] for one in convolutions), 1))
 
-        batches = batches_of(halo.packed_batch)
-        return halo.own_rows(lay_back(batches, [run(documents) for documents in batches]))[None].mT
+    def _at(self, reach: int) -> Pieces:
+        if reach not in self._pieces:
+            self._pieces[reach] = Pieces(self.batch, self.sharding, self.table, reach)
+        return self._pieces[reach]
 
-    def _scan(self, own: Callable[..., Any], scan: Scan, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own function on all rows of some heads."""
-        names = list(inspect.signature(own).parameters)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        traded = [name for name in (*scan.heads, *scan.groups) if given.get(name) is not None]
-        tensors = [_with_heads(given[name], name in scan.groups, scan) for name in traded]
-        heads = tensors[0].shape[1]
-        groups = next((x.shape[1] for name, x in zip(traded, tensors, strict=True) if name in scan.groups), heads)
-        head_spans, group_spans = divide_heads(heads, groups, self.sharding.ranks.size)
-        spans = [group_spans if name in scan.groups else head_spans for name in traded]
-        mine, my_groups = (some[self.sharding.ranks.rank] for some in (head_spans, group_spans))
-        trading: Any = self.sharding  # it has ranks and layout, which are all that a trade reads
-        local = dict(zip(traded, Trade.apply(trading, True, spans, *tensors), strict=True))
-        shared = my_groups.stop - my_groups.start
-        if shared > 1 and mine.stop - mine.start != heads // groups * shared:  # groups that heads of two ranks use
-            index = torch.arange(mine.start, mine.stop) // (heads // groups) - my_groups.start
-            local |= {name: local[name][:, index.to(local[name].device)] for name in local.keys() & {*scan.groups}}
-        parameters = {name: given[name][mine] for name in scan.parameters if given.get(name) is not None}
-        result: Any = None
 
-        def run(documents: Documents) -> Tensor:
-            nonlocal result
-            changed = {name: self._cut(x, documents, given[name].ndim, name, scan) for name, x in local.items()}
-            changed |= parameters
-            result = own(
-                *[changed.get(name, x) for name, x in zip(names, args, strict=False)],
-                **{name: changed.get(name, x) for name, x in kwargs.items()},
-            )
-            out = result[0] if isinstance(result, tuple) else result
-            return out.mT if scan.rows_last else out
+def _in_runs(batch: PackedBatch, layout: Layout) -> Layout:
+    """A layout of as many ranks, each with one run of rows. All have equally many tokens."""
+    begin, length = batch.lengths()
+    ends = begin + length
+    live = torch.zeros(layout.num_rows + 1, dtype=torch.int64)
+    live[begin] += 1
+    live[ends] -= 1
+    passed = live.cumsum(0)[:-1].cumsum(0)  # tokens up to each row
+    share = torch.arange(1, layout.ranks) * int(length.sum()) // layout.ranks
+    bounds = torch.searchsorted(passed, share, right=True)
+    return Layout(torch.arange(layout.num_rows).tensor_split(bounds))
 
-        if mine.start == mine.stop:  # there are fewer heads than ranks
-            out = local[traded[0]]
-            result = (out, None) if "output_final_state" in names else out
+
+@cache
+def _globals_of(forward: FunctionType) -> set[str]:
+    """The names outside of itself that a forward reads; not those of attributes."""
+    return {one.argval for one in dis.get_instructions(forward) if one.opname == "LOAD_GLOBAL"}
+
+
+def _on_pieces(module: nn.Module, pieces: Pieces) -> Forward | None:
+    """The forward of a recurrent layer on pieces; None if it doesn't call a known recurrence."""
+    own = inspect.unwrap(type(module).forward)
+    if not isinstance(own, FunctionType):
+        return None
+    called, parts = _globals_of(own), module._modules
+    places = {name for name in RECURRENCES if name in called or name.partition(".")[0] in parts}
+    if len(places) != 1:
+        return None
+    name = places.pop()
+    recurrence = RECURRENCES[name]
+    beside = recurrence.beside
+    if beside not in called | parts.keys():
+        return None
+    others: dict[str, Any] = dict.fromkeys(called.intersection(FUSED), lambda *_, **__: None)
+    stand_in = copy.copy(module)  # with the same parts and hooks
+    wraps: dict[str, Any] = {
+        name: partial(partial, _scan, pieces, recurrence),
+        beside: partial(partial, _locally, pieces, LOCAL[beside]),
+    }
+    for place, wrap in wraps.items():
+        part, _, method = place.partition(".")
+        if place in called:
+            others[place] = wrap(own.__globals__[place])
+        elif method:
+            inner: Any = copy.copy(parts[part])
+            inner.__dict__[method] = wrap(getattr(inner, method))
+            stand_in.__dict__[part] = inner
         else:
-            batches = batches_of(self.batch)
-            out = lay_back(batches, [run(documents) for documents in batches]).flatten(0, 1)
-            out = out[..., None] if scan.rows_last else out
-        out = Trade.apply(trading, False, [head_spans], out.contiguous())[0]
-        out = out[None, ..., 0].mT if scan.rows_last else out[None]
-        return (out, None) if isinstance(result, tuple) else out
-
-    def _cut(self, x: Tensor, documents: Documents, dims: int, name: str, scan: Scan) -> Tensor:
-        """All rows of some heads, (rows, heads, width), as documents in the form of the function's argument."""
-        x = documents.cut(x.unflatten(0, self.batch.tokens))
-        if scan.rows_last:
-            return (x[:, :, 0] if name in scan.groups else x[..., 0]).mT.contiguous()
-        return x if dims == 4 else x[..., 0]
+            stand_in.__dict__[part] = wrap(parts[part])
+    forward = FunctionType(own.__code__, own.__globals__ | others, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return forward.__get__(stand_in)
 
 
-class _Halo:
-    """Own rows of documents, and the rows before them that a convolution reads, as pieces of documents.
+def _locally(pieces: Pieces, dim: int, own: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A function of tokens and the few before them, on each piece with its halo. `dim` is the dimension of tokens."""
 
-    Attributes:
-        packed_batch: the pieces, as a batch of one row.
+    def run(documents: Documents) -> Tensor:
+        cut = documents.cut(x.movedim(dim, 1))
+        return own(cut.movedim(1, dim), *args, **kwargs).movedim(dim, 1)[:, : cut.shape[1]]
+
+    batches = batches_of(pieces.packed_batch)
+    return lay_back(batches, [run(documents) for documents in batches]).movedim(1, dim)
+
+
+def _scan(pieces: Pieces, recurrence: Recurrence, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A recurrence on all pieces without their halos, whose rows get zeros. States don't leave it."""
+    names = list(inspect.signature(own).parameters)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    dim = recurrence.dim
+
+    def call(**changed: Any) -> Any:
+        """The layer's own function, called in the way in which the layer calls it."""
+        positional = [changed.pop(name, x) for name, x in zip(names, args, strict=False)]
+        return own(*positional, **kwargs | changed)
+
+    def cut(documents: Documents) -> dict[str, Tensor]:
+        rows = {name: given[name] for name in recurrence.rows if given.get(name) is not None}
+        return {name: documents.cut(x.movedim(dim, 1)).movedim(1, dim).contiguous() for name, x in rows.items()}
+
+    def outputs(result: Any) -> Tensor:
+        return (result[0] if recurrence.pair else result).movedim(dim, 1)
+
+    outs = [outputs(call(**cut(documents))) for documents in pieces.whole]
+    found: Tensor | None = None
+    if pieces.scan is not None:
+        arguments = [cut(documents) for documents in pieces.cut]
+        effects = [
+            recurrence.effect(partial(call, **changed), given | changed, begins)
+            for changed, begins in zip(arguments, pieces.begins, strict=True)
+        ]
+        found, states = _states_before(pieces.scan, effects, recurrence, given)
+        outs += [effect.outputs(state).movedim(dim, 1) for effect, state in zip(effects, states, strict=True)]
+    out = lay_back([*pieces.whole, *pieces.cut], outs)
+    if found is not None:  # every rank's graph needs the scan, also if none of its pieces has a state before it
+        out = out + found[:0].sum().to(out.dtype)
+    out = out.movedim(1, dim)
+    return (out, None) if recurrence.pair else out
+
+
+def _states_before(
+    scan: StateScan, effects: list[Effect], recurrence: Recurrence, given: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """What the scan finds for own pieces, and the state before each of them."""
+    start = _Start.apply(*(x for x in given.values() if isinstance(x, Tensor) and x.is_floating_point()))
+    if not effects:
+        return scan.before(start.expand(0, 1), lambda first, _: first), []
+    effect = effects[0]
+    shapes = effect.transition.shape, effect.addition.shape
+    sizes = [shape.numel() for shape in shapes]
+
+    def parts(elements: Tensor) -> tuple[Tensor, ...]:
+        """(n, width) -> transitions and additions (n, ...)."""
+        both = zip(elements.split(sizes, 1), shapes, strict=True)
+        return tuple(some.view(-1, *shape) for some, shape in both)
+
+    def flat(transitions: Tensor, additions: Tensor) -> Tensor:
+        return torch.cat([transitions.flatten(1), additions.flatten(1)], 1)
+
+    def join(first: Tensor, second: Tensor) -> Tensor:
+        return flat(*recurrence.join(*parts(first), *parts(second)))
+
+    own = [torch.stack(some) for some in zip(*((one.transition, one.addition) for one in effects), strict=True)]
+    found = scan.before(flat(*own) + start, join)
+    return found, list(parts(found)[1])
+
+
+class _Start(torch.autograd.Function):
+    """(tensors) -> zero, which needs a gradient if one of the tensors does. It gives them none.
+
+    So gradients travel on every rank or on none, also from ranks without a piece.
     """
 
-    def __init__(self, batch: PackedBatch, sharding: Sharding, reach: int) -> None:
-        begin, length = batch.lengths()
-        layout, rank = sharding.layout, sharding.ranks.rank
-        place = torch.full((layout.num_rows,), -1)  # in its document; -1 for padding
-        document = torch.repeat_interleave(torch.arange(length.shape[0]), length)
-        steps = torch.arange(document.shape[0]) - (length.cumsum(0) - length)[document]
-        place[begin[document] + steps] = steps
-        wanted = [_with_halo(rows, place, reach) for rows in layout.rows_on_host]
-        self._travel = RowTravel(layout, sharding.ranks, wanted, batch.device)
-        mine = wanted[rank]
-        first = (place[mine] == 0) | (mine.diff(prepend=mine.new_tensor([-2])) != 1)
-        self.packed_batch = in_one_row(first.nonzero()[:, 0].diff(append=torch.tensor([mine.shape[0]])), batch)
-        own = layout.rows_on_host[rank]
-        live = place[own] >= 0
-        self._own = live.nonzero()[:, 0].to(batch.device)
-        self._places = torch.searchsorted(mine, own[live]).to(batch.device)
-        self._rows = own.shape[0]
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        return tensors[0].new_zeros((), dtype=wide(tensors[0].dtype))
 
-    def fetch(self, x: Tensor) -> Tensor:
-        """The pieces, (1, n, ...), from own rows (rows, ...)."""
-        return filled(self._travel.fetch(x)[None], self.packed_batch)
-
-    def own_rows(self, x: Tensor) -> Tensor:
-        """Own rows (rows, ...) of the pieces' outputs, (1, n, ...). Padding gets zeros."""
-        return x.new_zeros(self._rows, *x.shape[2:]).index_copy(0, self._own, x[0, self._places])
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.count
 
 
-def _with_halo(rows: Tensor, place: Tensor, reach: int) -> Tensor:
-    """Rows without padding, and up to `reach` rows of the same document before each; ascending int64."""
-    own = torch.zeros(place.shape[0], dtype=torch.bool)
-    own[rows] = place[rows] >= 0
-    wanted = own.clone()
-    for step in range(1, reach + 1):
-        wanted[:-step] |= own[step:] & (place[step:] >= step)
-    return wanted.nonzero()[:, 0]
-
-
-def _with_heads(x: Tensor, is_group: bool, scan: Scan) -> Tensor:
-    """An argument as (rows, heads, width)."""
-    x = x[0]
-    if scan.rows_last:
-        return x.T[:, None] if is_group else x.T[..., None]
-    return x if x.ndim == 3 else x[..., None]
+def _run_lightning(module: Any, pieces: Pieces, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """The forward of MiniMax's linear attention, whose own computes the recurrence in line, on own rows."""
+    x = pieces.fetch(hidden_states)
+    heads = module.act_fn(module.qkv_proj(x)).unflatten(-1, (module.num_attention_heads, -1)).split(module.head_dim, -1)
+    out, _ = _scan(pieces, LIGHTNING, lightning_attention, *heads, module)
+    gate = module.output_gate(x).sigmoid()
+    return pieces.give_back(module.out_proj(gate * module.norm(out.flatten(2)))), None

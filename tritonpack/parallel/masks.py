@@ -129,7 +129,7 @@ class ShardedBatch(PackedBatch):
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
             self._long = LongDocuments(self.padded, self.sharding) if self._documents.uneven else None
         documents = self._documents
-        forward = None if self._long is None or layer.own is not None else self._long.forward_of(layer.module)
+        forward = None if self._long is None else self._long.forward_of(layer)
         if forward is not None:
             return forward(**arguments)
         return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.comm import Ranks, all_to_all
+from tritonpack.parallel.comm import Ranks, all_to_all, wide
 from tritonpack.parallel.layouts import Layout
 
 
@@ -20,6 +20,7 @@ class RowTravel:
         ranks: the group.
         rows: how many rows of the batch this rank owns.
         wanted: how many rows this rank wants.
+        moves: whether any rank wants rows of another one. If not, nothing is sent.
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, wanted: Sequence[Tensor], device: torch.device) -> None:
@@ -37,6 +38,7 @@ class RowTravel:
             owner[rows], place[rows] = rank, torch.arange(rows.shape[0])
         leaving = [place[rows[owner[rows] == ranks.rank]] for rows in wanted]
         owners = owner[wanted[ranks.rank]]
+        self.moves = any(bool((owner[rows] != rank).any()) for rank, rows in enumerate(wanted))
         self._sent = [rows.shape[0] for rows in leaving]
         self._received = owners.bincount(minlength=ranks.size).tolist()
         self._leaving = torch.cat(leaving).to(device)
@@ -52,15 +54,24 @@ class RowTravel:
 
     def travel(self, x: Tensor, there: bool) -> Tensor:
         """As `fetch`, or as `give_back`, without autograd."""
-        width = x.new_empty(1, *x.shape[1:]).numel()
-        sent, received = [n * width for n in self._sent], [n * width for n in self._received]
         if there:
-            arrived = all_to_all(x[self._leaving], sent, received, self.ranks)()
             result = x.new_empty(self.wanted, *x.shape[1:])
-            result[self._arriving] = arrived.view(-1, *x.shape[1:])
+            result[self._arriving] = self._exchange(x[self._leaving], self._sent, self._received)
             return result
-        arrived = all_to_all(x[self._arriving], received, sent, self.ranks)()
-        return x.new_zeros(self.rows, *x.shape[1:]).index_add_(0, self._leaving, arrived.view(-1, *x.shape[1:]))
+        arrived = self._exchange(x[self._arriving], self._received, self._sent)
+        total = x.new_zeros(self.rows, *x.shape[1:], dtype=wide(x.dtype))
+        # Rank after rank: no rank wants a row twice, so sums have the same order in every run.
+        for rows, part in zip(self._leaving.split(self._sent), arrived.split(self._sent), strict=True):
+            total[rows] += part
+        return total.to(x.dtype)
+
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """The rows that come, from the rows that go."""
+        if not self.moves:
+            return x
+        width = x.new_empty(1, *x.shape[1:]).numel()
+        arrive = all_to_all(x, [n * width for n in sent], [n * width for n in received], self.ranks)
+        return arrive().view(sum(received), *x.shape[1:])
 
 
 class _Travel(torch.autograd.Function):

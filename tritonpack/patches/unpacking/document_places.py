@@ -41,12 +41,31 @@ class Documents:
         packed = bool((rows[1:] == rows[:-1]).any())
         if not length.numel() or not (packed or always):
             return None
+        return cls.at(packed_batch.tokens, begin, length, packed_batch.device, left=left, packed=packed)
+
+    @classmethod
+    def at(
+        cls,
+        tokens: torch.Size,
+        begin: Tensor,
+        length: Tensor,
+        device: torch.device,
+        *,
+        left: bool = False,
+        packed: bool = True,
+    ) -> Documents:
+        """Documents that begin at these places of the flattened rows: `begin` and `length` are (documents,) int64."""
         steps = torch.arange(int(length.max())).expand(len(length), -1)
         if left:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(packed_batch.tokens, places.to(packed_batch.device), inside.to(packed_batch.device), packed)
+        return cls(tokens, places.to(device), inside.to(device), packed)
+
+    def in_batches(self) -> list[Documents]:
+        """These documents in batches of similar lengths: the longest is below twice the shortest."""
+        digits = self.inside.sum(1).log2().floor()
+        return [self.subset((digits == some).nonzero().flatten()) for some in digits.unique()]
 
     def subset(self, numbers: Tensor) -> Documents:
         """The documents of these numbers, (n,) int64, padded to the longest of them."""
@@ -81,16 +100,11 @@ def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
 
 
 def batches_of(packed_batch: PackedBatch) -> list[Documents]:
-    """The documents of a packing in batches of similar lengths: the longest is below twice the shortest.
-
-    Found once for all layers. Waits for the device.
-    """
+    """The documents of a packing `in_batches`, found once for all layers. Waits for the device."""
     if not packed_batch.kept_batches:
         documents = Documents.of(packed_batch, always=True)
         if documents is not None:
-            digits = documents.inside.sum(1).log2().floor()
-            chosen = [(digits == some).nonzero().flatten() for some in digits.unique()]
-            packed_batch.kept_batches += [documents.subset(numbers) for numbers in chosen]
+            packed_batch.kept_batches += documents.in_batches()
     return packed_batch.kept_batches
 
 
