@@ -176,8 +176,6 @@ def options_are_refused(exchange):
         refused("heads_k_stride must be an integer from 1 to.*4; got 0", heads_k_stride=0)
     else:
         refused("heads_k_stride is for exchange='all_gather'", heads_k_stride=2)
-    if exchange == "ring":
-        refused("alibi_slopes need the distance of each key.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
     if exchange == "ulysses":
         refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
 
@@ -235,6 +233,7 @@ BATCHES = {
 }
 ALIBI = {
     "alibi": lambda: Batch(options={"alibi_slopes": SLOPES}),
+    "alibi, trees": lambda: Batch(trees(), options={"alibi_slopes": SLOPES}, sinks=True),
     "alibi per document": lambda: Batch(options={"alibi_slopes": torch.outer(torch.arange(6) + 1.0, SLOPES)}),
 }
 STRIDES = {f"stride {n}": lambda n=n: Batch(sinks=True, exchange_options={"heads_k_stride": n}) for n in (1, 3, 4)}
@@ -248,8 +247,7 @@ CASES = {f"all_gather, {name}": partial(agrees, make, "all_gather", "stripe") fo
 for exchange in EXCHANGES:
     CASES |= {f"{exchange}, {layout}": partial(agrees, Batch, exchange, layout) for layout in LAYOUTS}
     CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "balanced") for name, make in BATCHES.items()}
-    if exchange != "ring":
-        CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in ALIBI.items()}
+    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in ALIBI.items()}
     CASES |= {
         f"{exchange}, divisible": partial(agrees, divisible, exchange, "contiguous"),
         f"{exchange}, float32": partial(low_precision, exchange, torch.float32),

@@ -37,7 +37,6 @@ class Case:
 
 # The first inputs of "ulysses" must come before anything can be computed, and the last outputs come after all.
 ENDS = ([0, -1], [0, -1])
-ALIBI = ([0], [0, -1])
 CASES = {
     "all_gather": Case("all_gather", 16, 8, (4, 8)),
     "all_gather, two key heads": Case("all_gather", 16, 2, (4, 8)),
@@ -46,15 +45,12 @@ CASES = {
     "all_gather, 6 heads per step": Case("all_gather", 16, 16, (3, 6), options={"heads_k_stride": 6}),
     "all_gather, all heads in a step": Case("all_gather", 16, 4, (4, 8), options={"heads_k_stride": 4}),
     "all_gather, windows": Case("all_gather", 16, 8, (4, 8), mask={"window": (1000, 0)}),
-    # Distances need all keys of a head in one tensor.
-    "all_gather, alibi": Case("all_gather", 16, 8, (4, 8), ALIBI, options={"alibi_slopes": torch.ones(16)}),
-    "all_gather, alibi, one key head": Case(
-        "all_gather", 16, 1, (1, 2), ([0], [0, 1]), options={"alibi_slopes": torch.ones(16)}
-    ),
+    "all_gather, alibi": Case("all_gather", 16, 8, (4, 8), options={"alibi_slopes": torch.ones(16)}),
     "group_cast": Case("group_cast", 16, 8, (4, 8)),
     "group_cast, documents": Case("group_cast", 16, 8, (4, 8), layout="documents"),
     "group_cast, one key head": Case("group_cast", 16, 1, (4, 8)),
-    "group_cast, alibi": Case("group_cast", 16, 8, (4, 8), ALIBI, options={"alibi_slopes": torch.ones(16)}),
+    "group_cast, alibi": Case("group_cast", 16, 8, (4, 8), options={"alibi_slopes": torch.ones(16)}),
+    "group_cast, alibi, one key head": Case("group_cast", 16, 1, (4, 8), options={"alibi_slopes": torch.ones(16)}),
     "ring": Case("ring", 16, 8, (7, 14)),
     "ring, one key head": Case("ring", 16, 1, (7, 14)),
     "ring, zigzag": Case("ring", 16, 8, (7, 14), layout="zigzag"),

@@ -111,7 +111,7 @@ def test_group_cast_receives_few_bytes_for_a_million_tokens(traffic):
     layout = make_layout("documents", mask, RANKS)
     call = Call(Ranks(dist.group.WORLD, RANK, RANKS), layout, mask, None, "reference", 1)
     k, v = torch.zeros(layout.lengths[RANK], 1, 1, dtype=torch.uint8), torch.zeros(layout.lengths[RANK], 1, 0)
-    parts = divide(call, 4, False)
+    parts = divide(call, 4)
     for part in parts:
         part.send(k, v.byte(), call.ranks)
     received = sum(sum(part.received_counts) for part in parts)

@@ -95,8 +95,7 @@ def attend(
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
-        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys has no distances; for trees
-            only with "ulysses" alone.
+        alibi_slopes: as in `varlen_attention`.
         dropout_p: must be 0.0, because the dropped pairs would depend on the layout.
 
     Raises:
@@ -109,7 +108,7 @@ def attend(
     q, k, v = autocast(q, k, v)
     check_shard(q, k, v, mask, layout, ranks)
     dimensions = dimensions_of(ranks, exchange)
-    check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
+    check_options(dimensions, q.shape[1], dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
     seen = mask_of_keys(mask, layout, dimensions)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
@@ -181,17 +180,12 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         )
 
 
-def check_options(dimensions: Dimensions, heads: int, alibi: bool, dropout_p: float) -> None:
+def check_options(dimensions: Dimensions, heads: int, dropout_p: float) -> None:
     """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped depends on "
             "their places in a tensor, which differ from rank to rank."
-        )
-    if dimensions.exchange == "ring" and alibi:
-        raise ValueError(
-            "alibi_slopes need the distance of each key, which a block of keys that travels doesn't hold; use "
-            "exchange='all_gather', 'group_cast' or 'ulysses'."
         )
     if dimensions.heads is not None and heads < dimensions.heads.size:
         raise ValueError(

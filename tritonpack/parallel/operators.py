@@ -109,7 +109,7 @@ def _attention(
     shared.ran = True
     sharding = shared.sharding
     check_shard(q, k, v, shared.mask, sharding.layout, sharding.ranks)
-    check_options(shared.dimensions, q.shape[1], False, dropout_p)
+    check_options(shared.dimensions, q.shape[1], dropout_p)
     check_stride(sharding.heads_k_stride, sharding.exchange, k.shape[1])
     options = make_options(q, shared.mask, scale=scale, softcap=softcap, sinks=sinks)
     call, sinks = shared.call(q, k.shape[1], options), options.sinks

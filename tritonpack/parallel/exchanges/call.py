@@ -43,11 +43,6 @@ class Call:
     backend: str
     stride: int
 
-    @property
-    def needs_distances(self) -> bool:
-        """Whether the options count the places between a query and a key."""
-        return self.options.alibi_slopes is not None
-
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
         return rows_mask(self.mask, self.layout, self.ranks.rank, source)

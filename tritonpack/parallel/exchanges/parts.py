@@ -7,7 +7,7 @@ again. Results of several parts are merged (merge.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -71,15 +71,3 @@ def own_halves(call: Call) -> tuple[OwnKeys, OwnKeys]:
         return OwnKeys(places, mask)
 
     return half(1, slice(middle, None)), half(0, slice(0, middle))
-
-
-def mask_with_distances(mask: BlockDiagonalMask, rows: Tensor, keys: Tensor) -> BlockDiagonalMask:
-    """The mask between rows and keys that hold all that the rows see, with distances.
-
-    The keys that a row sees follow each other among these keys, too. So the row's interval and its diagonal move by the
-    same number of places. (In a tree other branches lie between the keys of a row, and depths aren't places.)
-    """
-    part = mask.restrict(rows, keys)
-    if mask.is_tree or mask.diagonal is None:
-        return part
-    return replace(part, diagonal=mask.diagonal[rows] + part.key_start - mask.key_start[rows], trusted=True)
