@@ -163,7 +163,7 @@ def options_are_refused(exchange):
             attend(q, k, v, mask, layout, exchange=options.pop("exchange", exchange), **options)
 
     refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
-    refused("exchange must be one of 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
+    refused("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
     refused(r"layout is for 3 ranks, and the group has \d", layout=make_layout("balanced", batch.mask, 3))
     refused("layout must be a Layout.*got str", layout="zigzag")
     refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
@@ -171,7 +171,7 @@ def options_are_refused(exchange):
     refused(r"owns 1\d of the layout's|owns 2\d of the layout's", q=torch.cat([q, q]))
     refused("same numbers of tokens and heads", v=v[1:])
     refused("softcap must be", softcap=-1.0)
-    if exchange in ("all_gather", "group_cast"):
+    if exchange in ("auto", "all_gather", "group_cast"):
         refused("heads_k_stride must be an integer from 1 to.*4; got 5", heads_k_stride=5)
         refused("heads_k_stride must be an integer from 1 to.*4; got 0", heads_k_stride=0)
     else:
@@ -260,4 +260,8 @@ for exchange in EXCHANGES:
 CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
 for name in ("windows", "trees, windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
     CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
+for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("zigzag", "trees"), ("balanced", "windows")):
+    CASES[f"auto, {layout}, {name}"] = partial(agrees, BATCHES[name], "auto", layout)
+CASES |= {f"auto, {name}": partial(agrees, make, "auto", "documents") for name, make in ALIBI.items()}
+CASES["auto, refusals"] = partial(options_are_refused, "auto")
 CASES["groups of two"] = in_groups_of_two

@@ -130,6 +130,7 @@ CASES = {
     **{f"{keys}, divided": partial(agrees, Batch, (keys, "ulysses"), "documents", 2) for keys in KEYS},
     **{f"{keys}, bfloat16": partial(half_precision, (keys, "ulysses")) for keys in KEYS},
     **{f"{keys}, along {along}": partial(repeats, keys, along) for keys in KEYS for along in (keys, "ulysses")},
+    **{f"auto, {layout}": partial(agrees, Batch, ("auto", "ulysses"), layout) for layout in ("documents", "stripe")},
     "mesh without names": on_a_mesh_without_names,
     "refused options": refuses_options,
 }

@@ -13,7 +13,7 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
-from tritonpack.parallel.exchanges import all_gather, group_cast, ring
+from tritonpack.parallel.exchanges import all_gather, auto, group_cast, ring
 from tritonpack.parallel.exchanges.across import AcrossSets
 from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BY_HEADS = {
     "all_gather": ByHeads(all_gather.divide),
     "group_cast": ByHeads(group_cast.divide),
+    "auto": ByHeads(auto.divide),
 }
 EXCHANGED: dict[Any, Any] = {**BY_HEADS, "ring": ring}
 
@@ -52,7 +53,7 @@ def attend(
     layout: Layout,
     group: GroupLike = None,
     *,
-    exchange: Exchanges = "all_gather",
+    exchange: Exchanges = "auto",
     heads_k_stride: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -70,6 +71,9 @@ def attend(
     While a rank computes attention over some keys, messages with others travel; docs/sequence-parallelism.md says which
     don't. Results of several parts of the keys are merged.
 
+    - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
+      neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
+      waits for the mask's device.
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
     - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
       Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
@@ -89,8 +93,8 @@ def attend(
         exchange: one of the names above. For a mesh of two dimensions, a pair with "ulysses" for one of them and
             another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
             the other, the keys and values of these heads travel.
-        heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory. None means a quarter of all, rounded up. If that makes fewer than four steps for the heads that
+        heads_k_stride: key heads per step of "auto", "all_gather" and "group_cast". With fewer of them, a step needs
+            less memory. None means a quarter of all, rounded up. If that makes fewer than four steps for the heads that
             this rank computes, the keys of each step travel in two to four parts.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
