@@ -164,7 +164,8 @@ def options_are_refused(exchange):
 
     refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
     refused("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
-    refused(r"layout is for 3 ranks, and the group has \d", layout=make_layout("balanced", batch.mask, 3))
+    other = make_layout("balanced", batch.mask, size + 1)
+    refused(rf"layout is for {size + 1} ranks, and the group has {size}", layout=other)
     refused("layout must be a Layout.*got str", layout="zigzag")
     refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
     refused("51 rows as queries and keys; got 50", mask=BlockDiagonalMask.from_seqlens([50]))

@@ -35,8 +35,6 @@ class Case:
     mask: dict[str, Any] = field(default_factory=dict)
 
 
-# The first inputs of "ulysses" must come before anything can be computed, and the last outputs come after all.
-ENDS = ([0, -1], [0, -1])
 CASES = {
     "all_gather": Case("all_gather", 16, 8, (4, 8)),
     "all_gather, two key heads": Case("all_gather", 16, 2, (4, 8)),
@@ -57,12 +55,12 @@ CASES = {
     "ring, stripe": Case("ring", 16, 8, (7, 14), layout="stripe"),
     # Blocks of later ranks, which no query of this one sees, and their gradients are only passed on.
     "ring, contiguous": Case("ring", 16, 8, (7, 14), ([4, 5, 6], [6, 7, 8, 9, 10, 11, 12]), layout="contiguous"),
-    "ulysses, four heads per rank": Case("ulysses", 32, 8, (8, 8), ENDS),
-    "ulysses, two heads per rank": Case("ulysses", 16, 8, (4, 4), ENDS),
-    "ulysses, one key head": Case("ulysses", 32, 1, (8, 8), ENDS),
-    "ulysses, heads that ranks can't divide": Case("ulysses", 20, 10, (4, 4), ENDS),
+    "ulysses, four heads per rank": Case("ulysses", 32, 8, (8, 8)),
+    "ulysses, two heads per rank": Case("ulysses", 16, 8, (4, 4)),
+    "ulysses, one key head": Case("ulysses", 32, 1, (8, 8)),
+    "ulysses, heads that ranks can't divide": Case("ulysses", 20, 10, (4, 4)),
     # One head can't be divided.
-    "ulysses, one head per rank": Case("ulysses", 8, 8, (2, 2), ENDS),
+    "ulysses, one head per rank": Case("ulysses", 8, 8, (2, 2)),
 }
 
 

@@ -17,7 +17,7 @@ from tritonpack.parallel.exchanges import all_gather, auto, group_cast, ring
 from tritonpack.parallel.exchanges.across import AcrossSets
 from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
-from tritonpack.parallel.exchanges.ulysses import ulysses
+from tritonpack.parallel.exchanges.ulysses import HeadsCall, ulysses
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def attend(
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     call = make_call(mask, layout, ranks, dimensions, options, resolve_backend(backend, q), heads_k_stride, k.shape[1])
     lse: Tensor | None
-    if dimensions.divides_heads:
+    if isinstance(call, HeadsCall):
         out, lse = ulysses(call, q, k, v, options.sinks, return_lse)
     else:
         out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
@@ -154,7 +154,7 @@ def make_call(
         assert dimensions.keys is not None
         return Call(dimensions.keys, layout, *others)
     if dimensions.keys is None or dimensions.heads is None:
-        return Call(dimensions.heads or ranks, own, *others)
+        return HeadsCall(dimensions.heads or ranks, own, *others)
     across = EXCHANGED[dimensions.exchange], Call(dimensions.keys, layout, *others)
     return AcrossSets(dimensions.heads, own, *others, *across)
 

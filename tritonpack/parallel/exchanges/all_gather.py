@@ -26,11 +26,13 @@ class GatheredKeys:
         rows: which rows of each shard. Shorter shards are padded.
         places: (keys,) int64, where the keys lie in the gathered runs, laid end to end, in the order of the batch.
         mask: the mask between the own queries and these keys.
+        queries: None, for all of them.
     """
 
     rows: slice
     places: Tensor
     mask: BlockDiagonalMask
+    queries: Tensor | None = None
 
     @property
     def length(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonpack.parallel.comm import wide
 from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients
 from tritonpack.parallel.exchanges.merge import merge, merge_sinks, sink_gradients
-from tritonpack.parallel.exchanges.parts import Part, own_halves, own_keys
+from tritonpack.parallel.exchanges.parts import Part, backward_part, forward_part, own_halves, own_keys
 
 STEPS = 4  # of heads and parts of keys together, by default
 
@@ -41,12 +41,12 @@ class ByHeads:
         steps, parts = self._divide(call, k)
         own: Part = own_keys(call)
         keys = _travel(call, k, v, [(ALL_HEADS, own), *product(steps, parts)])
-        out, lse = call.forward(q, *next(keys), own.mask, ALL_HEADS, None)
+        out, lse = forward_part(call, own, q, *next(keys), ALL_HEADS)
         for step in steps if parts or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
             for part in parts:
-                some = call.forward(q[:, heads], *next(keys), part.mask, heads, None)
+                some = forward_part(call, part, q[:, heads], *next(keys), heads)
                 total, total_lse = merge(total, total_lse, *some)
             if sinks is not None:
                 total, total_lse = merge_sinks(total, total_lse, sinks[heads])
@@ -65,9 +65,9 @@ class ByHeads:
         add: Callable[[], None] | None = None
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
             heads = _queries(step, q, k)
-            dq_part, dk_part, dv_part, _ = call.backward(
-                dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads], lse[heads],
-                part.mask, heads, None,
+            dq_part, dk_part, dv_part = backward_part(
+                call, part, dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads],
+                lse[heads], heads,
             )  # fmt: skip
             dq[:, heads] += dq_part
             if add is not None:

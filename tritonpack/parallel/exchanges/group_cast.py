@@ -33,6 +33,7 @@ class CastKeys:
         received_counts: for each rank, how many rows come from it.
         order: (keys,) int64, where the keys lie among the received rows, in the order of the batch.
         mask: the mask between the own queries and these keys.
+        queries: None, for all of them.
     """
 
     sent: Tensor
@@ -40,6 +41,7 @@ class CastKeys:
     received_counts: list[int]
     order: Tensor
     mask: BlockDiagonalMask
+    queries: Tensor | None = None
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         rows = join(k, v)
