@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
 from tritonpack import BlockDiagonalMask
@@ -133,3 +134,54 @@ def test_own_keys_are_computed_while_the_first_keys_travel(traffic, layout, leng
     again = [number for what, number in traffic.events if what == "compute"]
     assert again[0] + again[-1] == pairs[0]
     assert again[1:-1] == pairs[1:]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "group_cast", "ring"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (4, 4), (8, 1)])
+def test_nothing_is_exposed_on_two_dimensions(traffic, exchange, heads, kv_heads):
+    """Within a node as with "ulysses", across nodes as with the other exchange."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("across", "within"))
+    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    layout = make_layout("balanced", mask, 2).divide(4)
+    shapes = ((heads, 8), (kv_heads, 8), (kv_heads, 4))
+    q, k, v = (torch.zeros(layout.lengths[RANK], *shape, requires_grad=True) for shape in shapes)
+    out = attend(q, k, v, mask, layout, mesh, exchange=(exchange, "ulysses"))
+    assert traffic.launches
+    assert traffic.exposed() == []
+    traffic.forget()
+    out.backward(torch.zeros_like(out))
+    assert traffic.launches
+    assert traffic.exposed() == []
+
+
+def test_ulysses_exposes_one_message_if_no_document_is_cut(traffic):
+    """Own tokens see no key of others, so nothing is left while the last outputs travel, or the first gradients."""
+    mask = BlockDiagonalMask.from_seqlens([256] * RANKS)
+    layout = make_layout("contiguous", mask, RANKS)
+    q, k, v = (torch.zeros(256, 16, 8, requires_grad=True) for _ in range(3))
+    out = attend(q, k, v, mask, layout, exchange="ulysses")
+    assert (traffic.launches, traffic.exposed()) == (4, [3])
+    traffic.forget()
+    out.backward(torch.zeros_like(out))
+    assert (traffic.launches, traffic.exposed()) == (4, [0])
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_ulysses_computes_each_pair_once(traffic, heads):
+    """Own rows with own keys first, with those of others last; in backward the other way round."""
+    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    layout = make_layout("contiguous", mask, RANKS)
+    own = TOKENS // RANKS
+    q, k, v = (torch.zeros(own, heads, 8, requires_grad=True) for _ in range(3))
+    out = attend(q, k, v, mask, layout, exchange="ulysses")
+    pairs = {"own": own * (own + 1) // 2, "near": own * own * RANK}
+    pairs["others"] = TOKENS * (TOKENS + 1) // 2 - pairs["own"] - pairs["near"]
+    chunks = heads // RANKS
+    assert [n for what, n in traffic.events if what == "compute"] == [
+        pairs["own"], *[pairs["others"], pairs["near"]] * chunks,
+    ]  # fmt: skip
+    traffic.forget()
+    out.backward(torch.zeros_like(out))
+    assert [n for what, n in traffic.events if what == "compute"] == [
+        *[pairs["near"], pairs["others"]] * chunks, pairs["own"],
+    ]  # fmt: skip

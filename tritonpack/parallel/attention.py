@@ -68,8 +68,8 @@ def attend(
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
-    While a rank computes attention over some keys, messages with others travel; docs/sequence-parallelism.md says which
-    don't. Results of several parts of the keys are merged.
+    While a rank computes attention over some keys, messages with others travel (docs/sequence-parallelism.md). Results
+    of several parts of the keys are merged.
 
     - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
       neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
