@@ -1,6 +1,7 @@
 """ALiBi's slopes in the precision of the inputs, and options of the wrong type."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.testing import CASES, check_backend, make_inputs
 
 LENGTHS = (40, 0, 90, 7)
 HEADS = 3
@@ -50,6 +52,27 @@ def test_alibi_in_float64_precision(backend: Any, of: str, dtype: torch.dtype) -
     pairs.append((*expected, *torch.autograd.grad(expected, (q, k, v), weights)))
     for ours, right in zip(*pairs, strict=True):
         assert (ours - right).abs().max() <= 1e3 * torch.finfo(torch.float64).eps * right.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference", pytest.param("triton", marks=pytest.mark.interpreter)])
+@pytest.mark.parametrize("name", ["alibi-documents", "alibi-cross", "tree-alibi"])
+def test_alibi_of_some_rows_and_some_keys(name: str, backend: Any) -> None:
+    """A restricted mask, and a part of it, count distances in the whole batch."""
+    inputs = make_inputs(next(case for case in CASES if case.name == name))
+    draw = torch.Generator().manual_seed(0)
+    rows, keys = (
+        torch.rand(size, generator=draw).argsort()[: 2 * size // 3].sort().values
+        for size in (inputs.mask.num_queries, inputs.mask.num_keys)
+    )
+    mask = inputs.mask.restrict(rows).restrict(None, keys)
+    distances = inputs.mask.distances()[rows][:, keys]
+    assert torch.equal(mask.distances(), distances)
+    assert torch.equal(mask.restrict(None, torch.arange(5, 40)).distances(), distances[:, 5:40])
+    part = replace(
+        inputs, q=inputs.q[rows], k=inputs.k[keys], v=inputs.v[keys], dout=inputs.dout[rows], dlse=inputs.dlse[:, rows],
+        mask=mask,
+    )  # fmt: skip
+    check_backend(part, backend)
 
 
 def call(**changes: Any) -> object:

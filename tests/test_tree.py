@@ -201,12 +201,3 @@ class TestRefusals:
         q, k = torch.randn(3, 1, 16), torch.randn(7, 1, 16)
         with pytest.raises(ValueError, match="A mask of trees serves neither a cache nor cross-attention"):
             varlen_attention(q, k, k, BlockDiagonalMask.from_tree([-1, 0, 0]))
-
-    def test_alibi_of_a_part(self) -> None:
-        q, rows = torch.randn(3, 1, 16), torch.tensor([0, 2])
-        mask = BlockDiagonalMask.from_tree([-1, 0, 0])
-        for part in (mask.restrict(rows), mask.restrict(None, rows)):
-            with pytest.raises(ValueError, match="alibi_slopes need a mask with distances"):
-                varlen_attention(
-                    q[: part.num_queries], q[: part.num_keys], q[: part.num_keys], part, alibi_slopes=torch.ones(1)
-                )

@@ -25,7 +25,7 @@ class Arguments(NamedTuple):
     """The arguments of both operators after their tensors, in the order of the schema below.
 
     Attributes:
-        key_start, key_stop, diagonal: the bounds and the diagonal of the mask.
+        key_start, key_stop, diagonal, key_places: the bounds and the places of queries and keys of the mask.
         query_start, query_stop: the bounds of the mask's transpose.
         is_tree: as in the mask.
         forward_tiles, key_tiles, query_tiles, blocks: the tables that the backend's `plan_tiles` made.
@@ -38,6 +38,7 @@ class Arguments(NamedTuple):
     query_start: Tensor
     query_stop: Tensor
     diagonal: Tensor | None
+    key_places: Tensor | None
     is_tree: bool
     forward_tiles: Tensor | None
     key_tiles: Tensor | None
@@ -55,7 +56,7 @@ class Arguments(NamedTuple):
 
 _ARGUMENTS = (
     "Tensor key_start, Tensor key_stop, Tensor query_start, Tensor query_stop, Tensor? diagonal, "
-    "bool is_tree, Tensor? forward_tiles, Tensor? key_tiles, Tensor? query_tiles, Tensor? blocks, "
+    "Tensor? key_places, bool is_tree, Tensor? forward_tiles, Tensor? key_tiles, Tensor? query_tiles, Tensor? blocks, "
     "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, float dropout_p, Tensor? dropout_seed, "
     "bool pack_invariant, str backend"
 )
@@ -157,6 +158,7 @@ def _arguments(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTa
         query_start=transposed.key_start,
         query_stop=transposed.key_stop,
         diagonal=mask.diagonal if options.alibi_slopes is not None else None,
+        key_places=mask.places if options.alibi_slopes is not None else None,
         is_tree=mask.is_tree,
         forward_tiles=tiles.forward,
         key_tiles=tiles.keys,
@@ -249,7 +251,9 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
         given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
         given.pack_invariant,
     )  # fmt: skip
-    mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal, trusted=True)
+    mask = BlockDiagonalMask(
+        given.key_start, given.key_stop, k.shape[0], given.diagonal, key_places=given.key_places, trusted=True
+    )
     if given.is_tree:
         mask = replace(mask, query_start=given.query_start, query_stop=given.query_stop, trusted=True)
     else:

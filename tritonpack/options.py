@@ -130,9 +130,8 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach().")
     if mask.diagonal is None:
         raise ValueError(
-            "alibi_slopes need a mask with distances; this one has no diagonal, because it is a transpose or is "
-            "restricted to some keys, or a mask of trees restricted to some rows. Use a mask that a from_* constructor "
-            "made, and exchange='ulysses' where ranks share trees."
+            "alibi_slopes need a mask with distances; this one has no diagonal, because it is a transpose, or was made "
+            "without one. Use a mask that a from_* constructor made."
         )
     if slopes.ndim == 1:
         return slopes[None]

@@ -75,7 +75,8 @@ class Configuration:
         kernel, arch, head_dim, dtype: as in the table of tiles.
         head_dim_v: of the values; None means head_dim.
         group: query heads per key head.
-        features: those in use, of softcap, sinks, alibi, dropout, tree, and dlse: a gradient of the log-sum-exp.
+        features: those in use, of softcap, sinks, alibi, dropout, tree, dlse: a gradient of the log-sum-exp, and
+            places: those of some keys, to which alibi counts distances as in a tree.
         another_tile: None means the table's.
         device: a key of `TARGETS`; None means arch.
     """
@@ -271,11 +272,13 @@ def _source(configuration: Configuration) -> ASTSource:
         "BLOCK_V": block_v,
         "DEFERRED": tile.deferred,
     }
-    absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
-    absent |= {"sinks": ("sinks_ptr", "dsinks_ptr"), "dlse": ("dlse_ptr",)}
+    absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",)}
+    absent |= {"softcap": ("softcap_log2",), "sinks": ("sinks_ptr", "dsinks_ptr"), "dlse": ("dlse_ptr",)}
     bounds = ("key_start_ptr", "key_stop_ptr") if kernel is dkdv_kernel else ()
     absent["tree"] = ("blocks_ptr", "num_keys", *bounds)
     constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
+    if "alibi" not in features or not {"tree", "places"} & set(features):
+        constants["places_ptr"] = None
     constants |= {"dk": {"dv_ptr": None}, "dv": {"dk_ptr": None}}.get(configuration.kernel, {})
     descriptors = {
         "q_desc": (heads, tile.block_m // heads, block_d),

@@ -176,3 +176,13 @@ def _hopper_loops(configuration: HopperConfiguration) -> list[list[sass.Instruct
 
 def _spills(loop: list[sass.Instruction]) -> int:
     return sum(instruction.stem in ("LDL", "STL") for instruction in loop)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_alibi_over_a_part_of_the_keys(kernel: Any) -> None:
+    """Ranks that share a batch compute parts of the keys, whose places the kernels load."""
+    features = ("alibi", "places")
+    configuration = Configuration(kernel, "sm_90", 64, torch.bfloat16, group=1, features=features)
+    assert findings(configuration, compile_configuration(configuration)) == []

@@ -17,10 +17,11 @@ from tritonpack.masks.streams import Stream, current_stream
 def a_mask() -> BlockDiagonalMask:
     """A mask that has all fields, with bounds that torch has counted a write to before."""
     tree = BlockDiagonalMask.from_tree([-1, 0, 1, 0, 3])
-    return replace(tree, key_start=tree.key_start.clone().add_(0), document_source=tree.document)
+    fields = {"document_source": tree.document, "key_places": tree.diagonal.clone()}
+    return replace(tree, key_start=tree.key_start.clone().add_(0), **fields)
 
 
-TENSORS = ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop")
+TENSORS = ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places")
 
 
 class TestOverwritten:

@@ -163,21 +163,20 @@ def options_are_refused(exchange):
             attend(q, k, v, mask, layout, exchange=options.pop("exchange", exchange), **options)
 
     refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
-    refused("exchange must be one of 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
-    refused(r"layout is for 3 ranks, and the group has \d", layout=make_layout("balanced", batch.mask, 3))
+    refused("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
+    other = make_layout("balanced", batch.mask, size + 1)
+    refused(rf"layout is for {size + 1} ranks, and the group has {size}", layout=other)
     refused("layout must be a Layout.*got str", layout="zigzag")
     refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
     refused("51 rows as queries and keys; got 50", mask=BlockDiagonalMask.from_seqlens([50]))
     refused(r"owns 1\d of the layout's|owns 2\d of the layout's", q=torch.cat([q, q]))
     refused("same numbers of tokens and heads", v=v[1:])
     refused("softcap must be", softcap=-1.0)
-    if exchange in ("all_gather", "group_cast"):
+    if exchange in ("auto", "all_gather", "group_cast"):
         refused("heads_k_stride must be an integer from 1 to.*4; got 5", heads_k_stride=5)
         refused("heads_k_stride must be an integer from 1 to.*4; got 0", heads_k_stride=0)
     else:
         refused("heads_k_stride is for exchange='all_gather'", heads_k_stride=2)
-    if exchange == "ring":
-        refused("alibi_slopes need the distance of each key.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
     if exchange == "ulysses":
         refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
 
@@ -235,6 +234,7 @@ BATCHES = {
 }
 ALIBI = {
     "alibi": lambda: Batch(options={"alibi_slopes": SLOPES}),
+    "alibi, trees": lambda: Batch(trees(), options={"alibi_slopes": SLOPES}, sinks=True),
     "alibi per document": lambda: Batch(options={"alibi_slopes": torch.outer(torch.arange(6) + 1.0, SLOPES)}),
 }
 STRIDES = {f"stride {n}": lambda n=n: Batch(sinks=True, exchange_options={"heads_k_stride": n}) for n in (1, 3, 4)}
@@ -248,8 +248,7 @@ CASES = {f"all_gather, {name}": partial(agrees, make, "all_gather", "stripe") fo
 for exchange in EXCHANGES:
     CASES |= {f"{exchange}, {layout}": partial(agrees, Batch, exchange, layout) for layout in LAYOUTS}
     CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "balanced") for name, make in BATCHES.items()}
-    if exchange != "ring":
-        CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in ALIBI.items()}
+    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in ALIBI.items()}
     CASES |= {
         f"{exchange}, divisible": partial(agrees, divisible, exchange, "contiguous"),
         f"{exchange}, float32": partial(low_precision, exchange, torch.float32),
@@ -262,4 +261,8 @@ for exchange in EXCHANGES:
 CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
 for name in ("windows", "trees, windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
     CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
+for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("zigzag", "trees"), ("balanced", "windows")):
+    CASES[f"auto, {layout}, {name}"] = partial(agrees, BATCHES[name], "auto", layout)
+CASES |= {f"auto, {name}": partial(agrees, make, "auto", "documents") for name, make in ALIBI.items()}
+CASES["auto, refusals"] = partial(options_are_refused, "auto")
 CASES["groups of two"] = in_groups_of_two

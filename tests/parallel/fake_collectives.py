@@ -65,9 +65,9 @@ def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     def reduce_scatter(target, source, **_):
         return traffic.launch("reduce_scatter", source.nbytes - target.nbytes)
 
-    def all_to_all(target, source, taken, given, **_):
+    def all_to_all(target, source, taken, given, group, **_):
         assert (target.numel(), source.numel()) == (sum(taken), sum(given))
-        return traffic.launch("all_to_all", (sum(taken) - taken[RANK]) * target.itemsize)
+        return traffic.launch("all_to_all", (sum(taken) - taken[dist.get_rank(group)]) * target.itemsize)
 
     def batch(operations):
         return [traffic.launch("ring", sum(one.tensor.nbytes for one in operations if one.op is dist.irecv))]

@@ -192,7 +192,12 @@ def rotary_embeddings_follow_the_longest_document():
 
 def names_of_axolotl_stand_for_layouts():
     model = make_model()
-    for options, layout in (({}, "balanced"), ({"exchange": "batch_zigzag"}, "zigzag")):
+    for options, layout in (
+        ({}, "documents"),
+        ({"exchange": "group_cast"}, "documents"),
+        ({"exchange": "all_gather"}, "balanced"),
+        ({"exchange": "batch_zigzag"}, "zigzag"),
+    ):
         with SequenceParallel(model, **options) as context:
             assert context.state.layout == layout
     with SequenceParallel(model, exchange="varlen_llama3", layout="contiguous") as context:

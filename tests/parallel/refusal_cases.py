@@ -351,7 +351,7 @@ SETTINGS = {
     "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got 'avg'", {"grad_reduce": "avg"}),
     "unknown layout": ("layout must be one of 'contiguous'.*got 'greedy'", {"layout": "greedy"}),
     "unknown exchange": (
-        "exchange must be one of 'all_gather', 'group_cast', 'ring', 'ulysses', .*got 'p2p'", {"exchange": "p2p"}
+        "exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", {"exchange": "p2p"}
     ),
     "list of exchanges": (r"exchange must be one of .* got \['ring'\]", {"exchange": ["ring"]}),
     "stride of another exchange": (

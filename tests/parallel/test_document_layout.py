@@ -74,7 +74,7 @@ def test_few_keys_and_even_work_for_other_masks(make, most):
     assert max(keys) <= most
     assert layout.imbalance(mask) <= 1.02
     assert row_imbalance(layout) <= 1.03
-    parts = make_parts(mask, layout, 5, 4, with_own=False)
+    parts = make_parts(mask, layout, 5, 4)
     assert sum(sum(part.received_counts) for part in parts) == keys[5] == sum(part.mask.num_keys for part in parts)
 
 
@@ -105,7 +105,7 @@ def test_a_million_tokens_take_less_than_a_second():
         assert time.process_time() - began < 1.0
     layout = make_layout("balanced", masks[0], 8)
     began = time.process_time()
-    make_parts(masks[0], layout, 3, 4, with_own=False)
+    make_parts(masks[0], layout, 3, 4)
     assert time.process_time() - began < 1.0
 
 
@@ -195,24 +195,21 @@ def test_remote_keys_are_those_that_rows_see(name, make):
         needed[rank][rows] = False
     assert layout.remote_keys(mask) == [int(one.sum()) for one in needed]
     for rank, rows in enumerate(layout.rows):
-        (whole,) = make_parts(mask, layout, rank, 1, with_own=True)
         sent = torch.cat([needed[other][rows].nonzero()[:, 0] for other in range(3)])
-        assert whole.sent.tolist() == sent.tolist()
-        assert whole.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
         received = [other[needed[rank][other]] for other in layout.rows]
-        keys = torch.cat([rows, *received])[whole.order]
-        assert torch.equal(whole.mask.to_dense(), dense[rows][:, keys])
-        if whole.mask.diagonal is not None:
-            seen = whole.mask.to_dense()
-            assert torch.equal(whole.mask.distances()[seen], mask.distances()[rows][:, keys][seen])
-        parts = make_parts(mask, layout, rank, 3, with_own=False)
+        for whole in make_parts(mask, layout, rank, 1):
+            assert whole.sent.tolist() == sent.tolist()
+            assert whole.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
+        parts = make_parts(mask, layout, rank, 3)
         assert len(parts) == min(3, max(layout.remote_keys(mask)))
         taken = [0, 0, 0]
         for part in parts:
             counts = part.received_counts
             pieces = [one[n : n + more] for one, n, more in zip(received, taken, counts, strict=True)]
             taken = [n + more for n, more in zip(taken, counts, strict=True)]
-            assert torch.equal(part.mask.to_dense(), dense[rows][:, torch.cat(pieces)[part.order]])
+            keys = torch.cat(pieces)[part.order]
+            assert torch.equal(part.mask.to_dense(), dense[rows][:, keys])
+            assert torch.equal(part.mask.distances(), mask.distances()[rows][:, keys])
         assert taken == [len(one) for one in received] if parts else not sum(map(len, received))
         assert sorted(torch.cat([part.sent for part in parts]).tolist() if parts else []) == sorted(sent.tolist())
 

@@ -12,7 +12,7 @@ from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import attend, make_layout
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.exchanges import group_cast
+from tritonpack.parallel.exchanges import auto, group_cast
 from tritonpack.parallel.exchanges.call import Call
 from tritonpack.parallel.exchanges.group_cast import divide, make_parts
 from tritonpack.parallel.exchanges.ulysses import divide_heads
@@ -104,6 +104,63 @@ def test_group_cast_receives_the_keys_that_are_seen(traffic, make, layout, dtype
     assert traffic.received.total() == int(seen.sum()) * width * dtype.itemsize + shown * width * wide
 
 
+def keys_into_nodes(dense, layout, gpus, *, group_cast):
+    """Keys that nodes of so many ranks receive in forward, and gradients of keys in backward, at least."""
+    ranks, longest = layout.ranks, max(layout.lengths)
+    if not group_cast:  # each key into a node once; gradients summed within nodes before they leave
+        return [(ranks - gpus) * longest] * (ranks // gpus), [(ranks - gpus) * longest] * (ranks // gpus)
+    node = torch.empty(layout.num_rows, dtype=torch.int64)
+    for rank, rows in enumerate(layout.rows):
+        node[rows] = rank // gpus
+    forward, backward = torch.zeros(ranks // gpus), torch.zeros(ranks // gpus)
+    for rank, rows in enumerate(layout.rows):
+        keys = node[dense[rows].any(0)]
+        forward[rank // gpus] += (keys != rank // gpus).sum()
+        backward += torch.bincount(keys[keys != rank // gpus], minlength=ranks // gpus)
+    return forward.tolist(), backward.tolist()
+
+
+def drawn_masks():
+    """Documents, windows, bidirectional ones and trees, from many short ones to one long one."""
+    rng = np.random.default_rng(0)
+    for count in (1, 5, 60):
+        lengths = np.diff(np.sort(rng.integers(0, 600, count - 1)), prepend=0, append=600)
+        for options in ({}, {"window": (40, 0)}, {"causal": False}):
+            yield BlockDiagonalMask.from_seqlens(lengths, **options)
+    yield GROUP_CAST_MASKS["trees"]().restrict(torch.arange(800), torch.arange(800))
+
+
+@pytest.mark.parametrize("name", get_args(LayoutName))
+def test_auto_receives_no_more_than_all_gather(name):
+    """Neither a rank nor a node, if nodes have equally many ranks; and each of the two exchanges is chosen."""
+    chosen = set()
+    for mask in drawn_masks():
+        dense = mask.to_dense()
+        for ranks in (2, 3, 8):
+            layout = make_layout(name, mask, ranks)
+            few = auto.few_keys(Call(Ranks(None, 0, ranks), layout, mask, None, "reference", 1))
+            chosen.add(few)
+            if not few:
+                continue
+            assert max(layout.remote_keys(mask)) <= (ranks - 1) * max(layout.lengths)
+            for gpus in [n for n in range(1, ranks) if ranks % n == 0]:
+                both = (keys_into_nodes(dense, layout, gpus, group_cast=cast) for cast in (True, False))
+                for ours, theirs in zip(*both, strict=True):
+                    assert all(a <= b for a, b in zip(ours, theirs, strict=True))
+    assert chosen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "collective"), [([64] * 32, None), ([200] * 10, "all_to_all"), ([TOKENS], "all_gather")]
+)
+def test_auto_sends_as_the_exchange_that_it_chooses(traffic, lengths, collective):
+    mask = BlockDiagonalMask.from_seqlens(lengths)
+    layout = make_layout("documents", mask, RANKS)
+    q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
+    attend(q, k, v, mask, layout).sum().backward()
+    assert traffic.received.keys() - {"reduce_scatter"} == ({collective} if collective else set())
+
+
 def test_group_cast_receives_few_bytes_for_a_million_tokens(traffic):
     """The bytes follow from the parts, for which no attention is computed."""
     lengths = fill(np.random.default_rng(0).lognormal(np.log(700), 1.0, 4096), 1 << 20)
@@ -111,7 +168,7 @@ def test_group_cast_receives_few_bytes_for_a_million_tokens(traffic):
     layout = make_layout("documents", mask, RANKS)
     call = Call(Ranks(dist.group.WORLD, RANK, RANKS), layout, mask, None, "reference", 1)
     k, v = torch.zeros(layout.lengths[RANK], 1, 1, dtype=torch.uint8), torch.zeros(layout.lengths[RANK], 1, 0)
-    parts = divide(call, 4, False)
+    parts = divide(call, 4)
     for part in parts:
         part.send(k, v.byte(), call.ranks)
     received = sum(sum(part.received_counts) for part in parts)

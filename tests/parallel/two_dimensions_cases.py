@@ -109,8 +109,6 @@ def refuses_options():
     refused(stride, PAIR, exchange_options={"heads_k_stride": 5})
     stride = r"heads_k_stride is for exchange='all_gather' and .*; leave it out for \('ring', 'ulysses'\)"
     refused(stride, ("ring", "ulysses"), exchange_options={"heads_k_stride": 1})
-    slopes = {"alibi_slopes": torch.ones(8)}
-    refused("alibi_slopes need the distance of each key", ("ring", "ulysses"), options=slopes)
     refused("gives every rank a query head, and there are 1 for 2 ranks", PAIR, heads=1, kv_heads=1)
     refused("needs an exchange for each, such as exchange=.*; got 'ring'", "ring")
     refused("is for a mesh of two dimensions, and the group has one", PAIR, dist.group.WORLD)
@@ -125,13 +123,14 @@ CASES = {
     },
     **{
         f"{keys}, {name}": partial(agrees, make, (keys, "ulysses"), "zigzag")
-        for keys in ("all_gather", "group_cast")
-        for name, make in (ALIBI | STRIDES).items()
+        for keys in KEYS
+        for name, make in (ALIBI | ({} if keys == "ring" else STRIDES)).items()
     },
     **{f"ulysses, {keys}": partial(agrees, BATCHES["all at once"], ("ulysses", keys), "balanced") for keys in KEYS},
     **{f"{keys}, divided": partial(agrees, Batch, (keys, "ulysses"), "documents", 2) for keys in KEYS},
     **{f"{keys}, bfloat16": partial(half_precision, (keys, "ulysses")) for keys in KEYS},
     **{f"{keys}, along {along}": partial(repeats, keys, along) for keys in KEYS for along in (keys, "ulysses")},
+    **{f"auto, {layout}": partial(agrees, Batch, ("auto", "ulysses"), layout) for layout in ("documents", "stripe")},
     "mesh without names": on_a_mesh_without_names,
     "refused options": refuses_options,
 }

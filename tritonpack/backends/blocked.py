@@ -335,7 +335,7 @@ def _scores(
         scores = capped.mul_(options.softcap)
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
-        places = mask.diagonal[block.keys] if mask.is_tree else keys
+        places = keys if mask.places is None else mask.places[block.keys]
         distance = (mask.diagonal[block.rows, None] - places).abs()  # [m, k]
         slopes = options.alibi_slopes.expand(qs.shape[2], -1)[block.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
         scores -= slopes[..., None] * distance

@@ -261,6 +261,7 @@ def _numbers(mask: BlockDiagonalMask, options: AttentionOptions) -> dict[str, An
     )
     return {
         "diagonal_ptr": None if slopes is None else mask.diagonal,
+        "places_ptr": None if slopes is None else mask.places,
         "alibi_ptr": slopes,
         "stride_at": slope_strides[0],
         "stride_ah": slope_strides[1],

@@ -29,12 +29,12 @@ from tritonpack.kernels.primitives import (
     listed_range,
     load_alibi,
     load_bounds,
+    load_places,
     load_rows,
     load_tile,
     masked_block,
     other_side,
     phase_range,
-    places,
     score,
     visible_keys,
     within,
@@ -63,6 +63,7 @@ def dq_kernel(
     query_start_ptr,
     query_stop_ptr,
     diagonal_ptr,
+    places_ptr,
     sinks_ptr,
     alibi_ptr,
     seed_ptr,
@@ -160,7 +161,7 @@ def dq_kernel(
                 if phase == CLEANED:
                     summed = clean(k, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
-                distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
+                distance = diagonal[:, None] - load_places(places_ptr, offs_n, key_end)[None, :]
                 scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 exponents = scores * unit - lse2[:, None]
                 if phase != FULL:
@@ -203,6 +204,7 @@ def dkdv_kernel(
     query_start_ptr,
     query_stop_ptr,
     diagonal_ptr,
+    places_ptr,
     alibi_ptr,
     seed_ptr,
     stride_dkt,
@@ -248,7 +250,7 @@ def dkdv_kernel(
     offs_n = first + tl.arange(0, BLOCK_N)
     start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, end)  # [N]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
-    place = places(alibi_ptr, diagonal_ptr, offs_n, num_keys)  # [N]
+    place = load_places(places_ptr, offs_n, end)  # [N]
     if TREE:
         query_end = num_queries
     else:

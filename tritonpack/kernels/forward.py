@@ -23,12 +23,12 @@ from tritonpack.kernels.primitives import (
     listed_range,
     load_alibi,
     load_bounds,
+    load_places,
     load_rows,
     load_tile,
     masked_block,
     other_side,
     phase_range,
-    places,
     score,
     visible_keys,
 )
@@ -48,6 +48,7 @@ def forward_kernel(
     query_start_ptr,
     query_stop_ptr,
     diagonal_ptr,
+    places_ptr,
     sinks_ptr,
     alibi_ptr,
     seed_ptr,
@@ -133,7 +134,7 @@ def forward_kernel(
                     v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
                 if DEFERRED:
                     acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, V] -> [M, V]
-                distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
+                distance = diagonal[:, None] - load_places(places_ptr, offs_n, key_end)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 if phase != FULL:
                     visible = visible_keys(phase, offs_n, start, stop)

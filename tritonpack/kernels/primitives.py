@@ -119,11 +119,11 @@ def other_side(rows, columns, start_ptr, stop_ptr, size):
 
 
 @triton.jit
-def places(alibi_ptr, diagonal_ptr, offs_n, num_keys):
-    """The places from which ALiBi counts distances: of keys their numbers, in a tree (with `num_keys`) their depths."""
+def load_places(places_ptr, offs_n, end):
+    """The places of keys, to which ALiBi counts distances: those given, up to `end`, or the numbers of the keys."""
     place = offs_n
-    if alibi_ptr is not None and num_keys is not None:
-        place = tl.load(diagonal_ptr + offs_n, mask=offs_n < num_keys, other=0)
+    if places_ptr is not None:
+        place = tl.load(places_ptr + offs_n, mask=offs_n < end, other=0)
     return place
 
 

@@ -80,6 +80,8 @@ class BlockDiagonalMask(Bounds):
         query_start, query_stop: (num_keys,) int32, the first query that may see each key, and one past the last one;
             None in a mask without trees. With them a query sees those keys of its interval whose interval of queries
             holds the query, and bounds may decrease.
+        key_places: (num_keys,) int32, the place of each key, counted as `diagonal` is; None if these are 0, 1, 2, ...,
+            or in a tree `diagonal`. A mask restricted to some keys keeps their places.
         trusted: whether to skip the check of the bounds' values.
     """
 

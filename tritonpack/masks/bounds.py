@@ -32,6 +32,7 @@ class Bounds:
     max_documents: int | None = None
     query_start: Tensor | None = None
     query_stop: Tensor | None = None
+    key_places: Tensor | None = None
     trusted: InitVar[bool] = False
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
@@ -85,6 +86,11 @@ class Bounds:
     def is_tree(self) -> bool:
         """Whether the keys, too, have intervals of queries that may see them."""
         return self.query_stop is not None
+
+    @property
+    def places(self) -> Tensor | None:
+        """(num_keys,) int32, the place of each key, to which ALiBi counts distances; None if key j lies at place j."""
+        return self.diagonal if self.key_places is None and self.is_tree else self.key_places
 
     @property
     def document(self) -> Tensor | None:
@@ -155,8 +161,8 @@ class Bounds:
             ValueError: the mask has no `diagonal`.
         """
         if self.diagonal is None:
-            raise ValueError("this mask has no distances, because it is a transpose or restricted; use the whole mask.")
-        keys = self.diagonal if self.is_tree else torch.arange(self.num_keys, device=self.device)
+            raise ValueError("this mask has no distances, because it is a transpose; use the mask itself.")
+        keys = torch.arange(self.num_keys, device=self.device) if self.places is None else self.places
         return (self.diagonal[:, None] - keys).abs()
 
     def transpose(self) -> Self:
@@ -189,6 +195,7 @@ class Bounds:
             document_source=source,
             query_start=self.key_start if self.is_tree else None,
             query_stop=self.key_stop if self.is_tree else None,
+            key_places=None,
             trusted=True,
         )
 
@@ -212,6 +219,7 @@ class Bounds:
         start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
         query_start, query_stop = self.query_start, self.query_stop
         diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
+        key_places = self.places
         if query_rows is not None:
             rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
             start, stop = start[rows], stop[rows]
@@ -221,9 +229,11 @@ class Bounds:
             keys = check_indices(key_positions, "key_positions", num_keys, self.device)
             start, stop, num_keys = _count_below(keys, start), _count_below(keys, stop), keys.shape[0]
             query_start, query_stop = (None if x is None else x[keys] for x in (query_start, query_stop))
+            if key_places is not None:
+                key_places = key_places[keys]
+            elif diagonal is not None:
+                key_places = keys.int()
             max_documents = None  # because a document may have many runs of rows that see nothing
-        if key_positions is not None or (self.is_tree and query_rows is not None):
-            diagonal = None  # without all keys, distances can't be counted
         return replace(
             self,
             key_start=start,
@@ -234,6 +244,7 @@ class Bounds:
             max_documents=max_documents,
             query_start=query_start,
             query_stop=query_stop,
+            key_places=key_places,
             trusted=True,
         )
 
@@ -281,8 +292,15 @@ class Bounds:
             )
 
     def _check_sides(self) -> None:
-        """Raise ValueError unless the bounds of the keys, if there are any, have the right types and shapes."""
-        start, stop = self.query_start, self.query_stop
+        """Raise ValueError unless the places and the bounds of the keys, if any, have the right types and shapes."""
+        start, stop, places = self.query_start, self.query_stop, self.key_places
+        if places is not None:
+            _check_bound("key_places", places, "key_places", places)
+            if places.shape[0] != self.num_keys or places.device != self.device:
+                raise ValueError(
+                    f"key_places must hold a place for each of the {self.num_keys} keys, on {self.device}; got "
+                    f"{describe(places)}."
+                )
         if start is None and stop is None:
             return
         _check_bound("query_start", start, "query_start", start)

@@ -13,11 +13,11 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
-from tritonpack.parallel.exchanges import all_gather, group_cast, ring
+from tritonpack.parallel.exchanges import all_gather, auto, group_cast, ring
 from tritonpack.parallel.exchanges.across import AcrossSets
 from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
-from tritonpack.parallel.exchanges.ulysses import ulysses
+from tritonpack.parallel.exchanges.ulysses import HeadsCall, ulysses
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BY_HEADS = {
     "all_gather": ByHeads(all_gather.divide),
     "group_cast": ByHeads(group_cast.divide),
+    "auto": ByHeads(auto.divide),
 }
 EXCHANGED: dict[Any, Any] = {**BY_HEADS, "ring": ring}
 
@@ -52,7 +53,7 @@ def attend(
     layout: Layout,
     group: GroupLike = None,
     *,
-    exchange: Exchanges = "all_gather",
+    exchange: Exchanges = "auto",
     heads_k_stride: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -67,9 +68,12 @@ def attend(
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
-    While a rank computes attention over some keys, messages with others travel; docs/sequence-parallelism.md says which
-    don't. Results of several parts of the keys are merged.
+    While a rank computes attention over some keys, messages with others travel (docs/sequence-parallelism.md). Results
+    of several parts of the keys are merged.
 
+    - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
+      neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
+      waits for the mask's device.
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
     - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
       Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
@@ -89,14 +93,13 @@ def attend(
         exchange: one of the names above. For a mesh of two dimensions, a pair with "ulysses" for one of them and
             another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
             the other, the keys and values of these heads travel.
-        heads_k_stride: key heads per step of "all_gather" and "group_cast". With fewer of them, a step needs less
-            memory. None means a quarter of all, rounded up. If that makes fewer than four steps for the heads that
+        heads_k_stride: key heads per step of "auto", "all_gather" and "group_cast". With fewer of them, a step needs
+            less memory. None means a quarter of all, rounded up. If that makes fewer than four steps for the heads that
             this rank computes, the keys of each step travel in two to four parts.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
-        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys has no distances; for trees
-            only with "ulysses" alone.
+        alibi_slopes: as in `varlen_attention`.
         dropout_p: must be 0.0, because the dropped pairs would depend on the layout.
 
     Raises:
@@ -109,13 +112,13 @@ def attend(
     q, k, v = autocast(q, k, v)
     check_shard(q, k, v, mask, layout, ranks)
     dimensions = dimensions_of(ranks, exchange)
-    check_options(dimensions, q.shape[1], alibi_slopes is not None, dropout_p)
+    check_options(dimensions, q.shape[1], dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
     seen = mask_of_keys(mask, layout, dimensions)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     call = make_call(mask, layout, ranks, dimensions, options, resolve_backend(backend, q), heads_k_stride, k.shape[1])
     lse: Tensor | None
-    if dimensions.divides_heads:
+    if isinstance(call, HeadsCall):
         out, lse = ulysses(call, q, k, v, options.sinks, return_lse)
     else:
         out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
@@ -151,7 +154,7 @@ def make_call(
         assert dimensions.keys is not None
         return Call(dimensions.keys, layout, *others)
     if dimensions.keys is None or dimensions.heads is None:
-        return Call(dimensions.heads or ranks, own, *others)
+        return HeadsCall(dimensions.heads or ranks, own, *others)
     across = EXCHANGED[dimensions.exchange], Call(dimensions.keys, layout, *others)
     return AcrossSets(dimensions.heads, own, *others, *across)
 
@@ -181,17 +184,12 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         )
 
 
-def check_options(dimensions: Dimensions, heads: int, alibi: bool, dropout_p: float) -> None:
+def check_options(dimensions: Dimensions, heads: int, dropout_p: float) -> None:
     """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped depends on "
             "their places in a tensor, which differ from rank to rank."
-        )
-    if dimensions.exchange == "ring" and alibi:
-        raise ValueError(
-            "alibi_slopes need the distance of each key, which a block of keys that travels doesn't hold; use "
-            "exchange='all_gather', 'group_cast' or 'ulysses'."
         )
     if dimensions.heads is not None and heads < dimensions.heads.size:
         raise ValueError(

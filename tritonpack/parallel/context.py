@@ -74,16 +74,16 @@ class SequenceParallel:
             reference.
         group_or_mesh: the ranks that share a batch: a process group, a DeviceMesh of one or two dimensions, or None for
             the whole world.
-        exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "all_gather", "group_cast", "ring" or
-            "ulysses"; for a mesh of two dimensions a pair with "ulysses" for one of them and another name for the
-            other, such as ("group_cast", "ulysses"). axolotl's names stand for an exchange and a layout:
+        exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "auto", "all_gather", "group_cast",
+            "ring" or "ulysses"; for a mesh of two dimensions a pair with "ulysses" for one of them and another name for
+            the other, such as ("group_cast", "ulysses"). axolotl's names stand for an exchange and a layout:
             "varlen_llama3" (all_gather, contiguous), "batch_ring" (ring, contiguous), "batch_zigzag" and "batch_stripe"
             (ring).
         layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe",
             "balanced" or "documents"; these two wait for the device once per forward. None means the layout of
-            axolotl's name, or "balanced". With a pair of exchanges, the ranks that divide heads own rows together, and
-            each of them gets a run of these.
-        heads_k_stride: key heads per step of "all_gather" and "group_cast", as in `attend`; others refuse it.
+            axolotl's name; "documents" with "auto" and "group_cast"; "balanced" with the others. With a pair of
+            exchanges, the ranks that divide heads own rows together, and each of them gets a run of these.
+        heads_k_stride: key heads per step of "auto", "all_gather" and "group_cast", as in `attend`; others refuse it.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
         check_batches: compare batches between ranks before each forward, which waits for the device. Without it, ranks
@@ -103,7 +103,7 @@ class SequenceParallel:
         model_or_models: nn.Module | Sequence[nn.Module],
         group_or_mesh: GroupLike = None,
         *,
-        exchange: str | tuple[str, str] = "all_gather",
+        exchange: str | tuple[str, str] = "auto",
         layout: str | None = None,
         heads_k_stride: int | None = None,
         gather_outputs: bool = False,
@@ -276,7 +276,8 @@ def _scheme(exchange: Any, layout: Any) -> tuple[Exchanges, LayoutName]:
     if layout is not None:
         check_choice(layout, get_args(LayoutName), "layout")
     if pair or exchange not in SCHEMES:
-        return exchange, layout or "balanced"
+        few_keys_help = {"auto", "group_cast"} & set(exchange if pair else [exchange])
+        return exchange, layout or ("documents" if few_keys_help else "balanced")
     implied = SCHEMES[exchange]
     if layout not in (None, implied[1]):
         raise ValueError(

@@ -22,7 +22,7 @@ from tritonpack.parallel.layouts import Layout, LayoutName, make_layout
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-KeyExchange = Literal["all_gather", "group_cast", "ring"]
+KeyExchange = Literal["auto", "all_gather", "group_cast", "ring"]
 Exchange = Literal[KeyExchange, "ulysses"]
 Exchanges = Exchange | tuple[Exchange, Exchange]  # two for a mesh of two dimensions
 

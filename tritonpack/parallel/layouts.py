@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,20 @@ LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced", "documents"]
 CHUNK = 256  # rows
 MIN_CHUNKS = 16  # per rank, if chunks of LEAST rows or more suffice for that
 LEAST = 128  # rows of a kernel's tile; a tile with rows from several places also visits all keys between them
+
+
+class OtherRows(NamedTuple):
+    """The rows that a rank doesn't own, each (n,) int64.
+
+    Attributes:
+        rows: in ascending order.
+        order: where they lie in the other ranks' shards, laid end to end.
+        inverse: where the rows of these shards lie among `rows`.
+    """
+
+    rows: Tensor
+    order: Tensor
+    inverse: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +117,18 @@ class Layout:
         """Whether the ranks' shards, laid end to end, are the batch in its order; waits for the device once."""
         rows = torch.cat(self.rows)
         return bool((rows[1:] > rows[:-1]).all())
+
+    def others(self, rank: int) -> OtherRows:
+        """The rows that a rank doesn't own; computed once."""
+        if rank not in self._others:
+            laid = torch.cat([self.rows[rank][:0], *(rows for r, rows in enumerate(self.rows) if r != rank)])
+            rows, order = laid.sort()
+            self._others[rank] = OtherRows(rows, order, order.argsort())
+        return self._others[rank]
+
+    @cached_property
+    def _others(self) -> dict[int, OtherRows]:
+        return {}
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rows of one rank, from a tensor with all rows of the batch along `dim`.

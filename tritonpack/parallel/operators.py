@@ -22,7 +22,6 @@ from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.attention import EXCHANGED, attend, check_options, check_shard, check_stride, make_call
 from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.exchanges import ulysses
-from tritonpack.parallel.exchanges.call import Call
 from tritonpack.parallel.exchanges.merge import exact
 from tritonpack.parallel.shard_and_gather import Sharding
 
@@ -65,7 +64,7 @@ class SharedAttention:
             backend=self.backend,
         )  # fmt: skip
 
-    def call(self, q: Tensor, kv_heads: int, options: AttentionOptions) -> Call:
+    def call(self, q: Tensor, kv_heads: int, options: AttentionOptions) -> Any:
         """The arguments of the exchange."""
         sharding = self.sharding
         return make_call(
@@ -109,7 +108,7 @@ def _attention(
     shared.ran = True
     sharding = shared.sharding
     check_shard(q, k, v, shared.mask, sharding.layout, sharding.ranks)
-    check_options(shared.dimensions, q.shape[1], False, dropout_p)
+    check_options(shared.dimensions, q.shape[1], dropout_p)
     check_stride(sharding.heads_k_stride, sharding.exchange, k.shape[1])
     options = make_options(q, shared.mask, scale=scale, softcap=softcap, sinks=sinks)
     call, sinks = shared.call(q, k.shape[1], options), options.sinks
@@ -130,12 +129,7 @@ def _attention_fake(
         return out, []
     if not size:
         return out, [q.new_empty(q.shape[1], q.shape[0], dtype=wide)]
-    saved: list[Tensor] = []
-    for chunk in ulysses.divide_chunks(int(q.shape[1]), int(k.shape[1]), int(size), divides_groups):
-        heads, kv_heads = (span.stop - span.start for span in (chunk.queries[rank], chunk.keys[rank]))
-        shapes = (heads, q.shape[2]), (kv_heads, k.shape[2]), (kv_heads, v.shape[2]), (heads, v.shape[2])
-        saved += [*(q.new_empty(rows, *shape) for shape in shapes), q.new_empty(heads, rows, dtype=wide)]
-    return out, saved
+    return out, ulysses.empty_saved(q, k, v, rows, rank, size, divides_groups)
 
 
 def _attention_backward(

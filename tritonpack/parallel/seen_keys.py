@@ -66,7 +66,8 @@ def host_bounds(mask: BlockDiagonalMask) -> HostBounds:
     """The bounds of a mask in host memory; waits for its device once."""
 
     def read() -> HostBounds:
-        sides = (mask.query_start, mask.query_stop, mask.diagonal) if mask.is_tree else (None, None, None)
+        depth = mask.diagonal if mask.key_places is None else None  # only some of the ancestors, or of the rows
+        sides = (mask.query_start, mask.query_stop, depth) if mask.is_tree else (None, None, None)
         values = (None if x is None else x.cpu().long() for x in (mask.key_start, mask.key_stop, *sides))
         return HostBounds(*values)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Ranks, gather, pad_to, scatter_sum, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
-from tritonpack.parallel.exchanges.parts import Addition, Keys, mask_with_distances
+from tritonpack.parallel.exchanges.parts import Addition, Keys
 from tritonpack.parallel.layouts import Layout
 
 
@@ -26,11 +26,13 @@ class GatheredKeys:
         rows: which rows of each shard. Shorter shards are padded.
         places: (keys,) int64, where the keys lie in the gathered runs, laid end to end, in the order of the batch.
         mask: the mask between the own queries and these keys.
+        queries: None, for all of them.
     """
 
     rows: slice
     places: Tensor
     mask: BlockDiagonalMask
+    queries: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -54,16 +56,14 @@ class GatheredKeys:
         return add
 
 
-def divide(call: Call, count: int, with_own: bool) -> Sequence[GatheredKeys]:
-    """The keys of other ranks in at most `count` parts; with `with_own`, one part that has the own keys, too."""
+def divide(call: Call, count: int) -> Sequence[GatheredKeys]:
+    """The keys of other ranks in at most `count` parts."""
     mask, layout, rank = call.mask, call.layout, call.ranks.rank
-    return mask.cached(
-        ("all gather", layout, rank, count, with_own), lambda: _divide(mask, layout, rank, count, with_own)
-    )
+    return mask.cached(("all gather", layout, rank, count), lambda: _divide(mask, layout, rank, count))
 
 
-def _divide(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with_own: bool) -> tuple[GatheredKeys, ...]:
-    sources = [source for source in range(layout.ranks) if with_own or source != rank]
+def _divide(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int) -> tuple[GatheredKeys, ...]:
+    sources = [source for source in range(layout.ranks) if source != rank]
     longest, own = max(layout.lengths), layout.rows[rank]
     count = min(count, max(longest, 1)) if sources else 0
     parts = []
@@ -75,6 +75,5 @@ def _divide(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with
             for source, one in zip(sources, rows, strict=True)
         ]
         keys, order = torch.cat(rows).sort()
-        part = mask_with_distances(mask, own, keys) if with_own else mask.restrict(own, keys)
-        parts.append(GatheredKeys(run, torch.cat(places)[order], part))
+        parts.append(GatheredKeys(run, torch.cat(places)[order], mask.restrict(own, keys)))
     return tuple(parts)

@@ -5,9 +5,6 @@ results (merge.py). If there are fewer steps of heads than `STEPS`, the keys of 
 backward a rank computes one half of its own keys while the first keys travel to it, and the other half while the last
 gradients travel back. Keys and values travel again in backward, so that no rank holds all heads of all keys that it
 receives.
-
-ALiBi counts the places between a query and a key, so it needs all keys in one tensor. Then each step has the own keys
-and the others, and nothing is computed while the first keys travel, or the last gradients.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from torch import Tensor
 
 from tritonpack.parallel.comm import wide
 from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients
-from tritonpack.parallel.exchanges.merge import merge, merge_sinks, nothing, sink_gradients
-from tritonpack.parallel.exchanges.parts import Part, own_halves, own_keys
+from tritonpack.parallel.exchanges.merge import merge, merge_sinks, sink_gradients
+from tritonpack.parallel.exchanges.parts import Part, backward_part, forward_part, own_halves, own_keys
 
 STEPS = 4  # of heads and parts of keys together, by default
 
@@ -33,26 +30,23 @@ class ByHeads:
     """An exchange in steps of key heads.
 
     Attributes:
-        divide: (call, count, with_own) -> the keys of other ranks in at most `count` parts, equally many on all ranks;
-            none if no rank needs a key of another. With `with_own`, one part that has the own keys, too, and distances.
+        divide: (call, count) -> the keys of other ranks in at most `count` parts, equally many on all ranks; none if no
+            rank needs a key of another.
     """
 
-    divide: Callable[[Call, int, bool], Sequence[Part]]
+    divide: Callable[[Call, int], Sequence[Part]]
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
         steps, parts = self._divide(call, k)
-        own: list[Part] = [] if call.needs_distances else [own_keys(call)]
-        keys = _travel(call, k, v, [*product([ALL_HEADS], own), *product(steps, parts)])
-        if own:
-            out, lse = call.forward(q, *next(keys), own[0].mask, ALL_HEADS, None)
-        else:
-            out, lse = nothing(q, v, q.dtype)
+        own: Part = own_keys(call)
+        keys = _travel(call, k, v, [(ALL_HEADS, own), *product(steps, parts)])
+        out, lse = forward_part(call, own, q, *next(keys), ALL_HEADS)
         for step in steps if parts or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
             for part in parts:
-                some = call.forward(q[:, heads], *next(keys), part.mask, heads, None)
+                some = forward_part(call, part, q[:, heads], *next(keys), heads)
                 total, total_lse = merge(total, total_lse, *some)
             if sinks is not None:
                 total, total_lse = merge_sinks(total, total_lse, sinks[heads])
@@ -65,17 +59,15 @@ class ByHeads:
     ) -> Gradients:  # fmt: skip
         """dq, dk, dv of this rank's rows, and its part of dsinks."""
         steps, parts = self._divide(call, k)
-        own: Sequence[Part] = []
-        if not call.needs_distances:
-            own = own_halves(call) if parts else [own_keys(call)]
+        own: Sequence[Part] = own_halves(call) if parts else [own_keys(call)]
         order = [*product([ALL_HEADS], own[:1]), *product(steps, parts), *product([ALL_HEADS], own[1:])]
         dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
         add: Callable[[], None] | None = None
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
             heads = _queries(step, q, k)
-            dq_part, dk_part, dv_part, _ = call.backward(
-                dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads], lse[heads],
-                part.mask, heads, None,
+            dq_part, dk_part, dv_part = backward_part(
+                call, part, dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads],
+                lse[heads], heads,
             )  # fmt: skip
             dq[:, heads] += dq_part
             if add is not None:
@@ -89,8 +81,7 @@ class ByHeads:
     def _divide(self, call: Call, k: Tensor) -> tuple[list[slice], Sequence[Part]]:
         """The key heads of each step, and the parts of the keys that travel in it."""
         steps = [slice(first, min(first + call.stride, k.shape[1])) for first in range(0, k.shape[1], call.stride)]
-        count = 1 if call.needs_distances else max(STEPS // len(steps), 1)
-        return steps, self.divide(call, count, call.needs_distances)
+        return steps, self.divide(call, max(STEPS // len(steps), 1))
 
 
 def _travel(call: Call, k: Tensor, v: Tensor, order: Sequence[tuple[slice, Part]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, dsinks
 
@@ -32,6 +35,7 @@ class Call:
         backend: a name of `backends.BACKENDS`.
         stride: the key heads per step of "all_gather" and "group_cast".
         divides_groups: whether query heads that share a key head may be computed in several calls.
+        queries: (n,) int64, those of the rows that attend to the own keys; None: all.
     """
 
     divides_groups = True
@@ -42,11 +46,7 @@ class Call:
     options: AttentionOptions
     backend: str
     stride: int
-
-    @property
-    def needs_distances(self) -> bool:
-        """Whether the options count the places between a query and a key."""
-        return self.options.alibi_slopes is not None
+    queries: Tensor | None = field(default=None, kw_only=True)
 
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
@@ -60,6 +60,13 @@ class Call:
             return [bool((one.key_start < one.key_stop).any()) for one in masks]
 
         return self.mask.cached(("visible", self.layout, self.ranks.rank), visible)
+
+    def of_rows(self, rows: Tensor) -> Self:
+        """The call for some of the rows that the options have slopes for."""
+        slopes = self.options.alibi_slopes
+        if slopes is None or slopes.shape[0] == 1:  # alike for all rows
+            return self
+        return replace(self, options=replace(self.options, alibi_slopes=slopes[rows]))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None

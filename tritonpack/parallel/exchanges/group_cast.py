@@ -19,53 +19,42 @@ from torch import Tensor
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Arrival, Ranks, all_to_all, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
-from tritonpack.parallel.exchanges.parts import Addition, Keys, mask_with_distances
+from tritonpack.parallel.exchanges.parts import Addition, Keys
 from tritonpack.parallel.layouts import Layout
 
 
 @dataclass(frozen=True, eq=False)
 class CastKeys:
-    """A part with keys that the rank sees: rows of other ranks and, with distances, the own rows before them.
+    """A part with rows of other ranks whose keys the rank sees.
 
     Attributes:
         sent: (sent,) int64, the places in the own shard of the rows that each rank gets, in the order of ranks.
         sent_counts: for each rank, how many of these it gets; 0 for this rank.
         received_counts: for each rank, how many rows come from it.
-        own: how many own rows are in the part: all or none.
-        order: (keys,) int64, where the keys lie among the own and the received rows, in the order of the batch.
+        order: (keys,) int64, where the keys lie among the received rows, in the order of the batch.
         mask: the mask between the own queries and these keys.
-        silent: whether no rank gets any row.
+        queries: None, for all of them.
     """
 
     sent: Tensor
     sent_counts: list[int]
     received_counts: list[int]
-    own: int
     order: Tensor
     mask: BlockDiagonalMask
-    silent: bool
+    queries: Tensor | None = None
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         rows = join(k, v)
         coming = self._exchange(rows.index_select(0, self.sent), self.sent_counts, self.received_counts, ranks)
-
-        def arrive() -> tuple[Tensor, Tensor]:
-            keys = torch.cat([rows, coming()]) if self.own else coming()
-            return split(keys.index_select(0, self.order), k, v)
-
-        return arrive
+        return lambda: split(coming().index_select(0, self.order), k, v)
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         gradients = join(dk, dv).to(wide(dk.dtype))
-        own, message = torch.empty_like(gradients).index_copy_(0, self.order, gradients).tensor_split([self.own])
+        message = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
         coming = self._exchange(message, self.received_counts, self.sent_counts, ranks)
 
         def add(total_dk: Tensor, total_dv: Tensor) -> None:
-            for total, mine, parts in zip(
-                (total_dk, total_dv), split(own, dk, dv), split(coming(), dk, dv), strict=True
-            ):
-                if self.own:
-                    total += mine
+            for total, parts in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
                 pieces = self.sent.split(self.sent_counts), parts.split(self.sent_counts)
                 for places, part in zip(*pieces, strict=True):
                     if places.shape[0]:
@@ -75,39 +64,29 @@ class CastKeys:
 
     def _exchange(self, message: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
         """Start to send rows (sum(sent), width); the result is (sum(received), width)."""
-        if self.silent:
-            return lambda: message
         width = message.shape[1]
         coming = all_to_all(message, [n * width for n in sent], [n * width for n in received], ranks)
         return lambda: coming().view(-1, width)
 
 
-def divide(call: Call, count: int, with_own: bool) -> Sequence[CastKeys]:
-    """The keys of other ranks in at most `count` parts; with `with_own`, one part that has the own keys, too."""
-    return parts_of(call.mask, call.layout, call.ranks.rank, count, with_own)
+def divide(call: Call, count: int) -> Sequence[CastKeys]:
+    """The keys of other ranks in at most `count` parts."""
+    mask, layout, rank = call.mask, call.layout, call.ranks.rank
+    return mask.cached(("group cast", layout, rank, count), lambda: make_parts(mask, layout, rank, count))
 
 
-def parts_of(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with_own: bool) -> Sequence[CastKeys]:
-    """`make_parts`, cached on the mask."""
-    return mask.cached(
-        ("group cast", layout, rank, count, with_own), lambda: make_parts(mask, layout, rank, count, with_own)
-    )
-
-
-def make_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, with_own: bool) -> tuple[CastKeys, ...]:
+def make_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int) -> tuple[CastKeys, ...]:
     """The parts of one rank; waits for the mask's device."""
     rows, seen = layout.rows_on_host, layout.seen_by_ranks(mask)
     mine, nothing = rows[rank], rows[rank][:0]
     sent = [nothing if r == rank else seen[r].among(mine) for r in range(layout.ranks)]
     others = [nothing if r == rank else one[seen[rank].among(one)] for r, one in enumerate(rows)]
-    most = max(layout.remote_keys(mask))
-    count = 1 if with_own else min(count, most)
+    count = min(count, max(layout.remote_keys(mask)))
     parts = []
     for number in range(count):
         given = [_piece(one, number, count) for one in sent]
         received = [_piece(one, number, count) for one in others]
-        own = mine if with_own else nothing
-        unordered = torch.cat([own, *received])
+        unordered = torch.cat(received)
         order = torch.from_numpy(
             np.argsort(unordered.numpy(), kind="stable")
         )  # runs that ascend, which this sort merges
@@ -117,10 +96,8 @@ def make_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int, w
                 torch.cat(given).to(mask.device),
                 [one.shape[0] for one in given],
                 [one.shape[0] for one in received],
-                own.shape[0],
                 order.to(mask.device),
-                mask_with_distances(mask, queries, keys) if with_own else mask.restrict(queries, keys),
-                silent=most == 0,
+                mask.restrict(queries, keys),
             )
         )
     return tuple(parts)

@@ -7,14 +7,16 @@ again. Results of several parts are merged (merge.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.merge import nothing
 
 Keys = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values
 Addition = Callable[[Tensor, Tensor], None]  # waits for gradients and adds them to dk and dv of the own rows
@@ -26,6 +28,10 @@ class Part(Protocol):
     @property
     def mask(self) -> BlockDiagonalMask:
         """The mask between this rank's queries and these keys."""
+
+    @property
+    def queries(self) -> Tensor | None:
+        """(n,) int64, those of this rank's queries that the mask has; None: all."""
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         """Start to send k (n, heads, D) and v (n, heads, D_v) of the own rows; the result has those of the part."""
@@ -43,6 +49,7 @@ class OwnKeys:
 
     rows: slice
     mask: BlockDiagonalMask
+    queries: Tensor | None
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         return lambda: (k[self.rows], v[self.rows])
@@ -57,29 +64,48 @@ class OwnKeys:
 
 def own_keys(call: Call) -> OwnKeys:
     """All own keys."""
-    return OwnKeys(slice(None), call.rows_mask(call.ranks.rank))
+    return _own(call, "all", slice(None))
 
 
 def own_halves(call: Call) -> tuple[OwnKeys, OwnKeys]:
     """The second half of the own keys, and the first half, which more queries of a causal document see."""
-    rank = call.ranks.rank
+    middle = call.layout.lengths[call.ranks.rank] // 2
+    return _own(call, "second half", slice(middle, None)), _own(call, "first half", slice(0, middle))
+
+
+def _own(call: Call, name: str, places: slice) -> OwnKeys:
+    """A run of the own keys, with a mask that is cached under a name."""
+    rank, queries = call.ranks.rank, call.queries
     rows = call.layout.rows[rank]
-    middle = rows.shape[0] // 2
 
-    def half(number: int, places: slice) -> OwnKeys:
-        mask = call.mask.cached(("own half", call.layout, rank, number), lambda: call.mask.restrict(rows, rows[places]))
-        return OwnKeys(places, mask)
+    def restrict() -> BlockDiagonalMask:
+        return call.mask.restrict(rows if queries is None else rows[queries], rows[places])
 
-    return half(1, slice(middle, None)), half(0, slice(0, middle))
+    mask = call.mask.cached(("own keys", name, call.layout, rank, queries is None), restrict)
+    return OwnKeys(places, mask, queries)
 
 
-def mask_with_distances(mask: BlockDiagonalMask, rows: Tensor, keys: Tensor) -> BlockDiagonalMask:
-    """The mask between rows and keys that hold all that the rows see, with distances.
+def forward_part(call: Call, part: Part, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+    """out and lse of some query heads over the keys of a part, for all queries."""
+    places = part.queries
+    if places is None:
+        return call.forward(q, k, v, part.mask, heads, None)
+    out, lse = nothing(q, v, q.dtype)
+    some = call.of_rows(places).forward(q.index_select(0, places), k, v, part.mask, heads, None)
+    return out.index_copy_(0, places, some[0]), lse.index_copy_(1, places, some[1])
 
-    The keys that a row sees follow each other among these keys, too. So the row's interval and its diagonal move by the
-    same number of places. (In a tree other branches lie between the keys of a row, and depths aren't places.)
-    """
-    part = mask.restrict(rows, keys)
-    if mask.is_tree or mask.diagonal is None:
-        return part
-    return replace(part, diagonal=mask.diagonal[rows] + part.key_start - mask.key_start[rows], trusted=True)
+
+def backward_part(
+    call: Call, part: Part, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, heads: slice,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq of all queries, and dk and dv of the part's keys; of some query heads."""
+    places = part.queries
+    if places is None:
+        return call.backward(dout, dlse, q, k, v, out, lse, part.mask, heads, None)[:3]
+    some = [x.index_select(0, places) for x in (dout, q, out)]
+    some_dlse = None if dlse is None else dlse.index_select(1, places)
+    dq, dk, dv, _ = call.of_rows(places).backward(
+        some[0], some_dlse, some[1], k, v, some[2], lse.index_select(1, places), part.mask, heads, None
+    )
+    return torch.zeros_like(q).index_copy_(0, places, dq), dk, dv

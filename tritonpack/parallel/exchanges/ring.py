@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonpack.parallel.comm import Arrival, shift, wide
 from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients, join, split
 from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, nothing, sink_gradients
-from tritonpack.parallel.exchanges.parts import OwnKeys, own_halves, own_keys
+from tritonpack.parallel.exchanges.parts import OwnKeys, backward_part, forward_part, own_halves, own_keys
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     out, lse = nothing(q, v, exact(q.dtype))
     for source, ks, vs in _blocks(call, k, v):
         if call.visible()[source]:
-            out, lse = merge(out, lse, *call.forward(q, ks, vs, call.rows_mask(source), ALL_HEADS, None))
+            part = OwnKeys(slice(None), call.rows_mask(source), None) if source != call.ranks.rank else own_keys(call)
+            out, lse = merge(out, lse, *forward_part(call, part, q, ks, vs, ALL_HEADS))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
@@ -43,8 +44,8 @@ def backward(
 
     def add_own(part: OwnKeys) -> None:
         if call.visible()[rank]:
-            dq_part, dk_part, dv_part, _ = call.backward(
-                dout, dlse, q, k[part.rows], v[part.rows], out, lse, part.mask, ALL_HEADS, None
+            dq_part, dk_part, dv_part = backward_part(
+                call, part, dout, dlse, q, k[part.rows], v[part.rows], out, lse, ALL_HEADS
             )
             dq.add_(dq_part)
             part.give_back(dk_part, dv_part, call.ranks)(dk, dv)

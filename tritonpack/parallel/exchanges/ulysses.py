@@ -5,16 +5,19 @@ change its work. It receives the key heads that these heads use. If several rank
 its gradients are summed. If H isn't a multiple of R, some ranks compute one head more than others.
 
 A rank computes its heads in chunks: the inputs of the next chunk and the outputs of the one before travel meanwhile. A
-key head travels with the first chunk that uses it, and its gradients with the last one. Nothing is computed while the
-first inputs travel, or the last outputs.
+key head travels with the first chunk that uses it, and its gradients with the last one.
+
+The own rows don't travel. So in forward a rank attends with them to its own keys while the first inputs travel, and to
+the keys of others while the last outputs do; the results are merged (merge.py). In backward it computes their pairs
+with the keys of others first, for which nothing has to arrive, and their pairs with own keys last, whose gradients
+don't leave. No pair is computed twice.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,15 +26,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.comm import all_to_all, wide
-from tritonpack.parallel.exchanges.call import Call, Gradients
-from tritonpack.parallel.exchanges.merge import exact
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.parallel.comm import wide
+from tritonpack.parallel.exchanges.call import Call, Gradients, rows_mask
+from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, sink_gradients
+from tritonpack.parallel.exchanges.trade import Addition, Spans, return_rows, send_rows, weave
 
 CHUNKS = 4  # or fewer, if a rank has fewer query heads
 
-Spans = tuple[slice, ...]  # for each rank some heads, numbered over all ranks
-Shipment = Sequence[tuple[Tensor, Spans]]  # tensors that travel together, and the heads of each that a rank computes
-Addition = Callable[[Sequence[Tensor]], None]  # waits for a shipment and adds it to tensors with the own rows
+OWN = 5  # the tensors that `forward` saves of the own rows, and again of each chunk
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,44 @@ class Chunk:
     done_keys: Spans
 
 
+class HeadsCall(Call):
+    """A call in which each rank computes some heads for the rows of all ranks."""
+
+    @property
+    def local(self) -> BlockDiagonalMask:
+        """The mask between the rows of these ranks and their keys."""
+        return self.mask
+
+    def part(self, name: str, rows: Tensor, keys: Tensor | None) -> BlockDiagonalMask:
+        """`local` between some rows and some keys, or all; cached under a name."""
+        return self.local.cached((name, self.layout, self.ranks.rank), lambda: self.local.restrict(rows, keys))
+
+    def forward_others(
+        self, own: Tensor, q: Tensor, k: Tensor, v: Tensor, heads: slice, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """out and lse of the other ranks' rows q over all keys.
+
+        The last result is what the rows `own` see of keys that aren't in k; None if there are none. `sinks` has all
+        heads.
+        """
+        rows = self.layout.others(self.ranks.rank).rows
+        return *self.of_rows(rows).forward(q, k, v, self.part("other rows", rows, None), heads, sinks), None
+
+    def backward_others(
+        self, own: Sequence[Tensor], own_dlse: Tensor | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, out: Tensor, lse: Tensor, heads: slice,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """dq of the other ranks' rows, dk, dv, and the gradient of the own rows by keys that aren't in k.
+
+        `own` has dout, q, out and lse of the own rows.
+        """
+        rows = self.layout.others(self.ranks.rank).rows
+        mask = self.part("other rows", rows, None)
+        return *self.of_rows(rows).backward(dout, dlse, q, k, v, out, lse, mask, heads, None)[:3], None
+
+
 def ulysses(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
+    call: HeadsCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out (n, H, D_v) of this rank's n rows, and lse (H, n) if `want_lse`."""
     return _Ulysses.apply(call, want_lse, q, k, v, sinks)
@@ -101,97 +140,214 @@ class _Ulysses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, want_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: Any, call: HeadsCall, want_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         out, lse, saved = forward(call, q, k, v, sinks, want_lse=want_lse, save=any(ctx.needs_input_grad))
         ctx.save_for_backward(*saved, sinks)
-        ctx.others = call, q.shape[1], k.shape[1], v.shape[2]
+        ctx.others = call, k.shape[1], out.shape
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, heads, kv_heads, width = ctx.others
+        call, kv_heads, shape = ctx.others
         *saved, sinks = ctx.saved_tensors
         if dout is None:
-            dout = saved[0].new_zeros(call.layout.lengths[call.ranks.rank], heads, width)
+            dout = saved[0].new_zeros(shape)
         return None, None, *backward(call, kv_heads, dout, dlse, saved, sinks)
 
 
 def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, want_lse: bool, save: bool
+    call: HeadsCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, want_lse: bool, save: bool
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """out (n, H, D_v) of this rank's n rows, lse (H, n) if wanted, and what `backward` needs.
 
-    These are the inputs and results of this rank's heads in each chunk, so that backward doesn't send them again: q, k,
-    v, out and lse.
+    These are q, k, v, out and lse of the own rows for the heads that this rank computes, and then of each chunk: q, out
+    and lse of the other ranks' rows, and all keys and values. So backward doesn't send them again.
     """
     rank, group = call.ranks.rank, q.shape[1] // k.shape[1]
+    queries, keys = (spans[rank] for spans in divide_heads(q.shape[1], k.shape[1], call.ranks.size))
     chunks = divide_chunks(q.shape[1], k.shape[1], call.ranks.size, call.divides_groups)
     inputs = [[(q, chunk.queries), (k, chunk.new_keys), (v, chunk.new_keys)] for chunk in chunks]
+    coming = send_rows(call, inputs[0])
+    own, others = call.layout.rows[rank], call.layout.others(rank).rows
+    mine = (q[:, queries], k[:, keys], v[:, keys])
+    own_mask = rows_mask(call.local, call.layout, rank, rank)
+    own_out, own_lse = _forward(call.of_rows(own), *mine, own_mask, queries, keys, group)
+    own_out = own_out.to(own_lse.dtype)
     totals = [q.new_zeros(q.shape[0], q.shape[1], v.shape[2])]
     if want_lse:
-        totals.append(q.new_zeros(q.shape[0], q.shape[1], 1, dtype=exact(q.dtype)))
+        totals.append(q.new_zeros(q.shape[0], q.shape[1], 1, dtype=own_lse.dtype))
     saved: list[Tensor] = []
     ks, vs = k[:0], v[:0]
     add: Addition | None = None
-    for chunk, (qs, new_ks, new_vs) in zip(chunks, _travel(call, inputs), strict=True):
-        ks, vs = (_append(new, old, chunk.keys[rank]) for new, old in ((new_ks, ks), (new_vs, vs)))
-        results = [
-            call.forward(qs[:, at], ks[:, at_keys], vs[:, at_keys], call.mask, heads, sinks)
-            for heads, at, at_keys in _runs(chunk.queries[rank], chunk.keys[rank], group)
-        ]
-        outs, lses = (torch.cat(some, dim) for dim, some in zip((1, 0), zip(*results, strict=True), strict=True))
+    for number, chunk in enumerate(chunks):
+        qs, *new = coming()
+        if number + 1 < len(chunks):
+            coming = send_rows(call, inputs[number + 1])
+        new_ks, new_vs = (weave(call, x[:, chunk.new_keys[rank]], y) for x, y in zip((k, v), new, strict=True))
+        ks, vs = (_append(x, old, chunk.keys[rank]) for x, old in ((new_ks, ks), (new_vs, vs)))
+        outs, lses = [], []
+        at = _within(chunk.queries[rank], queries)
+        for heads, places, key_places in _runs(chunk.queries[rank], chunk.keys[rank], group):
+            run = _within(heads, queries)
+            some = call.forward_others(
+                mine[0][:, run], qs[:, places], ks[:, key_places], vs[:, key_places], heads, sinks
+            )
+            outs.append(some[0])
+            lses.append(some[1])
+            if some[2] is not None:
+                own_out[:, run], own_lse[run] = merge(own_out[:, run], own_lse[run], *some[2])
+        out, lse = torch.cat(outs, 1), torch.cat(lses)
         if add is not None:
             add(totals)
-        add = to_rows(call, [(x, chunk.queries) for x in ([outs, lses.T[..., None]] if want_lse else [outs])])
+        add = return_rows(call, [(x, chunk.queries) for x in ([out, lse.T[..., None]] if want_lse else [out])])
+        some_keys = ks.index_select(0, others), vs.index_select(0, others)
+        mask = call.part("keys of others", own, others)
+        near = _forward(
+            call.of_rows(own), mine[0][:, at], *some_keys, mask, chunk.queries[rank], chunk.keys[rank], group
+        )
+        own_out[:, at], own_lse[at] = merge(own_out[:, at], own_lse[at], *near)
         if save:
-            saved += [qs, ks, vs, outs, lses]
+            saved += [qs, ks, vs, out, lse]
+    if sinks is not None:
+        own_out, own_lse = merge_sinks(own_out, own_lse, sinks[queries])
+    own_out = own_out.to(q.dtype)
+    for total, x in zip(totals, (own_out, own_lse.T[..., None]), strict=False):
+        total[:, queries] = x
     assert add is not None  # every rank has a query head
     add(totals)
+    if save:
+        saved = [*(x.clone() for x in mine), own_out, own_lse, *saved]
     return totals[0], totals[1][..., 0].T if want_lse else None, saved
 
 
 def backward(
-    call: Call, kv_heads: int, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor], sinks: Tensor | None
+    call: HeadsCall, kv_heads: int, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor], sinks: Tensor | None
 ) -> Gradients:
     """dq, dk, dv of this rank's rows, and its part of dsinks."""
-    (rows, heads, _), rank = dout.shape, call.ranks.rank
+    (_, heads, _), rank, group = dout.shape, call.ranks.rank, dout.shape[1] // kv_heads
+    queries, keys = (spans[rank] for spans in divide_heads(heads, kv_heads, call.ranks.size))
     chunks = divide_chunks(heads, kv_heads, call.ranks.size, call.divides_groups)
-    q, k, v = saved[:3]  # of the first chunk
     seeds = [dout] if dlse is None else [dout, dlse.T[..., None]]
+    inputs = [[(seed, chunk.queries) for seed in seeds] for chunk in chunks]
+    coming = send_rows(call, inputs[0])
+    own, others = call.layout.rows[rank], call.layout.others(rank).rows
+    own_q, own_k, own_v, own_out, own_lse = saved[:OWN]
+    own_dout, own_dlse = dout[:, queries], None if dlse is None else dlse[queries]
+    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (own_q, own_k, own_v)]  # of the own rows
     totals = [
-        q.new_zeros(rows, heads, q.shape[2]),
-        *(x.new_zeros(rows, kv_heads, x.shape[2], dtype=wide(x.dtype)) for x in (k, v)),
+        own_q.new_zeros(dout.shape[0], heads, own_q.shape[2]),
+        *(x.new_zeros(dout.shape[0], kv_heads, x.shape[2], dtype=wide(x.dtype)) for x in (own_k, own_v)),
     ]
     dsinks = None if sinks is None else torch.zeros_like(sinks)
-    held = [k[:, :0], v[:, :0]]  # gradients of a key head that the next chunk uses, too
+    if dsinks is not None and sinks is not None:
+        dsinks[queries] = sink_gradients(sinks[queries], own_dout, own_dlse, own_out, own_lse)
+    held = [x[:0, :0] for x in sums[1:]]  # gradients of a key head that the next chunk uses, too
     add: Addition | None = None
-    inputs = [[(seed, chunk.queries) for seed in seeds] for chunk in chunks]
-    for number, (chunk, (douts, *dlses)) in enumerate(zip(chunks, _travel(call, inputs), strict=True)):
-        q, k, v, out, lse = saved[5 * number : 5 * number + 5]
+    for number, chunk in enumerate(chunks):
+        q, k, v, out, lse = saved[OWN * (number + 1) : OWN * (number + 2)]
+        at, at_keys = _within(chunk.queries[rank], queries), _within(chunk.keys[rank], keys)
+        mine = own_dout[:, at], own_q[:, at], own_out[:, at], own_lse[at]
+        my_dlse = None if own_dlse is None else own_dlse[at]
+        some_keys = k.index_select(0, others), v.index_select(0, others)
+        mask = call.part("keys of others", own, others)
+        near = _backward(
+            call.of_rows(own), mine[0], my_dlse, mine[1], *some_keys, *mine[2:], mask, chunk.queries[rank],
+            chunk.keys[rank], group,
+        )  # fmt: skip
+        sums[0][:, at] += near[0]
+        douts, *dlses = coming()
+        if number + 1 < len(chunks):
+            coming = send_rows(call, inputs[number + 1])
+        their_dlse = dlses[0][..., 0].T if dlses else None
+        if dsinks is not None and sinks is not None:
+            dsinks[chunk.queries[rank]] += sink_gradients(sinks[chunk.queries[rank]], douts, their_dlse, out, lse)
         results = []
-        for run, at, at_keys in _runs(chunk.queries[rank], chunk.keys[rank], heads // kv_heads):
-            *gradients, dsink = call.backward(
-                douts[:, at], dlses[0][:, at, 0].T if dlses else None, q[:, at], k[:, at_keys], v[:, at_keys],
-                out[:, at], lse[at], call.mask, run, sinks,
+        for run, places, key_places in _runs(chunk.queries[rank], chunk.keys[rank], group):
+            dq, dk, dv, far = call.backward_others(
+                [mine[0][:, places], mine[1][:, places], mine[2][:, places], mine[3][places]],
+                None if my_dlse is None else my_dlse[places], douts[:, places],
+                None if their_dlse is None else their_dlse[places], q[:, places], k[:, key_places], v[:, key_places],
+                out[:, places], lse[places], run,
             )  # fmt: skip
-            results.append(gradients)
-            if dsinks is not None:
-                dsinks[run] = dsink
+            results.append((dq, dk, dv))
+            if far is not None:
+                sums[0][:, _within(run, queries)] += far
         dq, *dkv = (torch.cat(some, 1) for some in zip(*results, strict=True))
-        dkv = [_add_first(x, before) for x, before in zip(dkv, held, strict=True)]
+        for total, x in zip(sums[1:], dkv, strict=True):
+            total[:, at_keys] += x.index_select(0, own)
+        theirs = [
+            _add_first(x.index_select(0, others).to(wide(x.dtype)) + y, before)
+            for x, y, before in zip(dkv, near[1:], held, strict=True)
+        ]
         done = chunk.done_keys[rank].stop - chunk.done_keys[rank].start
-        held = [x[:, done:] for x in dkv]
+        held = [x[:, done:] for x in theirs]
         if add is not None:
             add(totals)
-        complete = [(x[:, :done].to(q.dtype), chunk.done_keys) for x in dkv]
-        add = to_rows(call, [(dq, chunk.queries), *complete])
+        complete = [(x[:, :done].to(dq.dtype), chunk.done_keys) for x in theirs]
+        add = return_rows(call, [(dq, chunk.queries), *complete])
+    last = _backward(
+        call.of_rows(own), own_dout, own_dlse, own_q, own_k, own_v, own_out, own_lse,
+        rows_mask(call.local, call.layout, rank, rank), queries, keys, group,
+    )  # fmt: skip
+    for total, mine_all, x, span in zip(totals, sums, last, (queries, keys, keys), strict=True):
+        total[:, span] += (mine_all + x).to(total.dtype)
     assert add is not None
     add(totals)
-    dq, dk, dv = (x.to(q.dtype) for x in totals)
+    dq, dk, dv = (x.to(own_q.dtype) for x in totals)
     return dq, dk, dv, dsinks
+
+
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, rows: int, rank: int, size: int, divides_groups: bool) -> list[Tensor]:
+    """Tensors of the shapes of those that `forward` saves. `rows` are those of all ranks together."""
+    heads, kv_heads, own = int(q.shape[1]), int(k.shape[1]), q.shape[0]
+    saved: list[Tensor] = []
+
+    def add(queries: slice, keys: slice, some: int, all_keys: int) -> None:
+        count, count_keys = queries.stop - queries.start, keys.stop - keys.start
+        shapes = (some, count, q.shape[2]), (all_keys, count_keys, k.shape[2]), (all_keys, count_keys, v.shape[2])
+        saved.extend(q.new_empty(*shape) for shape in (*shapes, (some, count, v.shape[2])))
+        saved.append(q.new_empty(count, some, dtype=exact(q.dtype)))
+
+    queries, keys = divide_heads(heads, kv_heads, size)
+    add(queries[rank], keys[rank], own, own)
+    for chunk in divide_chunks(heads, kv_heads, size, divides_groups):
+        add(chunk.queries[rank], chunk.keys[rank], rows - own, rows)
+    return saved
+
+
+def _forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, queries: slice, keys: slice, group: int
+) -> tuple[Tensor, Tensor]:
+    """out and lse of some query heads, numbered over all ranks as their key heads are, without sinks."""
+    results = [
+        call.forward(q[:, at], k[:, at_keys], v[:, at_keys], mask, heads, None)
+        for heads, at, at_keys in _runs(queries, keys, group)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses)
+
+
+def _backward(
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    mask: BlockDiagonalMask, queries: slice, keys: slice, group: int,
+) -> list[Tensor]:  # fmt: skip
+    """dq, dk and dv of some query heads, numbered as in `_forward`."""
+    results = [
+        call.backward(
+            dout[:, at], None if dlse is None else dlse[at], q[:, at], k[:, at_keys], v[:, at_keys], out[:, at],
+            lse[at], mask, heads, None,
+        )[:3]
+        for heads, at, at_keys in _runs(queries, keys, group)
+    ]  # fmt: skip
+    return [torch.cat(some, 1) for some in zip(*results, strict=True)]
+
+
+def _within(span: slice, whole: slice) -> slice:
+    """Where a span of heads lies within another one."""
+    return slice(span.start - whole.start, span.stop - whole.start)
 
 
 def _runs(queries: slice, keys: slice, group: int) -> list[tuple[slice, slice, slice]]:
@@ -230,73 +386,3 @@ def _add_first(x: Tensor, held: Tensor) -> Tensor:
         x = x.to(wide(x.dtype))
         x[:, : held.shape[1]] += held
     return x
-
-
-def _travel(call: Call, shipments: Sequence[Shipment]) -> Iterator[list[Tensor]]:
-    """What arrives of each chunk. The next chunk travels meanwhile."""
-    coming = to_heads(call, shipments[0])
-    for shipment in shipments[1:]:
-        arrived = coming()
-        coming = to_heads(call, shipment)
-        yield arrived
-    yield coming()
-
-
-def to_heads(call: Call, shipment: Shipment) -> Callable[[], list[Tensor]]:
-    """Start to send (own rows, all heads, D) of each tensor; the results are (all rows, own heads, D)."""
-    if len({x.dtype for x, _ in shipment}) > 1:  # tensors of one dtype travel in one message
-        separate = [to_heads(call, [one]) for one in shipment]
-        return lambda: [arrive()[0] for arrive in separate]
-    rank, size = call.ranks.rank, call.ranks.size
-    pieces = [[x[:, spans[r]] for x, spans in shipment] for r in range(size)]
-    widths = [(spans[rank].stop - spans[rank].start, x.shape[2]) for x, spans in shipment]
-    coming = _exchange(call, pieces, [[(rows, *width) for width in widths] for rows in call.layout.lengths])
-
-    def arrive() -> list[Tensor]:
-        wholes = [torch.cat(parts) for parts in zip(*coming(), strict=True)]
-        return wholes if call.layout.in_order else [call.layout.unshard(whole) for whole in wholes]
-
-    return arrive
-
-
-def to_rows(call: Call, shipment: Shipment) -> Addition:
-    """Start to send (all rows, own heads, D) of each tensor to the owners of rows.
-
-    The result adds what arrives to tensors (own rows, all heads, D), one for each; copies of a head are summed in the
-    order of ranks.
-    """
-    if len({x.dtype for x, _ in shipment}) > 1:
-        separate = [to_rows(call, [one]) for one in shipment]
-
-        def add_each(totals: Sequence[Tensor]) -> None:
-            for add_one, total in zip(separate, totals, strict=True):
-                add_one([total])
-
-        return add_each
-    rows, size = call.layout.lengths[call.ranks.rank], call.ranks.size
-    pieces = [[call.layout.shard(x, r) for x, _ in shipment] for r in range(size)]
-    shapes = [[(rows, spans[r].stop - spans[r].start, x.shape[2]) for x, spans in shipment] for r in range(size)]
-    coming = _exchange(call, pieces, shapes)
-
-    def add(totals: Sequence[Tensor]) -> None:
-        for (_, spans), total, parts in zip(shipment, totals, zip(*coming(), strict=True), strict=True):
-            for heads, part in zip(spans, parts, strict=True):
-                total[:, heads] += part
-
-    return add
-
-
-def _exchange(
-    call: Call, pieces: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-) -> Callable[[], list[list[Tensor]]]:
-    """Start to send the tensors pieces[r] to rank r, and to receive tensors of shapes[r] from it, in one message."""
-    sent = [sum(x.numel() for x in piece) for piece in pieces]
-    counts = [[math.prod(shape) for shape in some] for some in shapes]
-    message = torch.cat([x.flatten() for piece in pieces for x in piece])
-    coming = all_to_all(message, sent, [sum(count) for count in counts], call.ranks)
-
-    def arrive() -> list[list[Tensor]]:
-        flat = iter(coming().split([n for count in counts for n in count]))
-        return [[next(flat).view(shape) for shape in some] for some in shapes]
-
-    return arrive
