@@ -176,9 +176,10 @@ class Watch:
                 self._post(event, text_of(error), alarm=True)
         self._end()
 
-    def _post_failure(self, event: str, **options: bool) -> None:
+    def _post_failure(self, event: str, *, alarm: bool = False, aborted: bool = False) -> None:
         """Post a record of this rank after a failure."""
-        self._post(event if self.cause else f"{event}: {self.failure}", cause=self.cause, **options)
+        event = event if self.cause else f"{event}: {self.failure}"
+        self._post(event, alarm=alarm, aborted=aborted, cause=self.cause)
 
     def started(self) -> None:
         """Count an exchange, before it starts."""
