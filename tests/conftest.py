@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
+    parser.addoption(
+        "--all", action="store_true", help="run every case of sweeps, also those that make test-slow omits"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -30,7 +34,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases outside of a sample as slow, and deselect tests that can't run here or that --quick leaves out."""
+    """Mark cases outside of a sample as slow; deselect what can't run here, what --quick omits, what needs --all."""
     cases: Counter[str] = Counter()  # by test
     for item in items:
         if sample := item.get_closest_marker("sampled"):
@@ -51,9 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if test in seen:
                 dropped.append(item)
             seen.add(test)
+    if not config.getoption("--all"):
+        dropped += _outside_of_sweeps(items, named=set(config.args))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
 
 
 def _in_sample(item: pytest.Item, number: int, sample: pytest.Mark) -> bool:
@@ -61,6 +68,26 @@ def _in_sample(item: pytest.Item, number: int, sample: pytest.Mark) -> bool:
     if "every" in sample.kwargs:
         return number % sample.kwargs["every"] == 0
     return item.callspec.id in sample.args  # type: ignore[attr-defined]
+
+
+def _outside_of_sweeps(items: list[pytest.Item], named: set[str]) -> list[pytest.Item]:
+    """The slow cases of swept tests that aren't among their `every`th part, nor named in the command.
+
+    Which ones these are is drawn by a hash of their ids: the same ones in each run, whatever the order of parameters.
+    """
+    swept: dict[str, list[pytest.Item]] = {}  # by test
+    for item in items:
+        if item.get_closest_marker("swept") and item.get_closest_marker("slow"):
+            swept.setdefault(item.nodeid.split("[")[0], []).append(item)
+    dropped = []
+    for cases in swept.values():
+        mark = cases[0].get_closest_marker("swept")
+        assert mark is not None
+        drawn = sorted((crc32(item.nodeid.encode()), item.nodeid) for item in cases)
+        kept = {name for _, name in drawn[: -(-len(cases) // mark.kwargs["every"])]} | named
+        callspecs = {item.nodeid: item.callspec.id for item in cases}  # type: ignore[attr-defined]
+        dropped += [item for item in cases if item.nodeid not in kept and callspecs[item.nodeid] not in mark.args]
+    return dropped
 
 
 @pytest.fixture(autouse=True)
