@@ -1,9 +1,9 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -35,59 +35,48 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark cases outside of a sample as slow; deselect what can't run here, what --quick omits, what needs --all."""
-    cases: Counter[str] = Counter()  # by test
-    for item in items:
-        if sample := item.get_closest_marker("sampled"):
-            test = item.nodeid.split("[")[0]
-            if not _in_sample(item, cases[test], sample):
-                item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+    for case in _left_out(items, "sampled"):
+        case.add_marker(pytest.mark.slow)
     runnable = {
         "gpu": (torch.cuda.is_available() or config.getoption("collectonly")) and not INTERPRETED,
         "interpreter": INTERPRETED,
         "compile": not INTERPRETED,
     }
-    dropped = [item for item in items if any(item.get_closest_marker(m) and not ok for m, ok in runnable.items())]
+    dropped = {item for item in items if any(item.get_closest_marker(m) and not ok for m, ok in runnable.items())}
     if config.getoption("--quick"):
-        seen: set[str] = set()
+        first: dict[str, pytest.Item] = {}
         for item in items:
-            test = item.nodeid.split("[")[0]
-            if test in seen:
-                dropped.append(item)
-            seen.add(test)
+            if not item.get_closest_marker("slow"):
+                first.setdefault(_test_of(item), item)
+        dropped |= {item for item in items if first.get(_test_of(item)) is not item}
     if not config.getoption("--all"):
-        dropped += _outside_of_sweeps(items, named=set(config.args))
+        slow = [item for item in items if item.get_closest_marker("slow") and item.nodeid not in config.args]
+        dropped |= {*_left_out(slow, "swept")}
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        gone = set(dropped)
-        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
 
 
-def _in_sample(item: pytest.Item, number: int, sample: pytest.Mark) -> bool:
-    """Whether the case with this number of its test is quick."""
-    if "every" in sample.kwargs:
-        return number % sample.kwargs["every"] == 0
-    return item.callspec.id in sample.args  # type: ignore[attr-defined]
+def _left_out(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
+    """The cases of marked tests that the mark doesn't name and that aren't among those drawn, an `every`th part.
 
-
-def _outside_of_sweeps(items: list[pytest.Item], named: set[str]) -> list[pytest.Item]:
-    """The slow cases of swept tests that aren't among their `every`th part, nor named in the command.
-
-    Which ones these are is drawn by a hash of their ids: the same ones in each run, whatever the order of parameters.
+    Cases are drawn by a hash of their ids: the same ones in each run, and not one value of a parameter alone.
     """
-    swept: dict[str, list[pytest.Item]] = {}  # by test
+    tests: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("swept") and item.get_closest_marker("slow"):
-            swept.setdefault(item.nodeid.split("[")[0], []).append(item)
-    dropped = []
-    for cases in swept.values():
-        mark = cases[0].get_closest_marker("swept")
-        assert mark is not None
-        drawn = sorted((crc32(item.nodeid.encode()), item.nodeid) for item in cases)
-        kept = {name for _, name in drawn[: -(-len(cases) // mark.kwargs["every"])]} | named
-        callspecs = {item.nodeid: item.callspec.id for item in cases}  # type: ignore[attr-defined]
-        dropped += [item for item in cases if item.nodeid not in kept and callspecs[item.nodeid] not in mark.args]
-    return dropped
+        if item.get_closest_marker(marker):
+            tests.setdefault(_test_of(item), []).append(item)
+    left_out = []
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker(marker)
+        every = mark.kwargs.get("every")
+        drawn = sorted(cases, key=lambda item: crc32(item.nodeid.encode()))[: -(-len(cases) // every) if every else 0]
+        left_out += [item for item in cases if item not in drawn and item.callspec.id not in mark.args]
+    return left_out
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
 
 
 @pytest.fixture(autouse=True)

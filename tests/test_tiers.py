@@ -38,8 +38,11 @@ def run(pytester: pytest.Pytester):
 
 def test_tiers(run) -> None:
     test, slow, every = run("-m", "not slow"), run("-m", "slow"), run("--all")
-    assert test == {"test_swept[x-0]", "test_sampled[0]", "test_sampled[3]"}
-    assert {f"test_sampled[{a}]" for a in (1, 2, 4, 5)} < slow
+    assert "test_swept[x-0]" in test
+    assert len([name for name in test if "sampled" in name]) == 2  # a third of 6
+    assert len([name for name in slow if "sampled" in name]) == 4
+    assert not test & slow
+    assert run("--quick", "-m", "not slow") == {"test_swept[x-0]", min(name for name in test if "sampled" in name)}
     swept = {name for name in slow if "swept" in name}
     assert "test_swept[y-5]" in swept
     assert len(swept - {"test_swept[y-5]"}) in (2, 3)  # a fourth of 11; the named case may be among them
