@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install quick test test-slow lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
+.PHONY: help install quick test test-slow test-all lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
 
 help:
 	@echo "make demo       train four ways (padded, unpadded, naive, packed), compare, draw a picture: demo-out/demo.png"
@@ -14,6 +14,7 @@ help:
 	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
 	@echo "make test       the tests that need no GPU, without the slow ones"
 	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type"
+	@echo "make test-all   every case of every test that needs no GPU, also those that test-slow leaves out: half an hour"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, shared memory, spills and barriers of every kernel; compiles what has changed"
@@ -43,6 +44,10 @@ test: install
 test-slow: install
 	$(PYTEST) tests -m "slow and not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and slow"
+
+test-all: install
+	$(PYTEST) tests --all -m "not gpu and not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) tests --all -m "interpreter"
 
 lint: install
 	$(BIN)/ruff check .

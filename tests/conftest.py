@@ -1,9 +1,10 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
+    parser.addoption(
+        "--all", action="store_true", help="run every case of sweeps, also those that make test-slow omits"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -30,37 +34,49 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases outside of a sample as slow, and deselect tests that can't run here or that --quick leaves out."""
-    cases: Counter[str] = Counter()  # by test
-    for item in items:
-        if sample := item.get_closest_marker("sampled"):
-            test = item.nodeid.split("[")[0]
-            if not _in_sample(item, cases[test], sample):
-                item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+    """Mark cases outside of a sample as slow; deselect what can't run here, what --quick omits, what needs --all."""
+    for case in _left_out(items, "sampled"):
+        case.add_marker(pytest.mark.slow)
     runnable = {
         "gpu": (torch.cuda.is_available() or config.getoption("collectonly")) and not INTERPRETED,
         "interpreter": INTERPRETED,
         "compile": not INTERPRETED,
     }
-    dropped = [item for item in items if any(item.get_closest_marker(m) and not ok for m, ok in runnable.items())]
+    dropped = {item for item in items if any(item.get_closest_marker(m) and not ok for m, ok in runnable.items())}
     if config.getoption("--quick"):
-        seen: set[str] = set()
+        first: dict[str, pytest.Item] = {}
         for item in items:
-            test = item.nodeid.split("[")[0]
-            if test in seen:
-                dropped.append(item)
-            seen.add(test)
+            if not item.get_closest_marker("slow"):
+                first.setdefault(_test_of(item), item)
+        dropped |= {item for item in items if first.get(_test_of(item)) is not item}
+    if not config.getoption("--all"):
+        slow = [item for item in items if item.get_closest_marker("slow") and item.nodeid not in config.args]
+        dropped |= {*_left_out(slow, "swept")}
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
 
 
-def _in_sample(item: pytest.Item, number: int, sample: pytest.Mark) -> bool:
-    """Whether the case with this number of its test is quick."""
-    if "every" in sample.kwargs:
-        return number % sample.kwargs["every"] == 0
-    return item.callspec.id in sample.args  # type: ignore[attr-defined]
+def _left_out(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
+    """The cases of marked tests that the mark doesn't name and that aren't among those drawn, an `every`th part.
+
+    Cases are drawn by a hash of their ids: the same ones in each run, and not one value of a parameter alone.
+    """
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker(marker):
+            tests.setdefault(_test_of(item), []).append(item)
+    left_out = []
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker(marker)
+        every = mark.kwargs.get("every")
+        drawn = sorted(cases, key=lambda item: crc32(item.nodeid.encode()))[: -(-len(cases) // every) if every else 0]
+        left_out += [item for item in cases if item not in drawn and item.callspec.id not in mark.args]
+    return left_out
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ torch's dispatcher and its autograd for operators would take the host longer tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -228,22 +229,39 @@ def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
 
 # Not with `torch.library.custom_op`, which imports the compiler at its first call; that takes seconds.
 _library = torch.library.Library("tritonpack", "DEF")
-_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)")
-_library.define(
+
+
+def define_operator(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], differentiate: Callable[..., Any],
+    save: Callable[..., None] | None = None, tags: tuple[torch.Tag, ...] = (),
+) -> Any:  # fmt: skip
+    """Define an operator of torch.ops.tritonpack on CPUs and GPUs, and return it.
+
+    Args:
+        schema: of torch, such as "f(Tensor x) -> Tensor".
+        implementation: computes the results.
+        fake: makes empty results of the same shapes, for the compiler.
+        differentiate, save: `backward` and `setup_context` of `torch.library.register_autograd`.
+        tags: of torch.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, implementation, device)
+    torch.library.register_fake(f"tritonpack::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"tritonpack::{name}", differentiate, setup_context=save, lib=_library)
+    return getattr(torch.ops.tritonpack, name).default
+
+
+attention = define_operator(
+    f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    _attention, _attention_fake, _differentiate, _save,
+)  # fmt: skip
+attention_backward = define_operator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-for _name, _implementation, _fake in (
-    ("attention", _attention, _attention_fake),
-    ("attention_backward", _attention_backward, _attention_backward_fake),
-):
-    _library.impl(_name, _implementation, "CPU")
-    _library.impl(_name, _implementation, "CUDA")
-    torch.library.register_fake(f"tritonpack::{_name}", _fake, lib=_library)
-torch.library.register_autograd("tritonpack::attention", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("tritonpack::attention_backward", _no_second_derivative, lib=_library)
-attention = torch.ops.tritonpack.attention.default
-attention_backward = torch.ops.tritonpack.attention_backward.default
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward, _attention_backward_fake, _no_second_derivative,
+)  # fmt: skip
 
 
 def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, TileTables]:

@@ -45,6 +45,8 @@ def _param(case: Case, slow: bool) -> ParameterSet:
 
 @pytest.mark.parametrize("case", [_param(case, case.name in RARE) for case in CASES])
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.sampled(every=2)
+@pytest.mark.swept(every=2)
 def test_error_within_tolerance(case: Case) -> None:
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
@@ -53,11 +55,13 @@ def test_error_within_tolerance(case: Case) -> None:
     "case", [_param(case, case.name not in ("slack", "everything")) for case in CASES if case.name in HALF]
 )
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.swept(every=3)
 def test_error_within_tolerance_in_float16(case: Case) -> None:
     check_backend(make_inputs(case, torch.float16, slack_value=float("nan")), "triton")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("slack", "cross", "everything")], ids=str)
+@pytest.mark.sampled("everything")
 def test_interpreter_widens_bfloat16(case: Case) -> None:
     """The interpreter can't multiply bfloat16, so the kernels widen it, only there."""
     check_backend(make_inputs(case, torch.bfloat16, slack_value=float("nan")), "triton")
@@ -74,6 +78,7 @@ def test_interpreter_widens_bfloat16(case: Case) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.sampled(every=2)
 def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=together))
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
@@ -81,6 +86,7 @@ def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeyp
 
 @pytest.mark.parametrize("name", ["cross-window-slack", "window-both", "everything", "tree"])
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.sampled(every=2)
 def test_outputs_may_be_summed_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On most GPUs forward sums a block's output in the block's own step; other tests defer it to the next one."""
     monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=4))

@@ -67,6 +67,7 @@ def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
         if _is_compiled(c)
     ],
 )
+@pytest.mark.swept(every=2)
 def test_binary_is_that_of_the_report(configuration: Configuration) -> None:
     row = make_row(configuration, compile_configuration(configuration))
     committed = ROWS.get((triton.__version__, str(configuration)))

@@ -86,6 +86,7 @@ class TestRun:
         assert last.reason == "signal SIGABRT"
 
     @pytest.mark.heavy
+    @pytest.mark.slow
     def test_hanging_step_is_ended_with_its_children(self, tmp_path: Path) -> None:
         hang = (
             "import subprocess, sys; "
@@ -248,6 +249,7 @@ class TestSteps:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("step", [s for s in dry_steps("abc1234") if s.name != "compile"], ids=lambda s: s.name)
+    @pytest.mark.swept(every=3)
     def test_dry_run(self, step: Step, tmp_path: Path) -> None:
         """Each command finds its tests, and accepts its options."""
         done = day(tmp_path, replace(step, after=(), serves=()))

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 from unittest import SkipTest
 
 import pytest
@@ -17,6 +18,7 @@ from tests.cli.command import run
 from tritonpack.backends import has_matrix_products
 from tritonpack.cli import doctor
 from tritonpack.cli.doctor import Finding, checks
+from tritonpack.parallel.dimensions import Exchange
 
 WELL = {"python": "3.11.7", "torch": "2.13.0+cpu", "triton": "3.9.0", "transformers": "5.23.0", "numpy": "2.4.6"}
 WELL |= {"numba": "0.68.1"}
@@ -38,7 +40,7 @@ def test_every_check_that_runs_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
     assert re.search(r"attention: triton +│ not here │ .*needs tensors on a GPU.*TRITON_INTERPRET=1", output)
     for what in ("attention: blocked", "attention: reference", "flash_attn functions", "patched models", "packing"):
         assert re.search(rf"│ {what} +│ right +│", output)
-    assert re.search(r"sequence parallelism +│ right .*by gloo", output)
+    assert re.search(r"sequence parallelism +│ right .*all_gather, group_cast, ring, ulysses: .*by gloo", output)
     assert re.search(rf"python +{re.escape(sys.version.split()[0])}", output)
     assert "backend='auto' uses blocked here, and blocked for float64" in output
     report = json.loads((tmp_path / "report.json").read_text())
@@ -72,13 +74,19 @@ def test_wrong_backend_is_found(monkeypatch):
     assert "beyond twice plain attention's error" in found.detail
 
 
-def test_wrong_exchange_is_found(monkeypatch):
+@pytest.mark.parametrize("wrong", get_args(Exchange))
+def test_wrong_exchange_is_found(monkeypatch, wrong):
     from tritonpack import parallel
 
     attend = parallel.attend
-    assert doctor.run_check("exchanges", checks.sequence_parallelism).outcome == "right"
-    monkeypatch.setattr(parallel, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
-    assert doctor.run_check("exchanges", checks.sequence_parallelism).outcome == "wrong"
+
+    def wrong_in_one(*args, exchange, **options):
+        return attend(*args, exchange=exchange, **options) * (1.01 if exchange == wrong else 1.0)
+
+    monkeypatch.setattr(parallel, "attend", wrong_in_one)
+    found = doctor.run_check("exchanges", checks.sequence_parallelism)
+    assert found.outcome == "wrong"
+    assert f"exchange='{wrong}': Tensor-likes are not close" in found.detail
 
 
 def test_leak_of_a_patched_model_is_found(monkeypatch):

@@ -108,6 +108,7 @@ def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.heavy
+@pytest.mark.slow
 def test_keeping_transformers_own_attention(attention: Any, padded: Padded, tmp_path: Path) -> None:
     expected = padded("mistral")
     model = tiny_model("mistral")

@@ -141,6 +141,7 @@ def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tupl
 @pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.sampled("DPO, LoRA-share", "GRPO-share")
+@pytest.mark.swept(every=2)
 def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, bool], tmp_path: Path) -> None:
     expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
     trainer = TRAINERS[name].trainer(tmp_path / "ours")
@@ -156,6 +157,7 @@ def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, boo
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in TRAINERS if "experts" not in name])
 @pytest.mark.slow
+@pytest.mark.swept(every=3)
 def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path: Path) -> None:
     """TRL replaces the forward of the model when it makes the trainer."""
     expected = results(TRAINERS[name].trainer(tmp_path / "stock"))

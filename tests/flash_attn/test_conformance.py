@@ -20,6 +20,7 @@ NOT_OFFERED = {fa3.flash_attn_varlen_func: {"dropout"}, fa4.flash_attn_varlen_fu
     [fa2.flash_attn_varlen_func, fa3.flash_attn_varlen_func, fa4.flash_attn_varlen_func, torch_varlen_attn],
     ids=["fa2", "fa3", "fa4", "torch"],
 )
+@pytest.mark.sampled(every=2)
 def test_conforms(function: Callable[..., Any], check: conformance.Check) -> None:
     result = check(function, torch.float32, "cpu")
     kind = str(check).split("/")[0]

@@ -29,6 +29,7 @@ MASKS = {
 
 @pytest.mark.parametrize("block", [(16, 16), (8, 512)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.sampled(every=2)
 def test_equal_to_torch(name: str, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     mask = MASKS[name]
 

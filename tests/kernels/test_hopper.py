@@ -66,6 +66,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize("small", SMALL, indirect=True, ids=["2-stages-turns", "3-stages"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 @pytest.mark.usefixtures("poisoned_memory", "small")
+@pytest.mark.sampled(every=2)
 def test_error_within_tolerance(case: Case) -> None:
     inputs = make_inputs(case, torch.float16, slack_value=float("nan"))
     check_outputs(inputs, forward(inputs))

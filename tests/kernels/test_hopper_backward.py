@@ -47,6 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 @pytest.mark.usefixtures("poisoned_memory", "small")
+@pytest.mark.sampled(every=2)
 def test_error_within_tolerance(case: Case) -> None:
     inputs = make_inputs(case, torch.float16, slack_value=float("nan"))
     check_outputs(inputs, gradients(inputs))
@@ -160,6 +161,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.usefixtures("poisoned_memory", "small")
+@pytest.mark.sampled(every=2)
 def test_broken_copies_are_found(name: str, tmp_path: Path) -> None:
     """With one line of a kernel broken, some order of events must raise the expected error."""
     module, old, new, seen = MUTATIONS[name]

@@ -62,6 +62,7 @@ def random_row(rng: random.Random, tokens: int, longest: int) -> list[int]:
 
 @pytest.mark.parametrize("documents", [0, 1, 2, 5, 8, 9, 40])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(every=2)
 def test_offsets(seed: int, documents: int, assert_same: Callable[[Build], None]) -> None:
     rng = random.Random(100 * documents + seed)
     seqlens, seqlens_k = random_lengths(rng, documents), random_lengths(rng, documents)

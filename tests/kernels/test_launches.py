@@ -41,6 +41,7 @@ def compiled_calls() -> list[Call]:
 
 @pytest.mark.parametrize("call", compiled_calls(), ids=str)
 @pytest.mark.sampled(*QUICK)
+@pytest.mark.swept(every=2)
 def test_call(call: Call) -> None:
     given = call.prepare("cpu")
     with fake_gpu() as launches:
@@ -65,6 +66,7 @@ def on_other_gpus() -> list[Call]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
 @pytest.mark.parametrize("call", on_other_gpus(), ids=str)
 @pytest.mark.slow
+@pytest.mark.swept(every=2)
 def test_call_on_other_gpus(call: Call, arch: str) -> None:
     given = call.prepare("cpu")
     with fake_gpu(arch) as launches:

@@ -108,6 +108,7 @@ def compile_kernel(name: str, arch: str) -> Code:
 @pytest.mark.parametrize("arch", TILES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.sampled(*(f"{name}-sm_90" for name in ("dense-32", "order", "positions", "transpose", "tree-ends")))
+@pytest.mark.swept(every=3)
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0

@@ -169,6 +169,7 @@ def test_parents_are_checked(name: str, blocks: tuple[int, int]) -> None:
 
 @BY_BLOCKS
 @pytest.mark.parametrize("name", BAD_ENDS)
+@pytest.mark.sampled(every=2)
 def test_ends_are_checked(name: str, blocks: tuple[int, int]) -> None:
     with served(blocks), pytest.raises(ValueError, match=ENDS):
         BlockDiagonalMask.from_tree_ends(torch.tensor(BAD_ENDS[name]))

@@ -1,6 +1,7 @@
 """Arguments, models, calls and differing batches that SequenceParallel refuses, on every rank and without a hang."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,6 +338,10 @@ def patched_for_sdpa():
 
 
 ENTRIES = {
+    "a trainer as model": (
+        r"got a SimpleNamespace, which holds a model; pass that model, such as trainer.model",
+        lambda: SimpleNamespace(model=make_model()),
+    ),
     "None as model": (r"expected a model, an instance of torch.nn.Module; got None of type", lambda: None),
     "name as model": (r"got the name 'gpt2'; load it first", lambda: "gpt2"),
     "class as model": (r"got the class LlamaForCausalLM; make a model of it first", lambda: LlamaForCausalLM),

@@ -28,13 +28,15 @@ def each_case(size, *modules):
 
 @each_case(2, *CASES)
 @pytest.mark.heavy
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
+@pytest.mark.swept(every=2)
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
 
 
 @pytest.mark.slow
 @each_case(4, *CASES)
+@pytest.mark.swept(every=4)
 def test_four_ranks_agree_with_one_process(run_on, module, name):
     run_on(4, module, name)
 
@@ -47,6 +49,16 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(2, "compiled_cases")
+@pytest.mark.swept(
+    "compiled: all_gather",
+    "compiled: ulysses, traced backward, recomputed",
+    "compiled: ring, sinks",
+    "compiled: group_cast",
+    "compiled: layers one by one",
+    "compiled: dropout",
+    "compiled: error in forward",
+    "compiled: error in backward",
+)
 def test_ranks_agree_under_torch_compile(run_on, module, name):
     run_on(2, module, name)
 
@@ -59,6 +71,14 @@ def test_four_ranks_agree_under_torch_compile(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(2, "trl_cases")
+@pytest.mark.swept(
+    "trl: SFTTrainer that is built inside",
+    "trl: DPOTrainer, LoRA",
+    "trl: GRPOTrainer, given completions",
+    "trl: setup",
+    "trl: resumed",
+    every=3,
+)
 def test_trainers_agree_with_one_process(run_on, module, name):
     pytest.importorskip("trl")
     run_on(2, module, name)
@@ -66,6 +86,7 @@ def test_trainers_agree_with_one_process(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(4, "trl_cases")
+@pytest.mark.swept("trl: GRPOTrainer, given completions", "trl: ranks that aren't neighbours")
 def test_trainers_of_two_replicas_agree_with_one_process(run_on, module, name):
     pytest.importorskip("trl")
     run_on(4, module, name)
@@ -75,6 +96,7 @@ def test_trainers_of_two_replicas_agree_with_one_process(run_on, module, name):
 @pytest.mark.sampled(
     "padded: DDP, both, patch first", "padded: FSDP, a sharded head, both, wrapper first", "padded: SequenceParallel"
 )
+@pytest.mark.swept(every=6)
 def test_ranks_agree_on_padded_batches(run_on, module, name):
     run_on(2, module, name)
 
@@ -95,12 +117,14 @@ def test_ranks_agree_on_tiled_mlps(run_on, module, name):
 
 @each_case(2, "recurrent_cases")
 @pytest.mark.sampled("recurrent: mamba2", "recurrent: qwen3_next, long document")
+@pytest.mark.swept(every=4)
 def test_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(2, module, name)
 
 
 @each_case(2, "router_cases")
 @pytest.mark.sampled("router: mixtral", "router: mixtral, padded")
+@pytest.mark.swept(every=2)
 def test_ranks_agree_on_losses_of_routers(run_on, module, name):
     run_on(2, module, name)
 
@@ -116,6 +140,7 @@ def test_every_rank_learns_that_another_one_failed(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(3, "recurrent_cases")
+@pytest.mark.swept(every=4)
 def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(3, module, name)
 
@@ -155,6 +180,7 @@ def test_ranks_learn_that_a_process_ended():
 
 @pytest.mark.interpreter
 @each_case(2, "kernel_cases")
+@pytest.mark.sampled("kernel: all_gather", "kernel: ring")
 def test_ranks_agree_with_the_kernels(run_on, module, name):
     run_on(2, module, name)
 

@@ -45,12 +45,14 @@ def test_four_ranks_agree_with_one_process():
 
 @pytest.mark.slow
 @each_case("two_dimensions_cases")
+@pytest.mark.swept(every=2)
 def test_attention_on_four_ranks(run_on, name):
     run_on(4, "two_dimensions_cases", name)
 
 
 @pytest.mark.slow
 @each_case("two_dimensions_model_cases")
+@pytest.mark.swept(every=2)
 def test_models_on_four_ranks(run_on, name):
     run_on(4, "two_dimensions_model_cases", name)
 

@@ -1,4 +1,7 @@
-"""The head and the loss on tiles of rows, under DDP, FSDP2 and SequenceParallel."""
+"""The head and the loss on tiles of rows, under DDP, FSDP2, FullyShardedDataParallel and SequenceParallel.
+
+Functions that take `tiles`, options of `patch`, are for MLPs on tiles, too: `tiled_mlp_cases.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.parallel.composition_cases import full
 from tests.parallel.models import (
@@ -34,10 +38,10 @@ from tritonpack import SequenceParallel, patch
 STEPS = 2
 
 
-def shares_batches(batch: str, family: str, **options: Any) -> None:
+def shares_batches(tiles: dict[str, int], batch: str, family: str, **options: Any) -> None:
     """The loss and all gradients of one process without tiles, in float64."""
     model = make_model(family)
-    with patch(model, tiled_loss=4):
+    with patch(model, **tiles):
         got = on_ranks(model, loss_of, BATCHES[batch](), **options)
     same(got, alone_on(family, batch))
 
@@ -95,18 +99,18 @@ def largest_tensor(gather_outputs: bool) -> None:
     close(evaluated.loss, output.loss.detach(), "loss")
 
 
-def recomputes_layers() -> None:
+def recomputes_layers(tiles: dict[str, int]) -> None:
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with patch(model, tiled_loss=4):
+    with patch(model, **tiles):
         same(on_ranks(model, loss_of, packed()), alone_on("llama", "packed"))
 
 
-def shards_under(name: str) -> None:
+def shards_under(tiles: dict[str, int], name: str) -> None:
     """SequenceParallel around a wrapped model."""
     want = alone(make_model(), loss_of, packed())
     model = make_model()
-    patch(model, tiled_loss=4)
+    patch(model, **tiles)
     wrapped = WRAPPERS[name](model)
     with SequenceParallel(wrapped):
         loss = wrapped(**packed()).loss
@@ -116,20 +120,26 @@ def shards_under(name: str) -> None:
         close(full(p.grad), want.gradients[parameter], parameter)
 
 
-def trains_as_stock(name: str, first: str) -> None:
-    """Steps of training and of evaluation, a batch for each rank."""
-    model = training_model()
-    handle = patch(model, tiled_loss=5) if first == "patch" else None
-    wrapped = WRAPPERS[name](model)
+def patch_and_wrap(model: nn.Module, tiles: dict[str, int], wrap: Callable[..., nn.Module], first: str) -> nn.Module:
+    handle = patch(model, **tiles) if first == "patch" else None
+    wrapped = wrap(model)
     if handle is None:
-        handle = patch(wrapped, tiled_loss=5)
+        handle = patch(wrapped, **tiles)
+    assert len(handle.report.mlps) == (len(model.model.layers) if "tiled_mlp" in tiles else 0)
+    return wrapped
+
+
+def trains_as_stock(tiles: dict[str, int], wrap: Callable[..., nn.Module], first: str) -> None:
+    """Steps of training and of evaluation. Each rank has a batch and a number of tiles of its own."""
+    model = training_model()
+    wrapped = patch_and_wrap(model, tiles, wrap, first)
     for number in range(STEPS):
         batch = padded_batch(number + dist.get_rank())
         want = stock(number, "loss")
         model.zero_grad()
         output = wrapped(**batch)
         output.loss.backward()
-        assert output.logits is None
+        assert (output.logits is None) == ("tiled_loss" in tiles)
         close(output.loss.detach().double(), want.values["loss"].double(), "loss", 1e-6)
         for parameter, p in model.named_parameters():
             torch.testing.assert_close(full(p.grad), want.gradients[parameter], rtol=0, atol=1e-6)
@@ -154,51 +164,63 @@ def refuses_a_head_that_is_sharded_by_itself() -> None:
     torch.testing.assert_close(loss, training_model()(**padded_batch(0)).loss)
 
 
-def fsdp1() -> None:
-    """FullyShardedDataParallel puts views of a flat parameter in the place of weights."""
+def fsdp1(tiles: dict[str, int], first: str) -> None:
+    """FullyShardedDataParallel puts views of a flat parameter in the place of weights, for MLPs in those of layers."""
     want = stock(0, "loss")
-    model = FullyShardedDataParallel(training_model(), use_orig_params=True, device_id=torch.device("cpu"))
-    batch = padded_batch(dist.get_rank())
-    with patch(model, tiled_loss=5):
-        output = model(**batch)
-        output.loss.backward()
-    assert output.logits is None
+    model = training_model()
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    if "tiled_mlp" in tiles:
+        options["auto_wrap_policy"] = ModuleWrapPolicy({type(model.model.layers[0])})
+    wrapped = patch_and_wrap(model, tiles, partial(FullyShardedDataParallel, **options), first)
+    output = wrapped(**padded_batch(dist.get_rank()))
+    output.loss.backward()
+    assert (output.logits is None) == ("tiled_loss" in tiles)
     close(output.loss.detach().double(), want.values["loss"].double(), "loss", 1e-6)
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        for parameter, p in model.module.named_parameters():
-            torch.testing.assert_close(p.grad, want.gradients[parameter], rtol=0, atol=1e-6)
+    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+        for parameter, p in wrapped.named_parameters():
+            name = parameter.replace("_fsdp_wrapped_module.", "")
+            torch.testing.assert_close(p.grad, want.gradients[name], rtol=0, atol=1e-6)
 
 
-def leaves_models_as_they_were() -> None:
+def leaves_models_as_they_were(tiles: dict[str, int]) -> None:
     model = training_model()
     before = state(model)
-    with patch(model, tiled_loss=5), SequenceParallel(model):
+    with patch(model, **tiles), SequenceParallel(model):
         model(**padded_batch(0)).loss.backward()
     assert state(model) == before
 
 
+NAMES = ("DDP", "DDP, unused parameters", "DDP, static graph", "FSDP", "FSDP, resharded", "FSDP, checkpointing")
+
+
+def cases_of(tiles: dict[str, int], small: dict[str, int], wrappers: dict[str, Any]) -> dict[str, Callable[[], None]]:
+    """The cases of what runs on tiles: `tiles` divide batches that ranks share, `small` those of single ranks."""
+    return {
+        **{f"FullyShardedDataParallel, {first} first": partial(fsdp1, small, first) for first in ("patch", "wrapper")},
+        "unpatched": partial(leaves_models_as_they_were, small),
+        **{f"{batch}, llama": partial(shares_batches, tiles, batch, "llama") for batch in BATCHES},
+        "packed, gemma2": partial(shares_batches, tiles, "packed", "gemma2"),
+        "packed, ring, zigzag, summed": partial(
+            shares_batches, tiles, "packed", "llama", exchange="ring", layout="zigzag", grad_reduce="sum"
+        ),
+        "checkpointing": partial(recomputes_layers, tiles),
+        **{f"SequenceParallel around {name}": partial(shards_under, tiles, name) for name in ("DDP", "FSDP")},
+        **{
+            f"{name}, {first} first": partial(trains_as_stock, small, wrap, first)
+            for name, wrap in wrappers.items()
+            for first in ("patch", "wrapper")
+        },
+    }
+
+
 CASES = {
+    **cases_of({"tiled_loss": 4}, {"tiled_loss": 5}, {name: WRAPPERS[name] for name in NAMES}),
     "FSDP, a sharded head": refuses_a_head_that_is_sharded_by_itself,
-    "FullyShardedDataParallel": fsdp1,
-    "unpatched": leaves_models_as_they_were,
-    **{f"{batch}, llama": partial(shares_batches, batch, "llama") for batch in BATCHES},
-    "packed, gemma2": partial(shares_batches, "packed", "gemma2"),
-    "packed, gpt_oss": partial(shares_batches, "packed", "gpt_oss"),
-    "packed, ring, zigzag, summed": partial(
-        shares_batches, "packed", "llama", exchange="ring", layout="zigzag", grad_reduce="sum"
-    ),
+    "packed, gpt_oss": partial(shares_batches, {"tiled_loss": 4}, "packed", "gpt_oss"),
     "float32": shares_batches_in_float32,
     "logits_to_keep=3": partial(keeps_logits_of, 3, lambda x: x[:, -3:]),
     "logits_to_keep=places": partial(keeps_logits_of, torch.tensor([1, 7, 50]), lambda x: x[:, [1, 7, 50]]),
     "ranks without targets": ranks_without_targets,
     "largest tensor": partial(largest_tensor, False),
     "largest tensor, gathered": partial(largest_tensor, True),
-    "checkpointing": recomputes_layers,
-    **{f"SequenceParallel around {name}": partial(shards_under, name) for name in ("DDP", "FSDP")},
-    **{
-        f"{name}, {first} first": partial(trains_as_stock, name, first)
-        for name in ("DDP", "DDP, unused parameters", "DDP, static graph", "FSDP", "FSDP, resharded",
-                     "FSDP, checkpointing")
-        for first in ("patch", "wrapper")
-    },
-}  # fmt: skip
+}

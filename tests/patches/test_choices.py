@@ -82,6 +82,7 @@ def expected_of(model: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.sampled(every=2)
 def test_one_score_a_choice(name: str, told: str) -> None:
     model = head(name, HEADS[name], num_labels=1)
     logits, loss = expected_of(model)

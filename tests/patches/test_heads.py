@@ -166,6 +166,7 @@ SCORING = {
 
 @pytest.mark.parametrize("form", TOLD)
 @pytest.mark.parametrize("name", [*SCORING, "XLNetForSequenceClassification"])
+@pytest.mark.sampled(every=2)
 def test_one_score_a_document(name: str, form: str) -> None:
     """Logits, loss and gradients equal those of a padded batch, and the logits equal those of each document alone."""
     model_type = SCORING.get(name, "xlnet")

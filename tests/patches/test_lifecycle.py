@@ -265,7 +265,7 @@ def test_an_interrupted_patch_leaves_nothing(family: str) -> None:
             tritonpack.unpatch(model)
         return model
 
-    for broken in broken_anywhere(unpatched, tritonpack.patch, 250):
+    for broken in broken_anywhere(unpatched, tritonpack.patch, 100):
         if applied_to(broken):  # the interrupt came while the handle was returned
             raise AssertionError("patched without a handle")
         assert state(broken) == before
@@ -291,7 +291,7 @@ def test_an_interrupted_unpatch_is_complete(family: str) -> None:
         return model
 
     outcomes = set()
-    for broken in broken_anywhere(patched, tritonpack.unpatch, 250):
+    for broken in broken_anywhere(patched, tritonpack.unpatch, 100):
         outcomes.add(bool(applied_to(broken)))
         if applied_to(broken):
             assert gap(packed(broken), expected) < sweep.tolerance(model)

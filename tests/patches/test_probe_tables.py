@@ -46,6 +46,7 @@ def leaking(name: str) -> Any:
 @pytest.mark.usefixtures("without_tables")
 @pytest.mark.parametrize("name", [leaking(name) for name in LEAKING])
 @pytest.mark.sampled(every=2)
+@pytest.mark.swept(every=3)
 def test_leaking_families_are_refused(name: str, trials: list[Any]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):

@@ -344,6 +344,7 @@ def test_a_few_classes_agree_with_the_table(x: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["patch", "name"])
 @pytest.mark.parametrize("x", sample(72, "slow"), ids=lambda x: x.key)
+@pytest.mark.swept(every=4)
 def test_more_classes_agree_with_the_table(x: Case, how: str) -> None:
     with quiet():
         compare(x, how, forms.ALL)

@@ -156,6 +156,7 @@ class TestStored:
     @pytest.mark.parametrize(
         "key", [k if k.partition("/")[2] in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in CAUSAL]
     )
+    @pytest.mark.swept(every=4)
     def test_a_class_agrees_with_the_table(self, key: str, option: str) -> None:
         stored = table.Found(STORED.values()).of(CAUSAL[key], option)
         with quiet():

@@ -61,6 +61,7 @@ def equal_as_untiled(
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BUILT])
+@pytest.mark.swept(every=2)
 def test_every_type_is_exact_or_refused(name: str) -> None:
     model = zoo.tiny_model(name)
     if name in REFUSED:
@@ -471,7 +472,7 @@ def test_logits_stay_where_they_are() -> None:
 @pytest.mark.slow
 def test_compiled() -> None:
     """Graphs end at the loss, which runs tile by tile, and later batches need no others."""
-    model = tiny_model("llama").train()
+    model = tiny_model("llama", num_hidden_layers=1).train()
     batches = [packed(5, 1, 11), packed(9, 2), packed(3, 7, 20)]
     wants = []
     for batch in batches:

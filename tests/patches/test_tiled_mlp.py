@@ -51,6 +51,7 @@ def equal_as_untiled(model: PreTrainedModel, batch: dict[str, Any], rows: int = 
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in BUILT])
+@pytest.mark.swept(every=2)
 def test_every_type_is_exact_or_refused(name: str) -> None:
     model = zoo.tiny_model(name)
     if name in REFUSED:
@@ -211,7 +212,7 @@ class TestCalls:
 
     @SLOW
     def test_compiled(self) -> None:
-        model, batch = tiny_model("llama"), packed(5, 1, 11)
+        model, batch = tiny_model("llama", num_hidden_layers=1), packed(5, 1, 11)
         with tritonpack.patch(model, tiled_mlp=3):
             _, want = results(model, batch)
             _, got = results(torch.compile(model, backend="aot_eager"), batch)

@@ -59,6 +59,14 @@ def each_layer(model: nn.Module, **options: Any) -> nn.Module:
         (each_layer, "mistral", None),
     ],
 )
+@pytest.mark.swept(
+    "whole-llama-True-share",
+    "whole-llama-None-unpad",
+    "whole-mistral-True-unpad",
+    "in_place-llama-True-unpad",
+    "base_model-llama-None-share",
+    "each_layer-mistral-None-share",
+)
 def test_graphs_fit_all_shapes(
     compiled: Callable[..., nn.Module], family: str, dynamic: bool | None, options: dict[str, bool]
 ) -> None:
@@ -86,7 +94,7 @@ def test_graphs_fit_all_shapes(
 @pytest.mark.slow
 def test_training_and_evaluation_in_turns(options: dict[str, bool]) -> None:
     """Each mode has graphs of its own; no later batch makes any."""
-    graphs, model, twin = Graphs(), training_model(), training_model()
+    graphs, model, twin = Graphs(), training_model(num_hidden_layers=1), training_model(num_hidden_layers=1)
     with tritonpack.patch(model, **options):
         called = torch.compile(model, backend=graphs, dynamic=True)
         for number in SHAPES:
@@ -101,9 +109,10 @@ def test_training_and_evaluation_in_turns(options: dict[str, bool]) -> None:
 @pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.swept("aot_eager-share", "inductor-unpad")
 def test_gradients_of_the_compilers_backward_pass(backend: str, options: dict[str, bool]) -> None:
     torch._dynamo.reset()
-    model, twin = training_model(), training_model()
+    model, twin = (training_model(num_hidden_layers=1) for _ in range(2))
     with tritonpack.patch(model, **options) as handle:
         called = torch.compile(model, backend=backend, dynamic=True)
         for number in range(3):

@@ -78,6 +78,7 @@ def test_every_small_window_or_limit_changes_the_outputs(name: str) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.slow
 def test_every_row_is_of_a_model_type() -> None:
     known, waiting = set(), [CONFIG_MAPPING[name] for name in CONFIG_MAPPING]
     while waiting:

@@ -44,6 +44,8 @@ class ShardedForward(InstanceForward):
         self.state = state
         self.specs = _layer_specs(module)
         self.rotary = LongestPosition(module)
+        # Found once: a large model has thousands of modules. Their classes have the attribute; calls change its value.
+        self.checkpointable = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
         hook = own_packing_hook(module)
         self.hook = None if hook is None or hook.deferred else hook
         if self.hook is not None:
@@ -113,7 +115,7 @@ class ShardedForward(InstanceForward):
         if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")) or self._is_inside():
             return None
         self._require_heads_in_place()
-        return shard_inputs(self.module, arguments, self.state, self.specs)
+        return shard_inputs(self.module, arguments, self.state, self.specs, self.checkpointable)
 
     def _require_heads_in_place(self) -> None:
         """Refuse a call by a forward that has replaced the forward of a head around this module since.

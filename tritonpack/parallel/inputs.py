@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import describe, is_int, require
@@ -55,7 +55,11 @@ class Shard:
 
 
 def shard_inputs(
-    module: PreTrainedModel, arguments: dict[str, Any], state: ContextState, specs: Sequence[MaskSpec]
+    module: PreTrainedModel,
+    arguments: dict[str, Any],
+    state: ContextState,
+    specs: Sequence[MaskSpec],
+    checkpointable: Sequence[nn.Module],
 ) -> Shard:
     """This rank's share of a forward pass. Every rank calls this with the same full batch.
 
@@ -64,6 +68,7 @@ def shard_inputs(
         arguments: the arguments of the call, by name.
         state: the state of the context.
         specs: the masks of all layers, whose work layouts divide evenly.
+        checkpointable: the parts of the model whose attribute `gradient_checkpointing` says whether they recompute.
 
     Raises:
         ValueError: on every rank, if one of them can't shard its arguments, or if arguments differ between ranks.
@@ -75,7 +80,8 @@ def shard_inputs(
     except Exception as problem:
         error = problem
     assert state.compared is not None
-    compared = (arguments | _circumstances(module, state), state.compared.next()) if state.check_batches else ({}, ())
+    circumstances = _circumstances(module, state, checkpointable)
+    compared = (arguments | circumstances, state.compared.next()) if state.check_batches else ({}, ())
     require_same_batch(state.ranks, error, *compared)
     batch = shard_batch(packed_batch, specs, state)
     sharding = state.sharding = batch.sharding
@@ -102,13 +108,13 @@ def shard_inputs(
     return Shard(batch, kept, loss, head, sharded)
 
 
-def _circumstances(module: PreTrainedModel, state: ContextState) -> dict[str, Any]:
+def _circumstances(module: PreTrainedModel, state: ContextState, checkpointable: Sequence[nn.Module]) -> dict[str, Any]:
     """What decides which exchanges a call makes, beside its arguments. Errors name it by these words."""
     device = module.device.type
     forward = state.forwards.get(id(module))
     return {
         "the model that is called": list(state.forwards).index(id(module)) if forward is not None else None,
-        "gradient checkpointing": any(getattr(part, "gradient_checkpointing", False) for part in module.modules()),
+        "gradient checkpointing": any(part.gradient_checkpointing for part in checkpointable),
         "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
     }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tritonpack.attention import Backend, autocast
 from tritonpack.backends import resolve_backend
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.ops import define_operator
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.attention import EXCHANGED, attend, check_options, check_shard, check_stride, make_call
 from tritonpack.parallel.dimensions import dimensions_of
@@ -190,27 +191,15 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError("attention among ranks has no second derivative, but its backward was differentiated.")
 
 
-_library = torch.library.Library("tritonpack", "FRAGMENT")
 # A replayed graph of CUDA would exchange as the batch of its capture did. Early versions of torch have no such tag.
 _TAGS = tuple(tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None)
-_library.define(
+shared_attention = define_operator(
     "shared_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor number, SymInt rows, int rank, int size, "
     "bool divides_groups, bool save, float? scale, float softcap, float dropout_p) -> (Tensor, Tensor[])",
-    tags=_TAGS,
-)
-_library.define(
+    _attention, _attention_fake, _differentiate, _save, _TAGS,
+)  # fmt: skip
+shared_attention_backward = define_operator(
     "shared_attention_backward(Tensor dout, Tensor[] saved, Tensor? sinks, Tensor number, int size, int kv_heads, "
     "float? scale, float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-for _name, _implementation, _fake in (
-    ("shared_attention", _attention, _attention_fake),
-    ("shared_attention_backward", _attention_backward, _attention_backward_fake),
-):
-    _library.impl(_name, _implementation, "CPU")
-    _library.impl(_name, _implementation, "CUDA")
-    torch.library.register_fake(f"tritonpack::{_name}", _fake, lib=_library)
-torch.library.register_autograd("tritonpack::shared_attention", _differentiate, setup_context=_save, lib=_library)
-torch.library.register_autograd("tritonpack::shared_attention_backward", _no_second_derivative, lib=_library)
-shared_attention = torch.ops.tritonpack.shared_attention.default
-shared_attention_backward = torch.ops.tritonpack.shared_attention_backward.default
+    _attention_backward, _attention_backward_fake, _no_second_derivative, tags=_TAGS,
+)  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import torch
@@ -59,6 +59,7 @@ class Record:
         error: why the rank can't go on, or None.
         value: what the rank compares with others, or None.
         aborted: whether the rank aborts the group, so that no other rank can go on either.
+        cause: the rank whose record made this one stop, and that record, which has no cause of its own; or None.
     """
 
     event: str
@@ -66,6 +67,10 @@ class Record:
     error: str | None = None
     value: Any = None
     aborted: bool = False
+    cause: Cause | None = None
+
+
+Cause: TypeAlias = tuple[int, Record]
 
 
 class Watch:
@@ -76,6 +81,7 @@ class Watch:
         exchanges: how many exchanges this rank has started.
         batch: the number of the last batch since the last entry of a context.
         failure: why this rank can't go on; None if it can.
+        cause: the rank whose record made this one stop, and that record; None if no record did.
         aborted: whether this rank has aborted the group.
         undecided: whether this rank has failed in a batch, and doesn't know yet whether the others have, too.
     """
@@ -85,6 +91,7 @@ class Watch:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.exchanges = self.batch = 0
         self.failure: str | None = None
+        self.cause: Cause | None = None
         self.aborted = self.undecided = False
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's threads use the original
         names: list[Any] = [None] * self.size
@@ -108,9 +115,9 @@ class Watch:
             self.batch = self._posted = self._read = 0
             self.undecided = False
             if not self.aborted:
-                self.failure = None
+                self.failure = self.cause = None
         if self.aborted:
-            self._post("can't enter a context with an aborted group", self.failure, aborted=True)
+            self._post_failure("can't enter a context with an aborted group", aborted=True)
         self._begin()
         return self.meet("entered the context", error, value)
 
@@ -142,7 +149,8 @@ class Watch:
             for rank, record in enumerate(records):
                 if (record.event, record.exchanges) != (mine.event, mine.exchanges):
                     unfinished = any(one.exchanges != mine.exchanges for one in records)
-                    self._fail(_reason(rank, record, mine), abort=unfinished)
+                    self.cause = _cause(rank, record)
+                    self._fail(self._reason(rank, record, mine), abort=unfinished)
             self._read += 1
         self.undecided = False
         for place, key in self._keys:
@@ -155,17 +163,23 @@ class Watch:
         """Post that this rank failed in its batch, unless another rank made it fail."""
         if self.failure is None and not self.undecided:
             self.undecided = True
-            self._tell(f"failed in batch {self.batch}", error)
+            with suppress(RuntimeError):  # as in `leave`
+                self._post(f"failed in batch {self.batch}", text_of(error), alarm=True)
 
     def leave(self, error: BaseException | None) -> None:
         """Post that this rank leaves a context."""
-        self._tell(f"left the context at batch {self.batch}", error)
+        event = f"left the context at batch {self.batch}"
+        with suppress(RuntimeError):  # if the process that serves the store has ended, nobody can read it
+            if isinstance(error, RankFailedError) and self.failure is not None:
+                self._post_failure(event, alarm=True)
+            else:
+                self._post(event, text_of(error), alarm=True)
         self._end()
 
-    def _tell(self, event: str, error: BaseException | None) -> None:
-        """Post a record without waiting for others."""
-        with suppress(RuntimeError):  # if the process that serves the store has ended, nobody can read it
-            self._post(event, text_of(error), alarm=True)
+    def _post_failure(self, event: str, *, alarm: bool = False, aborted: bool = False) -> None:
+        """Post a record of this rank after a failure."""
+        event = event if self.cause else f"{event}: {self.failure}"
+        self._post(event, alarm=alarm, aborted=aborted, cause=self.cause)
 
     def started(self) -> None:
         """Count an exchange, before it starts."""
@@ -198,10 +212,11 @@ class Watch:
         return f"{self._name}/{self._entries}/{number}/{who}"
 
     def _post(
-        self, event: str, error: str | None = None, value: Any = None, *, alarm: bool = False, aborted: bool = False
-    ) -> None:
+        self, event: str, error: str | None = None, value: Any = None, *, alarm: bool = False, aborted: bool = False,
+        cause: Cause | None = None,
+    ) -> None:  # fmt: skip
         with self._lock:
-            self._write(Record(event, self.exchanges, error, value, aborted), alarm or aborted)
+            self._write(Record(event, self.exchanges, error, value, aborted, cause), alarm or aborted)
 
     def _write(self, record: Record, alarm: bool) -> None:
         self._set(self._posted, self.rank, pickle.dumps(record))
@@ -239,7 +254,7 @@ class Watch:
 
     def _stop_here(self, reason: str) -> None:
         """Post that this rank can't go on, and abort the group."""
-        self._post(f"stopped in batch {self.batch}", reason, aborted=True)
+        self._post(f"stopped in batch {self.batch}: {reason}", aborted=True)
         self._fail(reason, abort=True)
 
     def _fail(self, reason: str, *, abort: bool) -> None:
@@ -303,10 +318,31 @@ class Watch:
                 in_vain = record.aborted or record.exchanges < self.exchanges
                 if not in_vain or self._posted != number or self.failure is not None:
                     continue
-                mine = Record(f"stopped in batch {self.batch}", self.exchanges, aborted=True)
-                self.failure = _reason(rank, record, mine)
-                self._write(replace(mine, error=self.failure), alarm=True)
+                self.cause = _cause(rank, record)
+                mine = Record(f"stopped in batch {self.batch}", self.exchanges, aborted=True, cause=self.cause)
+                self.failure = self._reason(rank, record, mine)
+                self._write(mine, alarm=True)
             self._abort()
+
+    def _reason(self, rank: int, record: Record, mine: Record) -> str:
+        """Why this rank, with the record `mine`, can't go on after the record of another rank.
+
+        It names the rank at fault, which may be a third one or this one, and a rank that waited for it in vain.
+        """
+        culprit, fault = _cause(rank, record)
+        other, stopped = (rank, record) if culprit == self.rank else (self.rank, mine)
+        event = fault.event
+        if event.startswith(WENT_ON) and fault.exchanges < stopped.exchanges:
+            event += (
+                " before the end of the batch before: it skipped the backward, its program caught an error, or ranks "
+                "compute other gradients (requires_grad, or a second backward)"
+            )
+        because = "" if fault.error is None else f", because of {fault.error}"
+        who, waiting = ("This rank" if one == self.rank else _names([one]) for one in (culprit, other))
+        return (
+            f"{who} {event}{because}".rstrip(".") + f". It had begun {fault.exchanges} exchanges. {waiting} "
+            f"{stopped.event}, where it had begun {stopped.exchanges}."
+        )
 
     def _ended(self, ranks: list[int]) -> list[int]:
         """Those of the ranks that have given no sign of life for a long time."""
@@ -359,16 +395,6 @@ def _names(ranks: list[int]) -> str:
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the sequence-parallel group"
 
 
-def _reason(rank: int, record: Record, mine: Record) -> str:
-    """Why a rank with the record `mine` can't go on after the record of another rank."""
-    event = record.event
-    if event.startswith(WENT_ON) and record.exchanges < mine.exchanges:
-        event += (
-            " before the end of the batch before: it skipped the backward, its program caught an error, or ranks "
-            "compute other gradients (requires_grad, or a second backward)"
-        )
-    because = "" if record.error is None else f", because of {record.error.rstrip('.')}"
-    return (
-        f"{_names([rank])} {event}{because}. It had begun {record.exchanges} exchanges. This rank {mine.event}, where "
-        f"it had begun {mine.exchanges}."
-    )
+def _cause(rank: int, record: Record) -> Cause:
+    """The rank at fault and its record, if the record of a rank says that it can't go on."""
+    return record.cause or (rank, replace(record, value=None))

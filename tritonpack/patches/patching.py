@@ -158,7 +158,7 @@ def _require_model(model: object) -> None:
     """Refuse an argument that is not a model.
 
     Raises:
-        ValueError: with what was given: a name, a class, a configuration, or something else.
+        ValueError: with what was given: a name, a class, a configuration, a trainer, or something else.
     """
     if isinstance(model, nn.Module):
         return
@@ -168,6 +168,8 @@ def _require_model(model: object) -> None:
         what = f"the class {model.__name__}; make a model of it first"
     elif hasattr(model, "to_dict") and hasattr(model, "model_type"):
         what = f"a {type(model).__name__}; make a model of it first, with AutoModelForCausalLM.from_config(config)"
+    elif isinstance(getattr(model, "model", None), nn.Module):
+        what = f"a {type(model).__name__}, which holds a model; pass that model, such as trainer.model"
     else:
         what = f"{model!r:.80} of type {type(model).__name__}"
     raise ValueError(f"expected a model, an instance of torch.nn.Module; got {what}.")

@@ -30,6 +30,7 @@ def corpus(small_library):
 
 
 @pytest.mark.heavy
+@pytest.mark.slow
 def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as exit_info:

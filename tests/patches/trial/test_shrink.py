@@ -65,6 +65,7 @@ def run(model: PreTrainedModel, lengths: tuple[int, ...] = (20,)) -> Tensor:
 
 
 @pytest.mark.parametrize("name", zoo.MODEL_TYPES)
+@pytest.mark.sampled(every=2)
 def test_a_small_copy_of_every_default_configuration_runs(name: str) -> None:
     if name in UNBUILT:
         with pytest.raises(Exception, match=UNBUILT[name]):
