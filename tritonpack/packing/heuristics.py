@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW = 64  # keys that are sorted whole
+_FEW = 48  # fewer keys are sorted by insertion
 
 try:
     import numba
@@ -317,28 +317,36 @@ class WindowPacker:
 
 
 @compiled
-def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, digits: int, starts: Any) -> Any:
+def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, most: int) -> Any:
     """The first `count` keys, ascending; `keys` or `spare`, of which the other is overwritten.
 
-    Few keys are sorted whole. More are sorted byte by byte from the bit `shift` on, and must ascend below that bit.
+    Few keys are sorted by insertion, which takes few moves if they nearly descend. More are sorted byte by byte from
+    the bit `shift` on, and must ascend below that bit.
 
     Args:
-        digits: the bytes from there on that aren't all 0.
-        starts: (257 or more,) int64, whose values don't matter.
+        most: at least the largest `key >> shift`.
     """
     if count < _FEW:
-        keys[:count].sort()
-        return keys
-    for digit in range(digits):
-        bits = shift + 8 * digit
-        starts[:257] = 0
         for place in range(count):
-            starts[(keys[place] >> bits & 255) + 1] += 1
-        for value in range(256):
+            key = keys[count - 1 - place]
+            hole = place
+            while hole and spare[hole - 1] > key:
+                spare[hole] = spare[hole - 1]
+                hole -= 1
+            spare[hole] = key
+        return spare
+    starts = np.empty(257, dtype=np.int64)
+    while most:
+        starts[:] = 0
+        for place in range(count):
+            starts[(keys[place] >> shift & 255) + 1] += 1
+        for value in range(min(most, 255)):
             starts[value + 1] += starts[value]
         for place in range(count):
-            value = keys[place] >> bits & 255
+            value = keys[place] >> shift & 255
             spare[starts[value]] = keys[place]
             starts[value] += 1
         keys, spare = spare, keys
+        shift += 8
+        most >>= 8
     return keys
