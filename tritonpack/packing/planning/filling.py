@@ -102,22 +102,31 @@ def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
     for node in range(leaves - 1, 0, -1):
         room[node] = max(room[2 * node], room[2 * node + 1])
     row_of = np.full(len(lengths), -1, dtype=np.int32)
-    one = np.uint64(1)
+    one = np.uint64(1)  # signed indices would be checked for negative ones
     for turn in (True, False):
-        for unit in range(len(lengths)):
+        unit = 0
+        while unit < len(lengths):
             length = lengths[unit]
             if overdue[unit] != turn or room[1] < length:
+                unit += 1
                 continue
             node = one
             while node < np.uint64(leaves):
                 node <<= one
-                node += np.uint64(room[node] < length)
-            row_of[unit] = np.int64(node) - leaves
-            most = room[node] - length
+                node -= np.uint64((room[node] - length) >> 63)  # to the right, if the left one has no room
+            most = room[node]
+            # Following units of this length go there, too, while there is room.
+            while unit < len(lengths) and lengths[unit] == length and most >= length:
+                if overdue[unit] == turn:
+                    row_of[unit] = np.int64(node) - leaves
+                    most -= length
+                unit += 1
             room[node] = most
             while node > one:
                 most = max(most, room[node ^ one])
                 node >>= one
+                if room[node] == most:
+                    break
                 room[node] = most
     return row_of
 
@@ -158,7 +167,6 @@ def _exchange(
 ) -> int:
     """Exchange units of rows with room for deferred ones that take more of the scarcest resource; return the gain."""
     tokens, held_in = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    largest = np.int64(0)  # what the largest deferred unit takes
     left = 0
     for unit in range(len(lengths)):
         row = row_of[unit]
@@ -166,13 +174,8 @@ def _exchange(
             tokens[row] += lengths[unit]
             held_in[row] += amounts[unit]
         else:
-            largest = max(largest, amounts[unit])
             left += 1
-    possible = False
-    for unit in range(len(lengths)):
-        row = row_of[unit]
-        possible |= row >= 0 and held_in[row] < full and amounts[unit] < largest and not overdue[unit]
-    if not possible:
+    if not len(budgets) and not _can_exchange(amounts, overdue, row_of, held_in, full):
         return 0
 
     gained = np.int64(0)
@@ -239,3 +242,25 @@ def _exchange(
                 place += 1
             out[place] = key
     return gained
+
+
+@compiled
+def _can_exchange(amounts: Any, overdue: Any, row_of: Any, held_in: Any, full: int) -> bool:
+    """Whether a row has room to exchange a unit for a deferred one that takes more.
+
+    Args:
+        amounts: (units,) descending.
+        held_in, full: (rows,) what rows hold, and what a row may hold.
+    """
+    latest = above = full + amounts[0]  # what deferred units take: the latest one, and the next larger amount
+    for unit in range(len(amounts)):
+        row = row_of[unit]
+        if row < 0:
+            if amounts[unit] < latest:
+                above = latest
+            latest = amounts[unit]
+        else:
+            larger = latest if latest > amounts[unit] else above
+            if larger - amounts[unit] <= full - held_in[row] and not overdue[unit]:
+                return True
+    return False

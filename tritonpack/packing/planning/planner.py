@@ -26,6 +26,7 @@ _HALF_ROWS = 1.25
 _CLOSE = 2.0**-11  # the share of a step that its offer may lack
 _BEYOND = 0.1  # the largest share of a step that is passed over to complete its offer
 _OPEN = 1024  # rows that leave more of a step open, as a divisor, are to become fuller
+_PARKED = 32  # a unit may park one of so many rows before it is asked whether any row has room
 _LOW = 2**32 - 1
 
 
@@ -224,51 +225,69 @@ def _place(
 ) -> None:  # fmt: skip
     """Set the row of each unit, -1 for a deferred one: overdue units first, and the largest first among both.
 
-    A unit goes to the cheapest row with room. Only an overdue unit, or one alone in its row, may bring the cost of a
-    row above `share`. A row that has too many tokens for a unit is parked until units are short enough.
+    A unit goes to the cheapest row with room, which is the first empty one while there are empty ones. Only an overdue
+    unit, or one alone in its row, may bring the cost of a row above `share`. A row that has too many tokens for a unit
+    is parked until units are short enough.
+
+    Args:
+        scratch: (7, 4 * ranks or more) int64, whose values don't matter.
     """
     row_of[:] = -1
     leaves = num_leaves(ranks)
     cost, tokens = scratch[0], scratch[1]
     aside = scratch[2]  # rows without room for a unit
-    cost[:ranks], tokens[:ranks] = 0, 0
     used = np.zeros((ranks, len(budgets)), dtype=np.int64)
     # Two tournaments: the costs of open rows, and the tokens of parked ones.
     open_costs, cheapest, parked_tokens, emptiest = scratch[3], scratch[4], scratch[5], scratch[6]
+    begun = 0  # rows that hold units
+    least = np.int64(0)  # no row holds fewer tokens, once all are begun
     for turn in (True, False):
         if turn and not overdue.any():
             continue
-        for row in range(leaves):
-            open_costs[leaves + row] = cost[row] if row < ranks else UNLIMITED
-            parked_tokens[leaves + row] = UNLIMITED
-        begin_tournament(open_costs, cheapest, leaves)
-        begin_tournament(parked_tokens, emptiest, leaves)
         for unit in range(len(lengths)):
             if overdue[unit] != turn:
                 continue
             length = lengths[unit]
+            if begun < ranks:
+                row_of[unit] = begun
+                tokens[begun], cost[begun] = length, costs[unit]
+                use(used, begun, others, unit, 1)
+                open_costs[leaves + begun], parked_tokens[leaves + begun] = costs[unit], UNLIMITED
+                begun += 1
+                if begun == ranks:
+                    open_costs[leaves + ranks : 2 * leaves], parked_tokens[leaves + ranks : 2 * leaves] = (
+                        UNLIMITED, UNLIMITED,
+                    )  # fmt: skip
+                    begin_tournament(open_costs, cheapest, leaves)
+                    begin_tournament(parked_tokens, emptiest, leaves)
+                continue
+            if least + length > fill:
+                continue
             while parked_tokens[1] + length <= fill:
                 row = emptiest[1]
                 set_key(open_costs, cheapest, leaves, row, cost[row])
                 set_key(parked_tokens, emptiest, leaves, row, UNLIMITED)
-            put_aside = 0
-            while True:
+            parked = put_aside = 0
+            while open_costs[1] < UNLIMITED:
                 row = cheapest[1]
-                if open_costs[1] == UNLIMITED or not tokens[row]:
-                    break
                 if tokens[row] + length > fill:
+                    if parked == ranks // _PARKED:  # perhaps no row has room
+                        least = tokens[:ranks].min()
+                        if least + length > fill:
+                            break
+                    parked += 1
                     set_key(parked_tokens, emptiest, leaves, row, tokens[row])
                 elif not has_room(used, row, others, unit, budgets):
                     aside[put_aside] = row
                     put_aside += 1
                 else:
+                    if turn or cost[row] + costs[unit] <= share:
+                        row_of[unit] = row
+                        tokens[row] += length
+                        cost[row] += costs[unit]
+                        use(used, row, others, unit, 1)
+                        set_key(open_costs, cheapest, leaves, row, cost[row])
                     break
                 set_key(open_costs, cheapest, leaves, row, UNLIMITED)
-            if open_costs[1] < UNLIMITED and (turn or not tokens[row] or cost[row] + costs[unit] <= share):
-                row_of[unit] = row
-                tokens[row] += length
-                cost[row] += costs[unit]
-                use(used, row, others, unit, 1)
-                set_key(open_costs, cheapest, leaves, row, cost[row])
             for place in range(put_aside):
                 set_key(open_costs, cheapest, leaves, aside[place], cost[aside[place]])

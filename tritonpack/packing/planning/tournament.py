@@ -48,8 +48,9 @@ def set_key(keys: Any, winners: Any, leaves: int, row: int, key: int) -> None:
     winner = np.int64(row)
     while node > one:
         other, other_winner = keys[node ^ one], winners[node ^ one]
-        loses = other < key + np.int64(node & one)  # to an equal key on the left, too
-        key = other if loses else key
-        winner = other_winner if loses else winner
+        # All ones if the other one wins, also with an equal key on the left, or else 0. Branches couldn't be predicted.
+        mask = (other - key - np.int64(node & one)) >> 63
+        key ^= (key ^ other) & mask
+        winner ^= (winner ^ other_winner) & mask
         node >>= one
         keys[node], winners[node] = key, winner
