@@ -26,6 +26,11 @@ except ImportError as error:
 # that has changed while the file of its caller hasn't.
 compiled: Any = numba.njit(cache=True, nogil=True)
 
+# For loops that allocate no array and are called for a few documents at a time. Otherwise numba counts the references to
+# each array that a function is passed, and counting takes longer than such a loop. The option isn't public.
+_COUNTS_NOTHING: Any = {"_nrt": False} if hasattr(numba.core.options.DefaultOptions, "_nrt") else {}
+compiled_without_arrays: Any = numba.njit(cache=True, nogil=True, **_COUNTS_NOTHING)
+
 
 @compiled
 def longest_first(lengths: Any, capacity: int) -> Any:
@@ -316,14 +321,15 @@ class WindowPacker:
         return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes_done)])
 
 
-@compiled
-def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, most: int) -> Any:
-    """The first `count` keys, ascending; `keys` or `spare`, of which the other is overwritten.
+@compiled_without_arrays
+def sort_by_bytes(keys: Any, spare: Any, starts: Any, count: int, shift: int, most: int) -> None:
+    """Sort the first `count` keys, in place.
 
     Few keys are sorted by insertion, which takes few moves if they nearly descend. More are sorted byte by byte from
     the bit `shift` on, and must ascend below that bit.
 
     Args:
+        spare, starts: (count or more,) and (257 or more,) int64, whose values don't matter.
         most: at least the largest `key >> shift`.
     """
     if count < _FEW:
@@ -334,10 +340,12 @@ def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, most: int) -> A
                 spare[hole] = spare[hole - 1]
                 hole -= 1
             spare[hole] = key
-        return spare
-    starts = np.empty(257, dtype=np.int64)
+        for place in range(count):
+            keys[place] = spare[place]
+        return
+    turns = 0
     while most:
-        starts[:] = 0
+        starts[:257] = 0
         for place in range(count):
             starts[(keys[place] >> shift & 255) + 1] += 1
         for value in range(min(most, 255)):
@@ -347,6 +355,9 @@ def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, most: int) -> A
             spare[starts[value]] = keys[place]
             starts[value] += 1
         keys, spare = spare, keys
+        turns += 1
         shift += 8
         most >>= 8
-    return keys
+    if turns % 2:
+        for place in range(count):
+            spare[place] = keys[place]

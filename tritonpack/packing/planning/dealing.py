@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled, sort_by_bytes
+from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
 from tritonpack.packing.planning.filling import has_room
 from tritonpack.packing.planning.tournament import UNLIMITED, begin_tournament, num_leaves, set_key
 
@@ -34,7 +34,13 @@ def divide(
         The tokens up to which the rows of each step may grow, (steps,).
     """
     fills = np.empty(groups[-1, 1] + groups[-1, 2], dtype=np.int64)
+    # Memory that is used for every group and step anew, because small steps would take longer to allocate than to deal.
     every_row, every_length = np.empty(len(order), dtype=np.int32), np.empty(len(order), dtype=np.int64)
+    most_rows = groups[:, 2].max() * ranks
+    scratch = np.empty((5, max(len(order), 2 * num_leaves(most_rows))), dtype=np.int64)
+    used = np.empty((most_rows, len(budgets)), dtype=np.int64)
+    grouped, step_of = np.empty(len(order), dtype=np.int64), np.empty(most_rows, dtype=np.int64)
+    starts = np.empty(most_rows // ranks + 2, dtype=np.int64)
     for group in range(len(groups)):
         begin, step, steps, fill = groups[group]
         end = groups[group + 1, 0] if group + 1 < len(groups) else len(order)
@@ -50,15 +56,17 @@ def divide(
         uneven = not level and ranks > 1 and taken < whole - whole // _UNEVEN
         if steps > 1:
             if half_empty:
-                everything = np.arange(len(units))
-                _even_out(own_lengths, others, units, row_of, everything, 0, len(units), 0, num_rows, fill, budgets)
+                _group(row_of, num_rows, 1, grouped, starts, step_of)
+                _even_out(
+                    own_lengths, others, units, row_of, grouped, 0, starts[1], 0, num_rows, fill, budgets, scratch, used
+                )
             _deal(own_lengths, units, row_of, num_rows, ranks, half_empty)
         if uneven:
-            by_step, starts = _group(row_of, ranks, steps)
+            _group(row_of, ranks, steps, grouped, starts, step_of)
             for number in range(steps):
                 fills[step + number] = _even_out(
-                    own_lengths, others, units, row_of, by_step, starts[number], starts[number + 1], number * ranks,
-                    ranks, fill, budgets,
+                    own_lengths, others, units, row_of, grouped, starts[number], starts[number + 1], number * ranks,
+                    ranks, fill, budgets, scratch, used,
                 )  # fmt: skip
         if steps > 1 or uneven:
             for place in range(len(units)):
@@ -101,21 +109,21 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
     count, taken = size.sum(), tokens.sum()
     mean = taken / count
     # Sorts are of integers with the row in their last bits, which is fast and the same everywhere.
-    keys, spare = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    keys, spare, starts = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(257, np.int64)
     by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
     most = np.int64(0)
     for row in range(rows):
         of_row = tokens[row] * 64 // size[row]
         most = max(most, of_row)
         keys[row] = of_row << _ROW_BITS | row
-    ordered = sort_by_bytes(keys, spare, rows, _ROW_BITS, most)
+    sort_by_bytes(keys, spare, starts, rows, _ROW_BITS, most)
     for rank in range(rows):
-        by_mean[rank] = ordered[rank] & _ROW
+        by_mean[rank] = keys[rank] & _ROW
     for row in range(rows):
         keys[row] = place_of[row] << _ROW_BITS | row
-    ordered = sort_by_bytes(keys, spare, rows, _ROW_BITS, place_of.max())
+    sort_by_bytes(keys, spare, starts, rows, _ROW_BITS, place_of.max())
     for rank in range(rows):
-        rank_by_place[ordered[rank] & _ROW] = rank
+        rank_by_place[keys[rank] & _ROW] = rank
     crowded = tokens * rows > taken + taken // _CROWDED
     row_at = np.empty(rows, dtype=np.int64)  # the row that becomes `step * ranks + rank`
     variance = squares / count - mean * mean
@@ -124,7 +132,7 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
     while True:
         strata, weight = 1, 32 if ranks > 1 else 0
         while True:
-            _deal_strata(by_mean, rank_by_place, strata, weight, ranks, keys, spare, row_at)
+            _deal_strata(by_mean, rank_by_place, strata, weight, ranks, keys, spare, starts, row_at)
             _gather(row_at, crowded, ranks, together)
             even = _is_even(row_at, tokens, size, ranks, mean, variance)
             if even or strata == ranks:
@@ -148,9 +156,9 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
             row_of[place] = place_of[row_of[place]]
 
 
-@compiled
+@compiled_without_arrays
 def _deal_strata(
-    by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, keys: Any, spare: Any, row_at: Any
+    by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, keys: Any, spare: Any, starts: Any, row_at: Any
 ) -> None:  # fmt: skip
     """Write the row that becomes `step * ranks + rank` to `row_at`: equally many of each stratum for every step.
 
@@ -158,7 +166,7 @@ def _deal_strata(
         by_mean: (rows,) rows by their mean lengths.
         rank_by_place: (rows,) the place of each row in the order of places.
         weight: how much mean lengths count within a stratum; places count 8.
-        keys, spare: (rows,) int64, whose values don't matter.
+        keys, spare, starts: see `sort_by_bytes`; their values don't matter.
     """
     steps = len(by_mean) // ranks
     for stratum in range(strata):
@@ -166,15 +174,15 @@ def _deal_strata(
         for place in range((last - first) * steps):
             rank_by_mean = first * steps + place
             keys[place] = (8 * rank_by_place[by_mean[rank_by_mean]] + weight * rank_by_mean) << _ROW_BITS | place
-        ordered = sort_by_bytes(keys, spare, (last - first) * steps, _ROW_BITS, (8 + weight) * len(by_mean))
+        sort_by_bytes(keys, spare, starts, (last - first) * steps, _ROW_BITS, (8 + weight) * len(by_mean))
         place = 0
         for step in range(steps):
             for rank in range(first, last):
-                row_at[step * ranks + rank] = by_mean[first * steps + (ordered[place] & _ROW)]
+                row_at[step * ranks + rank] = by_mean[first * steps + (keys[place] & _ROW)]
                 place += 1
 
 
-@compiled
+@compiled_without_arrays
 def _is_even(row_at: Any, tokens: Any, size: Any, ranks: int, mean: float, variance: float) -> bool:
     """Whether steps differ in their mean lengths as by chance.
 
@@ -228,31 +236,33 @@ def _gather(row_at: Any, crowded: Any, ranks: int, together: int) -> None:
             in_step[take] += 1
 
 
-@compiled
-def _group(row_of: Any, ranks: int, steps: int) -> Any:
-    """The documents of each group of `ranks` rows, ascending, and where they start."""
-    step_of = np.empty(steps * ranks, dtype=np.int32)  # a table is faster than divisions
+@compiled_without_arrays
+def _group(row_of: Any, ranks: int, steps: int, grouped: Any, starts: Any, step_of: Any) -> None:
+    """Write the documents of each group of `ranks` rows, ascending, to `grouped`, and where they start to `starts`.
+
+    Args:
+        starts: (steps + 2 or more,) int64.
+        step_of: (rows or more,) int64, whose values don't matter. A table takes less time than divisions.
+    """
     for step in range(steps):
         step_of[step * ranks : (step + 1) * ranks] = step
-    starts = np.zeros(steps + 2, dtype=np.int64)  # from the second number on
+    starts[: steps + 2] = 0  # where groups start, from the second number on
     for row in row_of:
         if row >= 0:
             starts[step_of[row] + 2] += 1
     for step in range(steps):
         starts[step + 2] += starts[step + 1]
-    grouped = np.empty(starts[steps + 1], dtype=np.int64)
     for document in range(len(row_of)):
         if row_of[document] >= 0:
             step = step_of[row_of[document]] + 1
             grouped[starts[step]] = document
             starts[step] += 1
-    return grouped, starts
 
 
-@compiled
+@compiled_without_arrays
 def _even_out(
     lengths: Any, others: Any, units: Any, row_of: Any, own: Any, begin: int, end: int, first: int, rows: int,
-    fill: int, budgets: Any,
+    fill: int, budgets: Any, scratch: Any, used: Any,
 ) -> int:  # fmt: skip
     """Place units of rows that aren't full anew, so that rows hold more equal numbers of tokens, in place.
 
@@ -261,27 +271,27 @@ def _even_out(
     Args:
         lengths, units, row_of: those of a group.
         own: `own[begin:end]` are places in these arrays, those of the rows from `first` on, from large to small.
+        scratch: (5, units and 2 * leaves or more) int64, whose values don't matter; so is `used`, (rows or more,
+            resources).
 
     Returns:
         The tokens up to which rows may grow.
     """
-    tokens = np.zeros(rows, dtype=np.int64)
+    tokens, keys, emptiest, placed = scratch[0], scratch[1], scratch[2], scratch[3]
+    tried = scratch[4]  # rows without room for the other resources of a unit
+    tokens[:rows] = 0
     held = np.int64(0)
     for turn in range(begin, end):
         tokens[row_of[own[turn]] - first] += lengths[own[turn]]
         held += lengths[own[turn]]
-    fullest = tokens.max()
+    fullest = tokens[:rows].max()
     if rows * fullest - held <= rows * fullest // _UNEVEN or end - begin <= rows:
         return fullest
-    tokens[:] = 0
-    used = np.zeros((rows, len(budgets)), dtype=np.int64)
-    placed = np.empty(end - begin, dtype=np.int32)
+    tokens[:rows], used[:rows] = 0, 0
     leaves = num_leaves(rows)
     # The tokens of rows, UNLIMITED of those that don't exist or were tried.
-    keys, emptiest = np.full(2 * leaves, UNLIMITED), np.empty(2 * leaves, dtype=np.int64)
-    keys[leaves : leaves + rows] = 0
+    keys[leaves : leaves + rows], keys[leaves + rows : 2 * leaves] = 0, UNLIMITED
     begin_tournament(keys, emptiest, leaves)
-    tried = np.empty(rows, dtype=np.int32)  # rows without room for the other resources of a unit
     for turn in range(begin, end):
         length, unit = lengths[own[turn]], units[own[turn]]
         count = 0
@@ -299,7 +309,7 @@ def _even_out(
             used[row, resource] += others[unit, resource]
         for number in range(count):
             set_key(keys, emptiest, leaves, tried[number], tokens[tried[number]])
-    highest = tokens.max()
+    highest = tokens[:rows].max()
     if highest < fullest:
         for turn in range(begin, end):
             row_of[own[turn]] = first + placed[turn - begin]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled
+from tritonpack.packing.heuristics import compiled, compiled_without_arrays
 from tritonpack.packing.planning.tournament import num_leaves
 
 _CHOICES = 64  # deferred units that are looked at to exchange one of a row
@@ -14,7 +14,7 @@ _WIDE_OPEN = 128  # rows that leave more of a step open, as a divisor, are packe
 _LOW = 2**32 - 1
 
 
-@compiled
+@compiled_without_arrays
 def placed_sum(amounts: Any, row_of: Any) -> int:
     """The sum over units that have a row."""
     total = np.int64(0)
@@ -24,7 +24,7 @@ def placed_sum(amounts: Any, row_of: Any) -> int:
     return total
 
 
-@compiled
+@compiled_without_arrays
 def has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
     """Whether a row has room for a unit in every resource but tokens."""
     fits = True
@@ -33,7 +33,7 @@ def has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
     return fits
 
 
-@compiled
+@compiled_without_arrays
 def use(used: Any, row: int, others: Any, unit: int, sign: int) -> None:
     """Add what a unit takes of each resource but tokens to a row, or take it away with sign -1."""
     for resource in range(used.shape[1]):
@@ -73,7 +73,7 @@ def fuller(
     return row_of
 
 
-@compiled
+@compiled_without_arrays
 def _most_tokens(lengths: Any, rows: int, fill: int) -> int:
     """Tokens that no packing of units into these rows exceeds.
 
@@ -244,7 +244,7 @@ def _exchange(
     return gained
 
 
-@compiled
+@compiled_without_arrays
 def _can_exchange(amounts: Any, overdue: Any, row_of: Any, held_in: Any, full: int) -> bool:
     """Whether a row has room to exchange a unit for a deferred one that takes more.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled, sort_by_bytes
+from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
 from tritonpack.packing.planning.filling import fuller, has_room, placed_sum, use
 from tritonpack.packing.planning.tournament import UNLIMITED, begin_tournament, num_leaves, set_key
 
@@ -52,10 +52,10 @@ def fill_steps(
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
     left, others_left = lengths.sum(), others.sum(axis=0)
     # Memory that is used for every step anew, because small steps would take longer to allocate than to plan.
-    keys, own = np.empty((2, count), dtype=np.int64), np.empty((2, count), dtype=np.int64)
+    keys, own = np.empty((3, max(count, 257)), dtype=np.int64), np.empty((2, count), dtype=np.int64)
     every_unit, every_overdue = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.bool_)
     every_others, every_row = np.empty((count, len(budgets)), dtype=np.int64), np.empty(count, dtype=np.int32)
-    of_rows = np.empty((7, 2), dtype=np.int64)
+    of_rows, used = np.empty((7, 0), dtype=np.int64), np.empty((0, len(budgets)), dtype=np.int64)
     wholes, spares, offers = budgets.copy(), budgets.copy(), budgets.copy()
     scratch = np.empty((3, 1 + len(budgets)), dtype=np.int64)
     largest_kind = kinds.max()
@@ -76,7 +76,7 @@ def fill_steps(
             spares[resource] = int(lookahead * wholes[resource])
             offers[resource] = UNLIMITED if last else wholes[resource] + spares[resource]
         if of_rows.shape[1] < 4 * rows:
-            of_rows = np.empty((7, 4 * rows), dtype=np.int64)
+            of_rows, used = np.empty((7, 4 * rows), dtype=np.int64), np.empty((rows, len(budgets)), dtype=np.int64)
         for final in (False, True):
             pooled, stop = _offer(
                 lengths, others, budgets, pool, offered, waiting, cursor, rows, fill, whole, wholes, offer, offers,
@@ -101,7 +101,7 @@ def fill_steps(
             # share is the cost of that unit. The end of an epoch needs no limit.
             limited = level and (stop < count or held >= rows * full)
             share = max(int(cost / held * full), own_costs.max()) if limited else UNLIMITED
-            _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share, row_of, of_rows)
+            _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share, row_of, of_rows, used)
             taken = placed_sum(amounts, row_of)
             margin = spare if scarce < 0 else spares[scarce]
             if final or not limited or (offer if scarce < 0 else offers[scarce]) <= taken + margin + margin // 8:
@@ -130,7 +130,7 @@ def fill_steps(
     return rows_of, order, groups[:turn]
 
 
-@compiled
+@compiled_without_arrays
 def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
     """The resource of which units need the most rows, -1 for tokens."""
     scarce, most = -1, lengths.sum() / fill
@@ -141,7 +141,7 @@ def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
     return scarce
 
 
-@compiled
+@compiled_without_arrays
 def _largest_first(kinds: Any, pool: Any, pooled: int, offered: Any, most: int, scratch: Any, units: Any) -> int:
     """Write the offered units of the pool to `units`, from large to small; those of one kind keep their order.
 
@@ -152,19 +152,19 @@ def _largest_first(kinds: Any, pool: Any, pooled: int, offered: Any, most: int, 
     Returns:
         Their number.
     """
-    keys, sorted_keys = scratch[0], scratch[1]
+    keys = scratch[0]
     count = 0
     for place in range(pooled):
         if offered[place]:
             keys[count] = kinds[pool[place]] << 32 | pool[place]
             count += 1
-    keys = sort_by_bytes(keys, sorted_keys, count, 32, most)
+    sort_by_bytes(keys, scratch[1], scratch[2], count, 32, most)
     for place in range(count):
         units[place] = keys[place] & _LOW
     return count
 
 
-@compiled
+@compiled_without_arrays
 def _offer(
     lengths: Any, others: Any, budgets: Any, pool: Any, offered: Any, waiting: int, cursor: int, rows: int, fill: int,
     whole: int, wholes: Any, most: int, mosts: Any, scratch: Any,
@@ -218,10 +218,10 @@ def _offer(
     return waiting, cursor
 
 
-@compiled
+@compiled_without_arrays
 def _place(
     lengths: Any, others: Any, costs: Any, overdue: Any, ranks: int, fill: int, budgets: Any, share: int,
-    row_of: Any, scratch: Any,
+    row_of: Any, scratch: Any, used: Any,
 ) -> None:  # fmt: skip
     """Set the row of each unit, -1 for a deferred one: overdue units first, and the largest first among both.
 
@@ -230,13 +230,13 @@ def _place(
     is parked until units are short enough.
 
     Args:
-        scratch: (7, 4 * ranks or more) int64, whose values don't matter.
+        scratch, used: (7, 4 * ranks or more) and (ranks or more, resources) int64, whose values don't matter.
     """
     row_of[:] = -1
     leaves = num_leaves(ranks)
     cost, tokens = scratch[0], scratch[1]
     aside = scratch[2]  # rows without room for a unit
-    used = np.zeros((ranks, len(budgets)), dtype=np.int64)
+    used[:ranks] = 0
     # Two tournaments: the costs of open rows, and the tokens of parked ones.
     open_costs, cheapest, parked_tokens, emptiest = scratch[3], scratch[4], scratch[5], scratch[6]
     begun = 0  # rows that hold units

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled
+from tritonpack.packing.heuristics import compiled_without_arrays
 
 UNLIMITED = 2**62  # above all keys
 
 
-@compiled
+@compiled_without_arrays
 def num_leaves(rows: int) -> int:
     """The leaves of a tree of so many rows: a power of two. The tree has twice as many nodes."""
     leaves = 1
@@ -25,7 +25,7 @@ def num_leaves(rows: int) -> int:
     return leaves
 
 
-@compiled
+@compiled_without_arrays
 def begin_tournament(keys: Any, winners: Any, leaves: int) -> None:
     """Set the nodes above the leaves, whose keys are set, and the rows of all.
 
@@ -39,7 +39,7 @@ def begin_tournament(keys: Any, winners: Any, leaves: int) -> None:
         keys[node], winners[node] = keys[child], winners[child]
 
 
-@compiled
+@compiled_without_arrays
 def set_key(keys: Any, winners: Any, leaves: int, row: int, key: int) -> None:
     """Change the key of a row."""
     one = np.uint64(1)  # signed indices would be checked for negative ones

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled, sort_by_bytes
+from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
 
 _TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
 _PARTNERS = 3  # the cheapest rows that the costliest one tries to trade with before trading ends
@@ -64,7 +64,7 @@ def balance(
     spare = np.empty((ranks, len(budgets)), dtype=np.int64)
     offered = np.empty((ranks, _OFFERED + 1), dtype=np.int32)
     offers = np.empty((2, ranks, _GROUPS), dtype=np.int64)
-    scratch = np.empty((4, max(held.shape[1], _GROUPS, 257)), dtype=np.int64)
+    scratch = np.empty((5, max(held.shape[1], _GROUPS, 257)), dtype=np.int64)
     room, cost, size, num_offers, by_cost = sums[0], sums[1], sums[2], sums[3], sums[4]
     keys, key_costs = offers[0], offers[1]
     for step in range(len(fills)):
@@ -89,7 +89,7 @@ def balance(
         )  # fmt: skip
 
 
-@compiled
+@compiled_without_arrays
 def _trade(
     lengths: Any, others: Any, kinds: Any, costs: Any, order: Any, rows: Any, first: int, held: Any, offered: Any,
     keys: Any, key_costs: Any, room: Any, cost: Any, size: Any, num_offers: Any, by_cost: Any, spare: Any,
@@ -147,7 +147,7 @@ def _trade(
             return  # no row trades with the costliest
 
 
-@compiled
+@compiled_without_arrays
 def _make_offers(
     row: int, held: Any, size: int, lengths: Any, kinds: Any, costs: Any, offered: Any, keys: Any, key_costs: Any,
     scratch: Any,
@@ -158,9 +158,9 @@ def _make_offers(
         offered: (ranks, 17) the documents that the row offers, and then _NONE.
         keys: (ranks, groups) of each group `tokens << 16 | first << 8 | second`, with places in `offered`.
         key_costs: (ranks, groups) the cost of each group.
-        scratch: (4, ...) int64, whose values don't matter.
+        scratch: (5, ...) int64, whose values don't matter.
     """
-    chosen, cost, unsorted, spare = scratch[0], scratch[1], scratch[2], scratch[3]
+    chosen, cost, sums, spare = scratch[0], scratch[1], scratch[2], scratch[3]
     count = 0
     for place in range(size):  # of one kind only two
         document = held[row, place]
@@ -168,9 +168,11 @@ def _make_offers(
             chosen[count] = document
             count += 1
     num_offered = min(count, _OFFERED)
+    if count > num_offered:
+        for place in range(num_offered):
+            chosen[place] = chosen[place * count // num_offered]
     for place in range(num_offered):
-        document = chosen[place * count // num_offered]
-        offered[row, place], cost[place] = document, costs[document]
+        offered[row, place], cost[place] = chosen[place], costs[chosen[place]]
     offered[row, num_offered], cost[num_offered] = _NONE, 0
 
     # The longest group comes first, and is the longest document with the next one.
@@ -180,18 +182,18 @@ def _make_offers(
         own = lengths[offered[row, first]] if first < num_offered else 0
         for second in range(first + (first < num_offered), num_offered + 1):
             total = own + (lengths[offered[row, second]] if second < num_offered else 0)
-            unsorted[count] = total << 16 | first << 8 | second
+            sums[count] = total << 16 | first << 8 | second
             most = max(most, total)
             count += 1
-    ordered = sort_by_bytes(unsorted, spare, count, 16, most)
+    sort_by_bytes(sums, spare, scratch[4], count, 16, most)
     for group in range(count):
-        key = ordered[group]
+        key = sums[group]
         keys[row, group] = key
         key_costs[row, group] = cost[key >> 8 & 255] + cost[key & 255]
     return count
 
 
-@compiled
+@compiled_without_arrays
 def _find_deal(
     dear: int, cheap: int, keys: Any, key_costs: Any, num_dear: int, num_cheap: int, dear_room: int, cheap_room: int,
     gap: int, offered: Any, order: Any, others: Any, spare: Any,
@@ -222,7 +224,7 @@ def _find_deal(
     return deal
 
 
-@compiled
+@compiled_without_arrays
 def _fits(
     dear: int, cheap: int, mine: int, theirs: int, offered: Any, order: Any, others: Any, spare: Any
 ) -> bool:  # fmt: skip
@@ -238,7 +240,7 @@ def _fits(
     return True
 
 
-@compiled
+@compiled_without_arrays
 def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
     """Move a document from the list of one row to the list of another; both stay ascending."""
     place = 0
@@ -266,7 +268,7 @@ def _sort_by_cost(by_cost: Any, cost: Any) -> None:
     _settle(by_cost, cost)
 
 
-@compiled
+@compiled_without_arrays
 def _settle(by_cost: Any, cost: Any) -> None:
     """Sort rows by cost by insertion, which takes few moves after two of them have changed."""
     for place in range(1, len(by_cost)):
