@@ -287,12 +287,16 @@ def _even_out(
     fullest = tokens[:rows].max()
     if rows * fullest - held <= rows * fullest // _UNEVEN or end - begin <= rows:
         return fullest
-    tokens[:rows], used[:rows] = 0, 0
     leaves = num_leaves(rows)
-    # The tokens of rows, UNLIMITED of those that don't exist or were tried.
-    keys[leaves : leaves + rows], keys[leaves + rows : 2 * leaves] = 0, UNLIMITED
+    # The tokens of rows, UNLIMITED of those that don't exist or were tried. Each row gets one of the first units.
+    for row in range(rows):
+        place = own[begin + row]
+        placed[row], tokens[row], keys[leaves + row] = row, lengths[place], lengths[place]
+        for resource in range(len(budgets)):
+            used[row, resource] = others[units[place], resource]
+    keys[leaves + rows : 2 * leaves] = UNLIMITED
     begin_tournament(keys, emptiest, leaves)
-    for turn in range(begin, end):
+    for turn in range(begin + rows, end):
         length, unit = lengths[own[turn]], units[own[turn]]
         count = 0
         while keys[1] < UNLIMITED and not has_room(used, emptiest[1], others, unit, budgets):
@@ -300,7 +304,7 @@ def _even_out(
             set_key(keys, emptiest, leaves, tried[count], UNLIMITED)
             count += 1
         row = emptiest[1]
-        if keys[1] and keys[1] + length > fill:
+        if keys[1] + length > fill:
             return fullest
         placed[turn - begin] = row
         tokens[row] = keys[1] + length
