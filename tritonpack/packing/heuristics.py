@@ -26,8 +26,9 @@ except ImportError as error:
 # that has changed while the file of its caller hasn't.
 compiled: Any = numba.njit(cache=True, nogil=True)
 
-# For loops that allocate no array and are called for a few documents at a time. Otherwise numba counts the references to
-# each array that a function is passed, and counting takes longer than such a loop. The option isn't public.
+# For loops that allocate no array and are called for a few documents at a time. Otherwise numba counts the references
+# to each array that a function is passed, and counting takes longer than such a loop. The option isn't public, so a
+# numba without it only takes longer.
 _COUNTS_NOTHING: Any = {"_nrt": False} if hasattr(numba.core.options.DefaultOptions, "_nrt") else {}
 compiled_without_arrays: Any = numba.njit(cache=True, nogil=True, **_COUNTS_NOTHING)
 

@@ -158,7 +158,8 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
 
 @compiled_without_arrays
 def _deal_strata(
-    by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, keys: Any, spare: Any, starts: Any, row_at: Any
+    by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, keys: Any, spare: Any, starts: Any,
+    row_at: Any,
 ) -> None:  # fmt: skip
     """Write the row that becomes `step * ranks + rank` to `row_at`: equally many of each stratum for every step.
 

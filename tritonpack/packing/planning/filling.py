@@ -96,24 +96,33 @@ def _most_tokens(lengths: Any, rows: int, fill: int) -> int:
 def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
     """Put each unit into the first row with room, overdue units first, and the largest first among both."""
     leaves = num_leaves(rows)
-    # A tree as in tournament.py, in which each node holds the most room of the rows below it.
+    # A tree as in tournament.py, in which each node holds the most room of the rows below it. It is searched only once
+    # a begun row has room for a unit. Before, each unit begins the next row.
     room = np.zeros(2 * leaves, dtype=np.int64)
     room[leaves : leaves + rows] = fill
-    for node in range(leaves - 1, 0, -1):
-        room[node] = max(room[2 * node], room[2 * node + 1])
+    begun, most_begun, searching = 0, np.int64(0), False  # begun rows, and the most room of one of them
     row_of = np.full(len(lengths), -1, dtype=np.int32)
     one = np.uint64(1)  # signed indices would be checked for negative ones
     for turn in (True, False):
         unit = 0
         while unit < len(lengths):
             length = lengths[unit]
-            if overdue[unit] != turn or room[1] < length:
+            if not searching and most_begun >= length:
+                searching = True
+                for parent in range(leaves - 1, 0, -1):
+                    room[parent] = max(room[2 * parent], room[2 * parent + 1])
+            fits = room[1] >= length if searching else begun < rows and length <= fill
+            if overdue[unit] != turn or not fits:
                 unit += 1
                 continue
             node = one
-            while node < np.uint64(leaves):
-                node <<= one
-                node -= np.uint64((room[node] - length) >> 63)  # to the right, if the left one has no room
+            if searching:
+                while node < np.uint64(leaves):
+                    node <<= one
+                    node -= np.uint64((room[node] - length) >> 63)  # to the right, if the left one has no room
+            else:
+                node = np.uint64(leaves + begun)
+                begun += 1
             most = room[node]
             # Following units of this length go there, too, while there is room.
             while unit < len(lengths) and lengths[unit] == length and most >= length:
@@ -122,7 +131,8 @@ def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
                     most -= length
                 unit += 1
             room[node] = most
-            while node > one:
+            most_begun = max(most_begun, most)
+            while searching and node > one:
                 most = max(most, room[node ^ one])
                 node >>= one
                 if room[node] == most:
