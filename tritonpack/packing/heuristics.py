@@ -22,8 +22,8 @@ except ImportError as error:
         "tritonpack.packing work without it."
     ) from error
 
-# A compiled loop must not call one of another file: numba's cache on disk would keep the machine code of a function
-# that has changed while the file of its caller hasn't.
+# numba's cache on disk keeps the machine code of a loop as long as its file doesn't change, with that of the loops that
+# it calls. So after a change of a loop that another file calls, delete the .nbi and .nbc files in __pycache__.
 compiled: Any = numba.njit(cache=True, nogil=True)
 
 # For loops that allocate no array and are called for a few documents at a time. Otherwise numba counts the references
