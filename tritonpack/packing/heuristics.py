@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW = 64  # keys that are sorted whole
+_FEW = 48  # fewer keys are sorted by insertion
 
 try:
     import numba
@@ -22,9 +22,15 @@ except ImportError as error:
         "tritonpack.packing work without it."
     ) from error
 
-# A compiled loop must not call one of another file: numba's cache on disk would keep the machine code of a function
-# that has changed while the file of its caller hasn't.
+# numba's cache on disk keeps the machine code of a loop as long as its file doesn't change, with that of the loops that
+# it calls. So after a change of a loop that another file calls, delete the .nbi and .nbc files in __pycache__.
 compiled: Any = numba.njit(cache=True, nogil=True)
+
+# For loops that allocate no array and are called for a few documents at a time. Otherwise numba counts the references
+# to each array that a function is passed, and counting takes longer than such a loop. The option isn't public, so a
+# numba without it only takes longer.
+_COUNTS_NOTHING: Any = {"_nrt": False} if hasattr(numba.core.options.DefaultOptions, "_nrt") else {}
+compiled_without_arrays: Any = numba.njit(cache=True, nogil=True, **_COUNTS_NOTHING)
 
 
 @compiled
@@ -316,29 +322,43 @@ class WindowPacker:
         return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes_done)])
 
 
-@compiled
-def sort_by_bytes(keys: Any, spare: Any, count: int, shift: int, digits: int, starts: Any) -> Any:
-    """The first `count` keys, ascending; `keys` or `spare`, of which the other is overwritten.
+@compiled_without_arrays
+def sort_by_bytes(keys: Any, spare: Any, starts: Any, count: int, shift: int, most: int) -> None:
+    """Sort the first `count` keys, in place.
 
-    Few keys are sorted whole. More are sorted byte by byte from the bit `shift` on, and must ascend below that bit.
+    Few keys are sorted by insertion, which takes few moves if they nearly descend. More are sorted byte by byte from
+    the bit `shift` on, and must ascend below that bit.
 
     Args:
-        digits: the bytes from there on that aren't all 0.
-        starts: (257 or more,) int64, whose values don't matter.
+        spare, starts: (count or more,) and (257 or more,) int64, whose values don't matter.
+        most: at least the largest `key >> shift`.
     """
     if count < _FEW:
-        keys[:count].sort()
-        return keys
-    for digit in range(digits):
-        bits = shift + 8 * digit
+        for place in range(count):
+            key = keys[count - 1 - place]
+            hole = place
+            while hole and spare[hole - 1] > key:
+                spare[hole] = spare[hole - 1]
+                hole -= 1
+            spare[hole] = key
+        for place in range(count):
+            keys[place] = spare[place]
+        return
+    turns = 0
+    while most:
         starts[:257] = 0
         for place in range(count):
-            starts[(keys[place] >> bits & 255) + 1] += 1
-        for value in range(256):
+            starts[(keys[place] >> shift & 255) + 1] += 1
+        for value in range(min(most, 255)):
             starts[value + 1] += starts[value]
         for place in range(count):
-            value = keys[place] >> bits & 255
+            value = keys[place] >> shift & 255
             spare[starts[value]] = keys[place]
             starts[value] += 1
         keys, spare = spare, keys
-    return keys
+        turns += 1
+        shift += 8
+        most >>= 8
+    if turns % 2:
+        for place in range(count):
+            spare[place] = keys[place]

@@ -105,9 +105,8 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         raise ValueError("lengths is empty: there is no document to pack. Pass the tokens of at least one document.")
     if array.size > MAX_INT32:
         raise ValueError(f"at most {MAX_INT32} documents are packed at once; got {array.size}. Pack them in parts.")
-    bad = (array < 1) | (array > MAX_INT64)
-    if bad.any():
-        first = int(np.argmax(bad))
+    if array.min() < 1 or array.max() > MAX_INT64:
+        first = int(np.argmax((array < 1) | (array > MAX_INT64)))
         raise ValueError(
             f"every document needs at least one token and at most 2**63 - 1; document {first} has length "
             f"{array[first]}. Remove empty documents first."

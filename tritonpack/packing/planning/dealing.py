@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled
-from tritonpack.packing.planning.planner import has_room, update
+from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
+from tritonpack.packing.planning.filling import has_room
+from tritonpack.packing.planning.tournament import UNLIMITED, begin_tournament, num_leaves, set_key
 
 # Shares of a step's tokens, as divisors:
 _UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened out
@@ -15,7 +16,6 @@ _CROWDED = 16  # rows that hold so much more than the mean row share steps, if t
 _HALF_EMPTY = 16  # groups of steps that leave more open are evened out before they are divided
 # The steps of a group may differ in their mean lengths by this many times the variance of random steps.
 _CHANCE = 1.0
-_UNLIMITED = 2**62
 _ROW_BITS = 26  # 64 steps of 2**20 ranks
 _ROW = 2**_ROW_BITS - 1
 
@@ -34,31 +34,43 @@ def divide(
         The tokens up to which the rows of each step may grow, (steps,).
     """
     fills = np.empty(groups[-1, 1] + groups[-1, 2], dtype=np.int64)
+    # Memory that is used for every group and step anew, because small steps would take longer to allocate than to deal.
+    every_row, every_length = np.empty(len(order), dtype=np.int32), np.empty(len(order), dtype=np.int64)
+    most_rows = groups[:, 2].max() * ranks
+    scratch = np.empty((5, max(len(order), 2 * num_leaves(most_rows))), dtype=np.int64)
+    used = np.empty((most_rows, len(budgets)), dtype=np.int64)
+    grouped, step_of = np.empty(len(order), dtype=np.int64), np.empty(most_rows, dtype=np.int64)
+    starts = np.empty(most_rows // ranks + 2, dtype=np.int64)
     for group in range(len(groups)):
         begin, step, steps, fill = groups[group]
         end = groups[group + 1, 0] if group + 1 < len(groups) else len(order)
-        units, first = order[begin:end], step * ranks
-        row_of, own_lengths = np.empty(len(units), dtype=np.int32), np.empty(len(units), dtype=np.int64)
+        first, num_rows = step * ranks, steps * ranks
+        units, row_of, own_lengths = order[begin:end], every_row[begin:end], every_length[begin:end]
         taken = np.int64(0)
         for place in range(len(units)):
             row_of[place], own_lengths[place] = rows[units[place]] - first, lengths[units[place]]
             taken += own_lengths[place]
         fills[step : step + steps] = fill
-        whole = ranks * steps * fill
+        whole = num_rows * fill
+        half_empty = not level and taken < whole - whole // _HALF_EMPTY
+        uneven = not level and ranks > 1 and taken < whole - whole // _UNEVEN
         if steps > 1:
-            uneven = not level and taken < whole - whole // _HALF_EMPTY
-            if uneven:
-                _even_out(own_lengths, others, units, row_of, np.arange(len(units)), 0, ranks * steps, fill, budgets)
-            _deal(own_lengths, units, row_of, ranks * steps, ranks, uneven)
-        if not level and ranks > 1 and taken < whole - whole // _UNEVEN:
-            by_step, starts = _group(row_of, ranks, steps)
-            for number in range(steps):
-                own = by_step[starts[number] : starts[number + 1]]
-                fills[step + number] = _even_out(
-                    own_lengths, others, units, row_of, own, number * ranks, ranks, fill, budgets
+            if half_empty:
+                _group(row_of, num_rows, 1, grouped, starts, step_of)
+                _even_out(
+                    own_lengths, others, units, row_of, grouped, 0, starts[1], 0, num_rows, fill, budgets, scratch, used
                 )
-        for place in range(len(units)):
-            rows[units[place]] = first + row_of[place]
+            _deal(own_lengths, units, row_of, num_rows, ranks, half_empty)
+        if uneven:
+            _group(row_of, ranks, steps, grouped, starts, step_of)
+            for number in range(steps):
+                fills[step + number] = _even_out(
+                    own_lengths, others, units, row_of, grouped, starts[number], starts[number + 1], number * ranks,
+                    ranks, fill, budgets, scratch, used,
+                )  # fmt: skip
+        if steps > 1 or uneven:
+            for place in range(len(units)):
+                rows[units[place]] = first + row_of[place]
     return fills
 
 
@@ -97,95 +109,115 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
     count, taken = size.sum(), tokens.sum()
     mean = taken / count
     # Sorts are of integers with the row in their last bits, which is fast and the same everywhere.
-    by_mean, by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    keys, spare, starts = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(257, np.int64)
+    by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    most = np.int64(0)
     for row in range(rows):
-        by_mean[row] = (tokens[row] * 64 // size[row]) << _ROW_BITS | row
-        by_place[row] = place_of[row] << _ROW_BITS | row
-    by_mean.sort()
-    by_place.sort()
-    by_mean &= _ROW
-    rank_by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+        of_row = tokens[row] * 64 // size[row]
+        most = max(most, of_row)
+        keys[row] = of_row << _ROW_BITS | row
+    sort_by_bytes(keys, spare, starts, rows, _ROW_BITS, most)
     for rank in range(rows):
-        rank_by_mean[by_mean[rank]] = rank_by_place[by_place[rank] & _ROW] = rank
+        by_mean[rank] = keys[rank] & _ROW
+    for row in range(rows):
+        keys[row] = place_of[row] << _ROW_BITS | row
+    sort_by_bytes(keys, spare, starts, rows, _ROW_BITS, place_of.max())
+    for rank in range(rows):
+        rank_by_place[keys[rank] & _ROW] = rank
     crowded = tokens * rows > taken + taken // _CROWDED
-    number = np.empty(rows, dtype=np.int64)
-    # The variance of the steps' mean lengths, as a sum over steps: by chance, and as it is.
-    chance = between = 0.0
+    row_at = np.empty(rows, dtype=np.int64)  # the row that becomes `step * ranks + rank`
+    variance = squares / count - mean * mean
     few = uneven and 0 < crowded.sum() <= rows // _CROWDED
     together = ranks if few else 0  # crowded rows that may share a step
     while True:
         strata, weight = 1, 32 if ranks > 1 else 0
         while True:
-            _deal_strata(by_mean, rank_by_mean, rank_by_place, strata, weight, ranks, number)
-            _gather(number, crowded, ranks, together)
-            sums, held = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
-            for row in range(rows):
-                sums[number[row] // ranks] += tokens[row]
-                held[number[row] // ranks] += size[row]
-            between = chance = 0.0
-            for step in range(steps):
-                between += (sums[step] / held[step] - mean) ** 2
-                chance += 1 / held[step]
-            chance *= (squares / count - mean * mean) * (steps - 1) / steps
-            if between <= _CHANCE * chance or strata == ranks:
+            _deal_strata(by_mean, rank_by_place, strata, weight, ranks, keys, spare, starts, row_at)
+            _gather(row_at, crowded, ranks, together)
+            even = _is_even(row_at, tokens, size, ranks, mean, variance)
+            if even or strata == ranks:
                 break
             if weight:
                 weight //= 2
             else:
                 strata = min(2 * strata, ranks)
-        if between <= _CHANCE * chance or not together:
+        if even or not together:
             break
         together //= 2
     places = np.zeros(steps, dtype=np.int64)  # steps come in the order of the stream, too
-    for row in range(rows):
-        places[number[row] // ranks] += rank_by_place[row]
-    step_of = np.empty(steps, dtype=np.int64)
-    step_of[np.argsort(places, kind="mergesort")] = np.arange(steps)
+    for step in range(steps):
+        for number in range(step * ranks, (step + 1) * ranks):
+            places[step] += rank_by_place[row_at[number]]
+    for step, dealt in enumerate(np.argsort(places, kind="mergesort")):
+        for rank in range(ranks):
+            place_of[row_at[dealt * ranks + rank]] = step * ranks + rank
     for place in range(len(row_of)):
         if row_of[place] >= 0:
-            row = number[row_of[place]]
-            row_of[place] = step_of[row // ranks] * ranks + row % ranks
+            row_of[place] = place_of[row_of[place]]
 
 
-@compiled
+@compiled_without_arrays
 def _deal_strata(
-    by_mean: Any, rank_by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, number: Any
+    by_mean: Any, rank_by_place: Any, strata: int, weight: int, ranks: int, keys: Any, spare: Any, starts: Any,
+    row_at: Any,
 ) -> None:  # fmt: skip
-    """Write `step * ranks + rank` of each row to `number`: equally many rows of each stratum for every step.
+    """Write the row that becomes `step * ranks + rank` to `row_at`: equally many of each stratum for every step.
 
     Args:
         by_mean: (rows,) rows by their mean lengths.
-        rank_by_mean, rank_by_place: (rows,) the place of each row in `by_mean`, and in the order of places.
+        rank_by_place: (rows,) the place of each row in the order of places.
         weight: how much mean lengths count within a stratum; places count 8.
+        keys, spare, starts: see `sort_by_bytes`; their values don't matter.
     """
     steps = len(by_mean) // ranks
     for stratum in range(strata):
         first, last = stratum * ranks // strata, (stratum + 1) * ranks // strata  # the ranks that get its rows
-        own = by_mean[first * steps : last * steps]
-        keys = np.empty(len(own), dtype=np.int64)
-        for place in range(len(own)):
-            row = own[place]
-            keys[place] = (8 * rank_by_place[row] + weight * rank_by_mean[row]) << _ROW_BITS | place
-        keys.sort()
-        for place in range(len(own)):
-            row = own[keys[place] & _ROW]
-            number[row] = place // (last - first) * ranks + first + place % (last - first)
+        for place in range((last - first) * steps):
+            rank_by_mean = first * steps + place
+            keys[place] = (8 * rank_by_place[by_mean[rank_by_mean]] + weight * rank_by_mean) << _ROW_BITS | place
+        sort_by_bytes(keys, spare, starts, (last - first) * steps, _ROW_BITS, (8 + weight) * len(by_mean))
+        place = 0
+        for step in range(steps):
+            for rank in range(first, last):
+                row_at[step * ranks + rank] = by_mean[first * steps + (keys[place] & _ROW)]
+                place += 1
+
+
+@compiled_without_arrays
+def _is_even(row_at: Any, tokens: Any, size: Any, ranks: int, mean: float, variance: float) -> bool:
+    """Whether steps differ in their mean lengths as by chance.
+
+    Args:
+        row_at: see `_deal_strata`.
+        tokens, size: (rows,) the tokens and the documents of each row.
+        mean, variance: those of the lengths of all documents.
+    """
+    steps = len(row_at) // ranks
+    between = chance = 0.0  # the variance of the steps' mean lengths, as a sum over steps: as it is, and by chance
+    for step in range(steps):
+        total = held = np.int64(0)
+        for number in range(step * ranks, (step + 1) * ranks):
+            total += tokens[row_at[number]]
+            held += size[row_at[number]]
+        between += (total / held - mean) ** 2
+        chance += 1 / held
+    chance *= variance * (steps - 1) / steps
+    return between <= _CHANCE * chance
 
 
 @compiled
-def _gather(number: Any, crowded: Any, ranks: int, together: int) -> None:
+def _gather(row_at: Any, crowded: Any, ranks: int, together: int) -> None:
     """Interchange rows between steps, in place, so that few steps have crowded rows, each at most `together` of them.
 
     The steps that have most of them already get the others.
     """
     if not together:
         return
-    steps = len(number) // ranks
-    row_at = np.empty(len(number), dtype=np.int64)
+    steps = len(row_at) // ranks
     in_step = np.zeros(steps, dtype=np.int64)
-    for row in range(len(number)):
-        row_at[number[row]] = row
-        in_step[number[row] // ranks] += crowded[row]
+    for step in range(steps):
+        for number in range(step * ranks, (step + 1) * ranks):
+            in_step[step] += crowded[row_at[number]]
     by_number = np.argsort(-in_step, kind="mergesort")
     giver, taker = steps - 1, 0  # places in `by_number`
     while giver > taker:
@@ -201,33 +233,37 @@ def _gather(number: Any, crowded: Any, ranks: int, together: int) -> None:
             while crowded[row_at[here]]:
                 here += 1
             row_at[there], row_at[here] = row_at[here], row_at[there]
-            number[row_at[there]], number[row_at[here]] = there, here
             in_step[give] -= 1
             in_step[take] += 1
 
 
-@compiled
-def _group(row_of: Any, ranks: int, steps: int) -> Any:
-    """The documents of each group of `ranks` rows, ascending, and where they start."""
-    starts = np.zeros(steps + 1, dtype=np.int64)
+@compiled_without_arrays
+def _group(row_of: Any, ranks: int, steps: int, grouped: Any, starts: Any, step_of: Any) -> None:
+    """Write the documents of each group of `ranks` rows, ascending, to `grouped`, and where they start to `starts`.
+
+    Args:
+        starts: (steps + 2 or more,) int64.
+        step_of: (rows or more,) int64, whose values don't matter. A table takes less time than divisions.
+    """
+    for step in range(steps):
+        step_of[step * ranks : (step + 1) * ranks] = step
+    starts[: steps + 2] = 0  # where groups start, from the second number on
     for row in row_of:
         if row >= 0:
-            starts[row // ranks + 1] += 1
+            starts[step_of[row] + 2] += 1
     for step in range(steps):
-        starts[step + 1] += starts[step]
-    grouped = np.empty(starts[steps], dtype=np.int64)
-    cursor = starts.copy()
+        starts[step + 2] += starts[step + 1]
     for document in range(len(row_of)):
         if row_of[document] >= 0:
-            step = row_of[document] // ranks
-            grouped[cursor[step]] = document
-            cursor[step] += 1
-    return grouped, starts
+            step = step_of[row_of[document]] + 1
+            grouped[starts[step]] = document
+            starts[step] += 1
 
 
-@compiled
+@compiled_without_arrays
 def _even_out(
-    lengths: Any, others: Any, units: Any, row_of: Any, own: Any, first: int, rows: int, fill: int, budgets: Any
+    lengths: Any, others: Any, units: Any, row_of: Any, own: Any, begin: int, end: int, first: int, rows: int,
+    fill: int, budgets: Any, scratch: Any, used: Any,
 ) -> int:  # fmt: skip
     """Place units of rows that aren't full anew, so that rows hold more equal numbers of tokens, in place.
 
@@ -235,51 +271,51 @@ def _even_out(
 
     Args:
         lengths, units, row_of: those of a group.
-        own: places in these arrays, those of the rows from `first` on, from large to small.
+        own: `own[begin:end]` are places in these arrays, those of the rows from `first` on, from large to small.
+        scratch: (5, units and 2 * leaves or more) int64, whose values don't matter; so is `used`, (rows or more,
+            resources).
 
     Returns:
         The tokens up to which rows may grow.
     """
-    tokens = np.zeros(rows, dtype=np.int64)
-    for place in own:
-        tokens[row_of[place] - first] += lengths[place]
-    fullest = tokens.max()
-    if rows * fullest - tokens.sum() <= rows * fullest // _UNEVEN or len(own) <= rows:
+    tokens, keys, emptiest, placed = scratch[0], scratch[1], scratch[2], scratch[3]
+    tried = scratch[4]  # rows without room for the other resources of a unit
+    tokens[:rows] = 0
+    held = np.int64(0)
+    for turn in range(begin, end):
+        tokens[row_of[own[turn]] - first] += lengths[own[turn]]
+        held += lengths[own[turn]]
+    fullest = tokens[:rows].max()
+    if rows * fullest - held <= rows * fullest // _UNEVEN or end - begin <= rows:
         return fullest
-    tokens[:] = 0
-    used = np.zeros((rows, len(budgets)), dtype=np.int64)
-    placed = np.empty(len(own), dtype=np.int32)
-    leaves = 1
-    while leaves < rows:
-        leaves *= 2
-    # Each node of a tree holds the emptiest row below it; tokens of rows that don't exist or were tried are unlimited.
-    keys, emptiest = np.full(leaves, _UNLIMITED), np.empty(2 * leaves, dtype=np.int32)
-    keys[:rows] = 0
-    for row in range(leaves):
-        emptiest[leaves + row] = row
-    for node in range(leaves - 1, 0, -1):
-        emptiest[node] = emptiest[2 * node]
-    tried = np.empty(rows, dtype=np.int32)  # rows without room for the other resources of a unit
-    for place in range(len(own)):
-        length, unit = lengths[own[place]], units[own[place]]
-        row, count = emptiest[1], 0
-        while keys[row] < _UNLIMITED and not has_room(used, row, others, unit, budgets):
-            keys[row], tried[count] = _UNLIMITED, row
+    leaves = num_leaves(rows)
+    # The tokens of rows, UNLIMITED of those that don't exist or were tried. Each row gets one of the first units.
+    for row in range(rows):
+        place = own[begin + row]
+        placed[row], tokens[row], keys[leaves + row] = row, lengths[place], lengths[place]
+        for resource in range(len(budgets)):
+            used[row, resource] = others[units[place], resource]
+    keys[leaves + rows : 2 * leaves] = UNLIMITED
+    begin_tournament(keys, emptiest, leaves)
+    for turn in range(begin + rows, end):
+        length, unit = lengths[own[turn]], units[own[turn]]
+        count = 0
+        while keys[1] < UNLIMITED and not has_room(used, emptiest[1], others, unit, budgets):
+            tried[count] = emptiest[1]
+            set_key(keys, emptiest, leaves, tried[count], UNLIMITED)
             count += 1
-            update(emptiest, keys, row)
-            row = emptiest[1]
-        if keys[row] and keys[row] + length > fill:
+        row = emptiest[1]
+        if keys[1] + length > fill:
             return fullest
-        placed[place] = row
-        tokens[row] += length
-        keys[row] = tokens[row]
-        update(emptiest, keys, row)
+        placed[turn - begin] = row
+        tokens[row] = keys[1] + length
+        set_key(keys, emptiest, leaves, row, tokens[row])
         for resource in range(len(budgets)):
             used[row, resource] += others[unit, resource]
         for number in range(count):
-            keys[tried[number]] = tokens[tried[number]]
-            update(emptiest, keys, tried[number])
-    if tokens.max() < fullest:
-        for place in range(len(own)):
-            row_of[own[place]] = first + placed[place]
-    return min(tokens.max(), fullest)
+            set_key(keys, emptiest, leaves, tried[number], tokens[tried[number]])
+    highest = tokens[:rows].max()
+    if highest < fullest:
+        for turn in range(begin, end):
+            row_of[own[turn]] = first + placed[turn - begin]
+    return min(highest, fullest)

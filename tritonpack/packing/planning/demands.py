@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.units import Units, fit_units
 
 
-@dataclass(frozen=True, eq=False)
 class Demands:
     """What units take of a row: tokens, and of each other resource that some unit takes.
+
+    The columns of selected units are read when they are first asked for.
 
     Attributes:
         lengths: (units,) int32, tokens, from 1 to `capacity`.
@@ -27,12 +28,36 @@ class Demands:
         budgets: (resources,) int64, at least 1, what a row holds of each other resource.
     """
 
-    lengths: NDArray[np.int32]
-    squares: NDArray[np.int64]
-    others: NDArray[np.int64]
-    kinds: NDArray[np.int64]
-    capacity: int
-    budgets: NDArray[np.int64]
+    def __init__(
+        self,
+        columns: Mapping[str, NDArray[Any]],
+        capacity: int,
+        budgets: NDArray[np.int64],
+        numbers: NDArray[np.intp] | None = None,
+    ) -> None:
+        """`columns` are the first four attributes, of all units; `numbers` are those of the selected ones."""
+        self._columns, self._numbers = columns, numbers
+        self.capacity, self.budgets = capacity, budgets
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        return self._column("lengths")
+
+    @cached_property
+    def squares(self) -> NDArray[np.int64]:
+        return self._column("squares")
+
+    @cached_property
+    def others(self) -> NDArray[np.int64]:
+        return self._column("others")
+
+    @cached_property
+    def kinds(self) -> NDArray[np.int64]:
+        return self._column("kinds")
+
+    def _column(self, name: str) -> NDArray[Any]:
+        column = self._columns[name]
+        return column if self._numbers is None else column[self._numbers]
 
     @classmethod
     def of(
@@ -43,7 +68,8 @@ class Demands:
             tokens = fit_lengths(lengths, capacity).lengths
             wide = tokens.astype(np.int64)
             nothing = np.zeros((len(tokens), 0), dtype=np.int64)
-            return cls(tokens, wide * wide, nothing, capacity - wide, capacity, nothing[0])
+            columns = {"lengths": tokens, "squares": wide * wide, "others": nothing, "kinds": capacity - wide}
+            return cls(columns, capacity, np.zeros(0, dtype=np.int64))
         units = fit_units(lengths, capacity, budgets).units
         taken = [name for name, values in units.resources.items() if values.any()]
         others = np.zeros((len(units), len(taken)), dtype=np.int64)
@@ -53,17 +79,21 @@ class Demands:
         shares = -(-others * capacity // np.maximum(limits, 1))
         sizes = np.maximum(units.tokens, shares.max(axis=1, initial=0))
         kinds = _numbered([*others.T, units.squares, -units.tokens, -sizes])
-        return cls(units.tokens.astype(np.int32), units.squares, others, kinds, capacity, limits)
+        tokens = units.tokens.astype(np.int32)
+        return cls({"lengths": tokens, "squares": units.squares, "others": others, "kinds": kinds}, capacity, limits)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self._columns["lengths"] if self._numbers is None else self._numbers)
 
     def select(self, numbers: NDArray[Any]) -> Demands:
         """The demands of these units, in this order; a mask also selects."""
-        return Demands(
-            self.lengths[numbers], self.squares[numbers], self.others[numbers], self.kinds[numbers], self.capacity,
-            self.budgets,
-        )  # fmt: skip
+        numbers = np.flatnonzero(numbers) if numbers.dtype == bool else numbers.astype(np.intp, copy=False)
+        own = numbers if self._numbers is None else self._numbers[numbers]
+        return Demands(self._columns, self.capacity, self.budgets, own)
+
+    def with_budgets(self, budgets: NDArray[np.int64]) -> Demands:
+        """The same units for rows of other budgets."""
+        return Demands(self._columns, self.capacity, budgets, self._numbers)
 
     @property
     def totals(self) -> list[int]:

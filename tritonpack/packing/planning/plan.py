@@ -246,7 +246,8 @@ def _plan_in_order(
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
         kept = np.flatnonzero(rows < kept_steps * num_ranks)
-        order, stream, rows = order[kept], stream.select(kept), rows[kept]
+        if len(kept) < len(order):
+            order, stream, rows = order[kept], stream.select(kept), rows[kept]
         if not len(order):
             return nothing
     rows, num_steps, filler_rows = whole_steps(rows, stream, num_ranks, least_steps)

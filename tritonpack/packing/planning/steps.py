@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from tritonpack.packing.planning.dealing import divide
 from tritonpack.packing.planning.demands import Demands
-from tritonpack.packing.planning.planner import UNLIMITED, fill_steps
+from tritonpack.packing.planning.planner import fill_steps
+from tritonpack.packing.planning.tournament import UNLIMITED
 from tritonpack.packing.planning.trades import balance
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -105,7 +104,7 @@ def _spread_once(steps: Callable[..., Any], demands: Demands, num_ranks: int, le
         target = int(part * target)
     else:
         budgets[scarce - 1] = max(int(part * budgets[scarce - 1]), amounts.max())
-    smaller = steps(replace(demands, budgets=budgets), target=max(target, 1), last_step=wanted - 1)
+    smaller = steps(demands.with_budgets(budgets), target=max(target, 1), last_step=wanted - 1)
     left = np.flatnonzero(smaller >= (wanted - 1) * num_ranks)
     if not len(left):
         return smaller

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled, sort_by_bytes
+from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
 
 _TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
 _PARTNERS = 3  # the cheapest rows that the costliest one tries to trade with before trading ends
@@ -20,6 +20,7 @@ _OFFERED = 16  # documents that a row offers, spread from its longest to its sho
 _GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
 _LOOKS = 4096  # pairs of groups that are compared for one trade
 _NONE = -1
+_FEW_RANKS = 32  # whose rows are sorted by insertion
 
 
 @compiled
@@ -38,69 +39,75 @@ def balance(
         fills: (steps,) int64, tokens up to which rows of each step may grow; a row that is longer already doesn't grow.
         budgets: (resources,) int64, what a row holds of other resources.
     """
-    steps = len(fills)
-    starts = np.zeros(steps + 1, dtype=np.int64)
-    for row in rows:
-        starts[row // ranks + 1] += 1
-    for step in range(steps):
-        starts[step + 1] += starts[step]
-    cursor = starts.copy()
-    by_step = np.empty(len(rows), dtype=np.int64)
-    for document in order:
-        step = rows[document] // ranks
-        by_step[cursor[step]] = document
-        cursor[step] += 1
-    own_lengths, own_kinds, own_costs = lengths[by_step], kinds[by_step], costs[by_step]
-    own_others = np.empty((len(rows), len(budgets)), dtype=np.int64)
-    size = np.zeros(steps * ranks, dtype=np.int64)
-    for place in range(len(rows)):
-        size[rows[by_step[place]]] += 1
-        for resource in range(len(budgets)):
-            own_others[place, resource] = others[by_step[place], resource]
+    # From here on a document is its place in `order`. So the documents of a row ascend from large to small.
+    count, num_rows = len(order), len(fills) * ranks
+    own_lengths, own_kinds = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    own_costs, row_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    starts = np.zeros(num_rows + 2, dtype=np.int64)  # where rows start in `by_row`, from the second number on
+    for place in range(count):
+        document = order[place]
+        own_lengths[place], own_kinds[place] = lengths[document], kinds[document]
+        own_costs[place], row_of[place] = costs[document], rows[document]
+        starts[row_of[place] + 2] += 1
+    longest = np.int64(0)
+    for row in range(num_rows):
+        longest = max(longest, starts[row + 2])
+        starts[row + 2] += starts[row + 1]
+    by_row = np.empty(count, dtype=np.int32)
+    for place in range(count):
+        row = row_of[place] + 1
+        by_row[starts[row]] = place
+        starts[row] += 1
     # These are used for each step anew, because small steps would take longer to allocate than to balance.
-    held = np.empty((ranks, 2 * size.max() + 2), dtype=np.int32)
-    # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost, other resources.
-    offers = np.empty((ranks, _GROUPS, 4 + len(budgets)), dtype=np.int64)
-    sums = np.empty((4, ranks), dtype=np.int64)
+    held = np.empty((ranks, 2 * longest + 2), dtype=np.int32)
+    sums = np.empty((5, ranks), dtype=np.int64)
     spare = np.empty((ranks, len(budgets)), dtype=np.int64)
-    scratch = np.empty((6, max(held.shape[1], _GROUPS, 257)), dtype=np.int64)
-    for step in range(steps):
-        begin, end = starts[step], starts[step + 1]
+    offered = np.empty((ranks, _OFFERED + 1), dtype=np.int32)
+    offers = np.empty((2, ranks, _GROUPS), dtype=np.int64)
+    scratch = np.empty((5, max(held.shape[1], _GROUPS, 257)), dtype=np.int64)
+    room, cost, size, num_offers, by_cost = sums[0], sums[1], sums[2], sums[3], sums[4]
+    keys, key_costs = offers[0], offers[1]
+    for step in range(len(fills)):
+        first = step * ranks
+        for row in range(ranks):
+            room[row], cost[row], num_offers[row] = fills[step], 0, 0  # no offers: not made yet
+            begin, end = starts[first + row], starts[first + row + 1]
+            size[row] = end - begin
+            for number in range(end - begin):
+                document = by_row[begin + number]
+                held[row, number] = document
+                room[row] -= own_lengths[document]
+                cost[row] += own_costs[document]
+            for resource in range(len(budgets)):
+                spare[row, resource] = budgets[resource]
+                for number in range(begin, end):
+                    spare[row, resource] -= others[order[by_row[number]], resource]
+        _sort_by_cost(by_cost, cost)
         _trade(
-            own_lengths[begin:end], own_others[begin:end], own_kinds[begin:end], own_costs[begin:end],
-            by_step[begin:end], rows, step * ranks, ranks, fills[step], budgets, held, offers, sums, spare, scratch,
+            own_lengths, others, own_kinds, own_costs, order, rows, first, held, offered, keys, key_costs,
+            room, cost, size, num_offers, by_cost, spare, scratch,
         )  # fmt: skip
 
 
-@compiled
+@compiled_without_arrays
 def _trade(
-    lengths: Any, others: Any, kinds: Any, costs: Any, documents: Any, rows: Any, first: int, ranks: int, fill: int,
-    budgets: Any, held: Any, offers: Any, sums: Any, spare: Any, scratch: Any,
+    lengths: Any, others: Any, kinds: Any, costs: Any, order: Any, rows: Any, first: int, held: Any, offered: Any,
+    keys: Any, key_costs: Any, room: Any, cost: Any, size: Any, num_offers: Any, by_cost: Any, spare: Any,
+    scratch: Any,
 ) -> None:  # fmt: skip
     """Balance the rows of one step, the first of which is `first`.
 
     Args:
-        lengths, others, kinds, costs, documents: (documents, ...) those of the step, from large to small.
-        held: for each row the places of its documents, ascending, so from large to small.
-        offers: for each row the groups that it offers.
-        sums, spare: for each row the numbers below, and its room for other resources.
-        scratch: see `_make_offers`.
+        lengths, kinds, costs: (documents,) by their places in `order`; `others` and `rows` are by their numbers.
+        held: (ranks, places) for each row its documents, ascending.
+        offered, keys, key_costs: (ranks, ...) what rows offer, see `_make_offers`.
+        room, cost, size, num_offers: (ranks,) of each row: tokens by which it may grow, cost, documents, offers.
+        by_cost: (ranks,) the rows by ascending cost.
+        spare: (ranks, resources) the room of each row for other resources.
     """
-    room, cost, size, num_offers = sums[0], sums[1], sums[2], sums[3]  # no offers: not made yet
-    room[:], cost[:], size[:], num_offers[:] = fill, 0, 0, 0
-    spare[:] = budgets
-    for document in range(len(documents)):
-        row = rows[documents[document]] - first
-        held[row, size[row]] = document
-        size[row] += 1
-        room[row] -= lengths[document]
-        cost[row] += costs[document]
-        for resource in range(len(budgets)):
-            spare[row, resource] -= others[document, resource]
-    by_cost = np.argsort(cost, kind="mergesort")
-    deal = np.empty(4, dtype=np.int64)
+    ranks = len(by_cost)
     for _ in range(_TRADES_PER_RANK * ranks):
-        dear = by_cost[-1]
+        dear = by_cost[ranks - 1]
         for partner in range(min(_PARTNERS, ranks - 1)):
             cheap = by_cost[partner]
             gap = cost[dear] - cost[cheap]
@@ -110,24 +117,29 @@ def _trade(
                 continue
             for row in (dear, cheap):
                 if num_offers[row] == 0:
-                    own = held[row, : size[row]]
-                    num_offers[row] = _make_offers(own, lengths, others, kinds, costs, offers[row], scratch)
-            dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
-            if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], spare[dear], spare[cheap], gap, deal):
+                    num_offers[row] = _make_offers(
+                        row, held, size[row], lengths, kinds, costs, offered, keys, key_costs, scratch
+                    )
+            deal = _find_deal(
+                dear, cheap, keys, key_costs, num_offers[dear], num_offers[cheap], room[dear], room[cheap], gap,
+                offered, order, others, spare,
+            )  # fmt: skip
+            if deal == _NONE:
                 continue
-            for place in range(4):
-                document = deal[place]
-                if document != _NONE:
-                    giver, taker = (dear, cheap) if place < 2 else (cheap, dear)
-                    _hand_over(held, size, document, giver, taker)
-                    rows[documents[document]] = first + taker
-                    room[giver] += lengths[document]
-                    room[taker] -= lengths[document]
-                    cost[giver] -= costs[document]
-                    cost[taker] += costs[document]
-                    for resource in range(len(budgets)):
-                        spare[giver, resource] += others[document, resource]
-                        spare[taker, resource] -= others[document, resource]
+            mine, theirs = keys[dear, deal >> 16], keys[cheap, deal & 65535]
+            for giver, taker, key in ((dear, cheap, mine), (cheap, dear, theirs)):
+                for member in (key >> 8 & 255, key & 255):
+                    document = offered[giver, member]
+                    if document != _NONE:
+                        _hand_over(held, size, document, giver, taker)
+                        rows[order[document]] = first + taker
+                        room[giver] += lengths[document]
+                        room[taker] -= lengths[document]
+                        cost[giver] -= costs[document]
+                        cost[taker] += costs[document]
+                        for resource in range(spare.shape[1]):
+                            spare[giver, resource] += others[order[document], resource]
+                            spare[taker, resource] -= others[order[document], resource]
             num_offers[dear] = num_offers[cheap] = 0
             _settle(by_cost, cost)
             break
@@ -135,94 +147,100 @@ def _trade(
             return  # no row trades with the costliest
 
 
-@compiled
+@compiled_without_arrays
 def _make_offers(
-    documents: Any, lengths: Any, others: Any, kinds: Any, costs: Any, offers: Any, scratch: Any
+    row: int, held: Any, size: int, lengths: Any, kinds: Any, costs: Any, offered: Any, keys: Any, key_costs: Any,
+    scratch: Any,
 ) -> int:  # fmt: skip
-    """Write the groups of up to two documents that a row offers to `offers`, (groups, ...); return their number.
+    """Write the groups of up to two documents that a row offers, by ascending tokens; return their number.
 
     Args:
-        scratch: (6, ...) int64, whose values don't matter.
+        offered: (ranks, 17) the documents that the row offers, and then _NONE.
+        keys: (ranks, groups) of each group `tokens << 16 | first << 8 | second`, with places in `offered`.
+        key_costs: (ranks, groups) the cost of each group.
+        scratch: (5, ...) int64, whose values don't matter.
     """
-    offered, tokens, cost, starts = scratch[0], scratch[1], scratch[2], scratch[3]
+    chosen, cost, sums, spare = scratch[0], scratch[1], scratch[2], scratch[3]
     count = 0
-    for document in documents:  # of one kind only two
-        if count < 2 or kinds[offered[count - 2]] != kinds[document]:
-            offered[count] = document
+    for place in range(size):  # of one kind only two
+        document = held[row, place]
+        if count < 2 or kinds[chosen[count - 2]] != kinds[document]:
+            chosen[count] = document
             count += 1
     num_offered = min(count, _OFFERED)
+    if count > num_offered:
+        for place in range(num_offered):
+            chosen[place] = chosen[place * count // num_offered]
     for place in range(num_offered):
-        offered[place] = offered[place * count // num_offered]
-        tokens[place] = lengths[offered[place]]
-        cost[place] = costs[offered[place]]
-    offered[num_offered], tokens[num_offered], cost[num_offered] = _NONE, 0, 0
+        offered[row, place], cost[place] = chosen[place], costs[chosen[place]]
+    offered[row, num_offered], cost[num_offered] = _NONE, 0
 
-    # Sort the groups by their tokens.
+    # The longest group comes first, and is the longest document with the next one.
     count = 0
-    keys, sorted_keys = scratch[4], scratch[5]
     most = np.int64(0)
     for first in range(num_offered + 1):
+        own = lengths[offered[row, first]] if first < num_offered else 0
         for second in range(first + (first < num_offered), num_offered + 1):
-            total = tokens[first] + tokens[second]
-            keys[count] = total << 16 | first << 8 | second
+            total = own + (lengths[offered[row, second]] if second < num_offered else 0)
+            sums[count] = total << 16 | first << 8 | second
             most = max(most, total)
             count += 1
-    digits = 0
-    while most:
-        most >>= 8
-        digits += 1
-    keys = sort_by_bytes(keys, sorted_keys, count, 16, digits, starts)
+    sort_by_bytes(sums, spare, scratch[4], count, 16, most)
     for group in range(count):
-        first, second = (keys[group] >> 8) & 255, keys[group] & 255
-        offers[group, 0] = offered[first]
-        offers[group, 1] = offered[second]
-        offers[group, 2] = keys[group] >> 16
-        offers[group, 3] = cost[first] + cost[second]
-        for resource in range(others.shape[1]):
-            offers[group, 4 + resource] = 0
-            for member in (first, second):
-                if member < num_offered:
-                    offers[group, 4 + resource] += others[offered[member], resource]
+        key = sums[group]
+        keys[row, group] = key
+        key_costs[row, group] = cost[key >> 8 & 255] + cost[key & 255]
     return count
 
 
-@compiled
+@compiled_without_arrays
 def _find_deal(
-    dear: Any, cheap: Any, dear_room: int, cheap_room: int, dear_spare: Any, cheap_spare: Any, gap: int, deal: Any
-) -> bool:  # fmt: skip
-    """Write the trade that brings the costs of two rows closest to each other to `deal`; False if none does."""
+    dear: int, cheap: int, keys: Any, key_costs: Any, num_dear: int, num_cheap: int, dear_room: int, cheap_room: int,
+    gap: int, offered: Any, order: Any, others: Any, spare: Any,
+) -> int:  # fmt: skip
+    """The trade that brings the costs of two rows closest to each other, `mine << 16 | theirs`; _NONE if none does."""
     best = gap  # the gap after the trade
-    looks = 0
-    lowest = 0
-    for mine in range(len(dear)):
-        least = dear[mine, 2] - max(cheap_room, 0)
-        most = dear[mine, 2] + max(dear_room, 0)
-        while lowest < len(cheap) and cheap[lowest, 2] < least:
+    deal = _NONE
+    looks = lowest = highest = 0
+    for mine in range(num_dear):
+        key = keys[dear, mine]
+        least = ((key >> 16) - max(cheap_room, 0)) << 16
+        beyond = ((key >> 16) + max(dear_room, 0) + 1) << 16
+        while lowest < num_cheap and keys[cheap, lowest] < least:
             lowest += 1
-        theirs = lowest
-        while theirs < len(cheap) and cheap[theirs, 2] <= most:
-            distance = abs(gap - 2 * (dear[mine, 3] - cheap[theirs, 3]))
-            if distance < best and _fits(dear[mine], cheap[theirs], dear_spare, cheap_spare):
-                best = distance
-                deal[0], deal[1], deal[2], deal[3] = dear[mine, 0], dear[mine, 1], cheap[theirs, 0], cheap[theirs, 1]
-            theirs += 1
-        looks += theirs - lowest
+        highest = max(lowest, highest)
+        while highest < num_cheap and keys[cheap, highest] < beyond:
+            highest += 1
+        left = gap - 2 * key_costs[dear, mine]  # the gap if the row gets nothing
+        if left < best:
+            for theirs in range(lowest, highest):
+                distance = abs(left + 2 * key_costs[cheap, theirs])
+                if distance < best and _fits(dear, cheap, key, keys[cheap, theirs], offered, order, others, spare):
+                    best = distance
+                    deal = mine << 16 | theirs
+        looks += highest - lowest
         if best <= gap >> 3 or looks > _LOOKS:
             break
-    return best < gap
+    return deal
 
 
-@compiled
-def _fits(mine: Any, theirs: Any, own_spare: Any, their_spare: Any) -> bool:
+@compiled_without_arrays
+def _fits(
+    dear: int, cheap: int, mine: int, theirs: int, offered: Any, order: Any, others: Any, spare: Any
+) -> bool:  # fmt: skip
     """Whether two rows have room for each other's groups in every resource but tokens."""
-    for resource in range(len(own_spare)):
-        more = theirs[4 + resource] - mine[4 + resource]
-        if more > own_spare[resource] or -more > their_spare[resource]:
+    for resource in range(spare.shape[1]):
+        more = np.int64(0)  # what the costly row gets
+        for row, key, sign in ((dear, mine, -1), (cheap, theirs, 1)):
+            for member in (key >> 8 & 255, key & 255):
+                if offered[row, member] != _NONE:
+                    more += sign * others[order[offered[row, member]], resource]
+        if more > spare[dear, resource] or -more > spare[cheap, resource]:
             return False
     return True
 
 
-@compiled
+@compiled_without_arrays
 def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
     """Move a document from the list of one row to the list of another; both stay ascending."""
     place = 0
@@ -240,8 +258,19 @@ def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> N
 
 
 @compiled
+def _sort_by_cost(by_cost: Any, cost: Any) -> None:
+    """Write the rows by ascending cost to `by_cost`; of equal ones the first comes first."""
+    if len(cost) > _FEW_RANKS:
+        by_cost[:] = np.argsort(cost, kind="mergesort")
+        return
+    for row in range(len(cost)):
+        by_cost[row] = row
+    _settle(by_cost, cost)
+
+
+@compiled_without_arrays
 def _settle(by_cost: Any, cost: Any) -> None:
-    """Sort rows by cost again after two of them have changed."""
+    """Sort rows by cost by insertion, which takes few moves after two of them have changed."""
     for place in range(1, len(by_cost)):
         row = by_cost[place]
         hole = place

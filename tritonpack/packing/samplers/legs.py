@@ -147,10 +147,11 @@ def _plan(
     chosen = np.flatnonzero(fitting).astype(np.int32)
     if order is not None:
         numbers = given_order(order, len(units), seed, epoch)
+        numbers = numbers[fitting[numbers]]
     else:
         numbers = chosen[shuffled(len(chosen), seed, epoch)] if shuffle else chosen
     # What is left stays in the order of the whole epoch, in which units that were deferred come first.
-    left = _without(numbers[fitting[numbers]], done)
+    left = _without(numbers, done)
     if done.any():  # an epoch that changes its ranks can't have the number of steps of other epochs
         options["least_steps"] = 1
     place = np.zeros(len(units), dtype=np.int32)
