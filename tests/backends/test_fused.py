@@ -246,6 +246,12 @@ class TestPlan:
         assert call.take_rows(inputs.q).shape == queries
         assert call.take_keys(inputs.k).shape == keys
 
+    @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
+    def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
+        (read,) = fused._as_the_kernel_reads(torch.zeros(1, tokens, 2, 16))
+        assert read.shape == (1, 2, tokens, 16)
+        assert read.is_contiguous() == (tokens > fused.MOST_KEYS)
+
     def test_pieces_have_whole_vectors_of_keys(self) -> None:
         cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])
         inputs = make_inputs(Case("pieces", (300, 200), (300, 210)))
