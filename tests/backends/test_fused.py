@@ -40,6 +40,7 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 ISOLATED = BY_NAME | {
     "short": Case("short", (33, 1, 20, 17, 5, 40, 30, 3)),
+    "short-multi-head": Case("short-multi-head", (33, 1, 20, 17), kv_heads=4),
     "short-sinks": Case("short-sinks", (33, 1, 20, 17), sinks=True),
     "cross-long": Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
     "sinks-long": Case("sinks-long", (40, 200, 20, 20), sinks=True),
@@ -140,7 +141,7 @@ class TestExactness:
 
 class TestIsolation:
     @pytest.mark.parametrize(
-        "name", ["equal", "short", "short-sinks", "pieces", "long-full", "cross-long", "sinks-long"]
+        "name", ["equal", "short", "short-multi-head", "short-sinks", "pieces", "long-full", "cross-long", "sinks-long"]
     )
     def test_a_document_of_nan_changes_no_bit_of_others(self, name: str) -> None:
         """Each document in turn. A call reads no other document, so NaN is contained without `pack_invariant`."""
