@@ -47,7 +47,7 @@ FEWEST_KEYS = 16
 WIDEST_KEYS = 256
 PIECE_ROWS = 128
 MANY = 16  # equal documents; fewer of them share calls with documents of other lengths
-BATCH_NUMBERS = 3 * 2**17  # of the queries of a call for short documents; 1.5 MiB stay in caches
+BATCH_NUMBERS = 3 * 2**18  # of the queries of a call for short documents; 3 MiB stay in the caches of two cores
 PADDING_NUMBERS = (
     2**13
 )  # of the queries that fill up a batch of copies; computing more takes longer than a further call
