@@ -1,5 +1,8 @@
 """The blocked backend beside sdpa on a CPU: padded, a document per row, and packed with a dense mask.
 
+Padded sdpa gets its rows laid out already, as in training on padded batches. In `sdpa, padded in the call` it gets
+packed rows: it pads them and takes the padding out again, as a layer of a packed model has to.
+
 `python -m pytest benchmarks/cpu --benchmark-only`; with rows in the ledger: `python -m benchmarks.cpu`. The results of
 every implementation are compared with float64 attention before it is timed.
 """
@@ -12,16 +15,36 @@ import numpy as np
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
 
 from tests.lengths import distributions, fill
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.peers import Prepared, peers_for
+from tritonpack.cli.bench.peers import Attention, Peer, Prepared, peers_for, sdpa_padded
 from tritonpack.cli.bench.verify import ResultCheck
 
 TOKENS = 4096
 SHAPE = Shape("", TOKENS, heads=8, kv_heads=2, head_dim=64, dtype="float32")
 LENGTHS = distributions(TOKENS) | {"short": fill(np.random.default_rng(0).integers(16, 33, TOKENS), TOKENS)}
+
+
+def sdpa_padding_its_rows(batch: Batch) -> Attention:
+    """Padded sdpa on packed tensors, copied to rows of documents and back."""
+    attention, documents, longest = sdpa_padded(batch), len(batch.lengths), max(batch.lengths)
+    place = torch.arange(longest)
+    tokens = (place < batch.cu_seqlens.diff()[:, None]).flatten().nonzero().flatten()
+
+    def enter(x: Tensor) -> Tensor:
+        rows = x.new_zeros(documents * longest, *x.shape[1:]).index_copy(0, tokens, x)
+        return rows.unflatten(0, (documents, longest)).transpose(1, 2)
+
+    def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(enter(q), enter(k), enter(v)).transpose(1, 2).flatten(0, 1).index_select(0, tokens)
+
+    return padded
+
+
 PEERS = {peer.name: peer for peer in peers_for(SHAPE, torch.device("cpu"))}
+PEERS["sdpa, padded in the call"] = Peer("sdpa, padded in the call", sdpa_padding_its_rows)
 
 
 @lru_cache(maxsize=1)

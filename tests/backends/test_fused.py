@@ -29,6 +29,7 @@ CASES = (
     Case("long-full", (200, 800), causal=False, **SMALL),
     Case("multi-head", MIXED, kv_heads=4),
     Case("multi-query", MIXED, kv_heads=1),
+    Case("rows-of-60-bytes", MIXED, heads=3, kv_heads=3, head_dim=5),
     Case("wider-values", MIXED, head_dim=16, head_dim_v=40),
     Case("narrower-values", MIXED, head_dim=40, head_dim_v=16),
     Case("cross-full", (5, 0, 30, 64, 7, 7), (10, 70, 33, 1, 12, 12), causal=False, slack=3),
@@ -39,6 +40,7 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 ISOLATED = BY_NAME | {
     "short": Case("short", (33, 1, 20, 17, 5, 40, 30, 3)),
+    "short-multi-head": Case("short-multi-head", (33, 1, 20, 17), kv_heads=4),
     "short-sinks": Case("short-sinks", (33, 1, 20, 17), sinks=True),
     "cross-long": Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
     "sinks-long": Case("sinks-long", (40, 200, 20, 20), sinks=True),
@@ -91,15 +93,38 @@ class TestExactness:
         for name in ROW_OUTPUTS:
             assert torch.equal(actual[name], expected[name]), name
 
+    @pytest.mark.parametrize("name", ["shortest", "mixed", "cross", "cross-full", "sinks"])
+    def test_memory_is_written_before_it_is_read(self, name: str) -> None:
+        """In deterministic mode torch fills new memory with NaN."""
+        inputs = make_inputs(BY_NAME[name])
+        before = run(inputs, "blocked")
+        torch.use_deterministic_algorithms(True)
+        try:
+            after = run(inputs, "blocked")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for output in before:
+            assert torch.equal(after[output], before[output]), output
+
+    @pytest.mark.parametrize("name", ["equal", "mixed", "multi-head"])
+    def test_heads_before_tokens_in_memory(self, name: str) -> None:
+        """As models keep keys and values, and often queries, too."""
+        inputs = make_inputs(BY_NAME[name])
+        names = ("q", "k", "v", "dout")
+        other = {x: getattr(inputs, x).transpose(0, 1).contiguous().transpose(0, 1) for x in names}
+        check_outputs(inputs, run(replace(inputs, **other), "blocked"))
+
+    @pytest.mark.parametrize("heads", [2, 4, 16])
     @pytest.mark.parametrize("head_dim", [256, 300, 512])
-    def test_forward_and_backward_agree_on_the_scores(self, head_dim: int) -> None:
+    def test_forward_and_backward_agree_on_the_scores(self, head_dim: int, heads: int) -> None:
         """The weight of a document's only key is 1 in both, also if the gradient of lse takes a further column."""
-        q, k, v, dout = torch.randn(4, 6, 2, head_dim)
+        k, v = torch.randn(2, 6, 2, head_dim)
+        q, dout = torch.randn(2, 6, heads, head_dim)
         mask = BlockDiagonalMask.from_seqlens([1] * 6)
         v.requires_grad_()
         out, lse = varlen_attention(q * 30, (k * 30).requires_grad_(), v, mask, return_lse=True, backend="blocked")
         (dv,) = torch.autograd.grad((out * dout).sum() + lse.sum(), v)
-        torch.testing.assert_close(dv, dout, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dv, dout.unflatten(1, (2, -1)).sum(2), rtol=1e-5, atol=1e-6 * heads)
 
     @pytest.mark.heavy
     def test_two_threads_give_the_same_bits_again(self) -> None:
@@ -116,7 +141,7 @@ class TestExactness:
 
 class TestIsolation:
     @pytest.mark.parametrize(
-        "name", ["equal", "short", "short-sinks", "pieces", "long-full", "cross-long", "sinks-long"]
+        "name", ["equal", "short", "short-multi-head", "short-sinks", "pieces", "long-full", "cross-long", "sinks-long"]
     )
     def test_a_document_of_nan_changes_no_bit_of_others(self, name: str) -> None:
         """Each document in turn. A call reads no other document, so NaN is contained without `pack_invariant`."""
@@ -160,20 +185,21 @@ class TestPlan:
             (Case("one, full", (900,), causal=False), {}, 1, 0),
             (Case("equal", (20,) * 50), {}, 1, 0),
             (Case("equal, too long to share", (200,) * 3, causal=False), {}, 3, 0),
-            (Case("equal, but no neighbours", (100, 50, 100)), {}, 2, 0),
+            (Case("equal, but no neighbours", (100, 40, 40, 40, 100)), {}, 2, 0),
             (Case("full, equal, but no neighbours", (100, 50, 100), causal=False), {}, 3, 0),
             (Case("equal, alone", (20,) * 5), {"pack_invariant": True}, 5, 0),
             (Case("shorter than a vector", (15, 3, 16, 2)), {}, 1, 0),
             (Case("shorter than a vector, alone", (15, 3, 16, 2)), {"pack_invariant": True}, 1, 3),
             (Case("shorter than a vector, full", (15, 3, 16, 2), causal=False), {}, 1, 2),
-            (Case("short", (20, 30, 40, 20)), {}, 2, 0),
+            (Case("short", (20, 30, 40, 20)), {}, 1, 0),
             (Case("short, a few equal neighbours", (20, 20, 20, 31, 40)), {}, 2, 0),
-            (Case("short, many equal neighbours", (20,) * 20 + (31, 40)), {}, 3, 0),
+            (Case("short, of all lengths", (16, 128, 40, 100, 20)), {}, 2, 0),
+            (Case("short, many equal neighbours", (20,) * 20 + (31, 40)), {}, 2, 0),
             (Case("short, alone", (20, 30, 40, 20)), {"pack_invariant": True}, 4, 0),
             (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 1, 0),
             (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 1, 3),
             (Case("cross, causal", (40, 40, 200), (50, 50, fused.MOST_KEYS + 1)), {}, 1, 5),
-            (Case("wide", (20, 30), head_dim=256, head_dim_v=300), {}, 1, 0),
+            (Case("wide", (20, 30), head_dim=256, head_dim_v=300), {}, 2, 0),
             (Case("too wide", (20, 30), head_dim=257), {}, 0, 1),
             (Case("softcap", (20, 30), softcap=5.0), {}, 0, 1),
             (Case("alibi", (20, 30), alibi="heads"), {}, 0, 1),
@@ -189,9 +215,43 @@ class TestPlan:
 
     def test_batches_of_copies_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = make_inputs(Case("many", (17, 18) * 8, **SMALL))
-        monkeypatch.setattr(fused, "BATCH_NUMBERS", 5 * 32 * 2 * 16)
+        monkeypatch.setattr(fused, "BATCH_NUMBERS", 5 * 18 * 2 * 16)
         assert [call.documents for call in plan_of(inputs).calls] == [5, 5, 5, 1]
         check_outputs(inputs, run(inputs, "blocked"))
+
+    def test_calls_of_equal_documents_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Unless they are all documents, whose results need no copy."""
+        monkeypatch.setattr(fused, "BATCH_NUMBERS", 7 * 20 * 2 * 16)
+        inputs = make_inputs(Case("many and one", (20,) * 16 + (30,), **SMALL))
+        assert plan_of(inputs).calls == [
+            (0, 140, 0, 140, fused.CAUSAL, 7),
+            (140, 280, 140, 280, fused.CAUSAL, 7),
+            (280, 320, 280, 320, fused.CAUSAL, 2),
+            (320, 350, 320, 350, fused.CAUSAL, 1),
+        ]
+        check_outputs(inputs, run(inputs, "blocked"))
+        assert len(plan_of(make_inputs(Case("many", (20,) * 16, **SMALL))).calls) == 1
+
+    @pytest.mark.parametrize(
+        ("kv_heads", "queries", "keys"),
+        [
+            (1, (3, 4 * 20, 1, 32), (3, 32, 1, 32)),
+            (2, (6, 2 * 20, 1, 32), (6, 32, 1, 32)),
+            (4, (3, 20, 4, 32), (3, 32, 4, 32)),
+        ],
+    )
+    def test_shapes_of_copies(self, kv_heads: int, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+        """As many queries as the longest document has, keys in whole vectors, and groups of heads as queries of one."""
+        inputs = make_inputs(Case("short", (20, 18, 20), kv_heads=kv_heads))
+        (call,) = plan_of(inputs).calls
+        assert call.take_rows(inputs.q).shape == queries
+        assert call.take_keys(inputs.k).shape == keys
+
+    @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
+    def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
+        (read,) = fused._as_the_kernel_reads(torch.zeros(1, tokens, 2, 16))
+        assert read.shape == (1, 2, tokens, 16)
+        assert read.is_contiguous() == (tokens > fused.MOST_KEYS)
 
     def test_pieces_have_whole_vectors_of_keys(self) -> None:
         cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])
@@ -255,6 +315,7 @@ def test_the_default_device_does_not_matter(softcap: float) -> None:
     q, k = (torch.randn(600, heads, 16) for heads in (4, 2))
     mask = BlockDiagonalMask.from_seqlens([600])
     fused._triangle.cache_clear()
+    fused._visible_mask.cache_clear()
     with torch.device("meta"):
         out = varlen_attention(q, k, k, mask, softcap=softcap, backend="blocked")
         assert BlockDiagonalMask.from_seqlens([600]).device.type == "cpu"

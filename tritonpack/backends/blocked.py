@@ -45,15 +45,21 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is computed: blocks, one tile after the other, and calls of the fused kernel."""
+    """What is computed.
+
+    Attributes:
+        blocks: blocks, one tile after the other.
+        calls: calls of the fused kernel.
+        all_rows: whether calls compute every query of the mask.
+        all_keys: whether every key of the mask is in exactly one call.
+        one_call: whether a single call has all queries and all keys, in their order.
+    """
 
     blocks: list[Block]
     calls: list[fused.Call]
-
-    def is_one_call(self, mask: BlockDiagonalMask) -> bool:
-        """Whether a single call of the fused kernel has all rows of the mask."""
-        whole = (0, mask.num_queries, 0, mask.num_keys)
-        return not self.blocks and [isinstance(call, fused.Run) and call[:4] for call in self.calls] == [whole]
+    all_rows: bool
+    all_keys: bool
+    one_call: bool
 
 
 def check_device(q: Tensor) -> None:
@@ -77,20 +83,24 @@ def forward(
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     plan, dtype, head_dim_v = read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
     q, k, v = (_widened(x, options) for x in (q, k, v))
-    if plan.is_one_call(mask):
+    if plan.one_call:
         out, lse = (x.flatten(0, 1) for x in fused.forward(plan.calls[0], q, k, v, options))
         lse = lse.T
     else:
         # A row more than there are tokens, for results of none; see fused.Copies.
-        outs = q.new_zeros(q.shape[0] + 1, q.shape[1], v.shape[2])
-        lses = q.new_full((q.shape[1], q.shape[0] + 1), -math.inf)
-        out, lse = outs[:-1], lses[:, :-1]
+        outs = q.new_empty(q.shape[0] + 1, q.shape[1], v.shape[2])
+        lses = q.new_empty(outs.shape[:2])
+        if not plan.all_rows:
+            outs.zero_()
+            lses.fill_(-math.inf)
+        out, lse = outs[:-1], lses[:-1].T
+        q, k, v = (x.contiguous() for x in (q, k, v))
         if plan.blocks:
             _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse)
         for call in plan.calls:
             of_call = fused.forward(call, q, k, v, options)
             call.put_rows(outs, of_call[0])
-            call.put_rows(lses.T, of_call[1])
+            call.put_rows(lses, of_call[1])
     return out[..., :head_dim_v].to(dtype), lse
 
 
@@ -152,19 +162,26 @@ def backward(
     plan = read_plan(q, k, mask, options, tiles)
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
     dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
-    if plan.is_one_call(mask):
+    if plan.one_call:
         of_call = fused.backward(plan.calls[0], dout, dlse, q, k, v, out, lse, options)
         dq, dk, dv = (x.flatten(0, 1) for x in of_call)
     else:
-        dqs, dks, dvs = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (q, k, v))
+        dqs, dks, dvs = (x.new_empty(x.shape[0] + 1, *x.shape[1:]) for x in (q, k, v))
+        if not plan.all_rows:
+            dqs.zero_()
+        if not plan.all_keys:
+            dks.zero_()
+            dvs.zero_()
         dq, dk, dv = dqs[:-1], dks[:-1], dvs[:-1]
         if plan.blocks:
             _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
+        dout, q, k, v, out, lse_of_calls = (x.contiguous() for x in (dout, q, k, v, out, lse.T))
+        dlse = None if dlse is None else dlse.T.contiguous().T
         for call in plan.calls:
-            of_call = fused.backward(call, dout, dlse, q, k, v, out, lse, options)
+            of_call = fused.backward(call, dout, dlse, q, k, v, out, lse_of_calls.T, options)
             call.put_rows(dqs, of_call[0])
-            call.add_keys(dks, of_call[1])
-            call.add_keys(dvs, of_call[2])
+            call.put_keys(dks, of_call[1], add=not plan.all_keys)
+            call.put_keys(dvs, of_call[2], add=not plan.all_keys)
     dsinks = None
     if options.sinks is not None:
         delta = (dout * out).sum(-1).T
@@ -226,12 +243,12 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
         table = tiles.blocks
         if table is None:
             table = plan_of(mask, fuse=fuse, pack_invariant=invariant)
-        return _read(table, q, mask.num_keys)
+        return _read(table, q, k)
 
-    return mask.cached(("calls", fuse, invariant, *q.shape[1:]), read)
+    return mask.cached(("calls", fuse, invariant, *q.shape[1:], k.shape[1]), read)
 
 
-def _read(table: Tensor, q: Tensor, num_keys: int) -> Plan:
+def _read(table: Tensor, q: Tensor, k: Tensor) -> Plan:
     """The plan of a table from `plan_of`."""
     blocks, runs = [], []
     for row, row_end, key, key_end, kind, count in table.tolist():
@@ -239,7 +256,17 @@ def _read(table: Tensor, q: Tensor, num_keys: int) -> Plan:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
         else:
             runs.append(fused.Run(row, row_end, key, key_end, kind, count))
-    return Plan(blocks, [*fused.calls_of(runs, q, num_keys)])
+    calls = [*fused.calls_of(runs, q, k)]
+    one_call = [isinstance(call, fused.Run) and call[:4] for call in calls] == [(0, len(q), 0, len(k))]
+    all_rows = not blocks and _covers([(run.row, run.row_end) for run in runs], len(q))
+    all_keys = not blocks and _covers([(run.key, run.key_end) for run in runs], len(k))
+    return Plan(blocks, calls, all_rows, all_keys, one_call and not blocks)
+
+
+def _covers(spans: list[tuple[int, int]], total: int) -> bool:
+    """Whether spans [begin, end), in ascending order, follow each other from 0 to the total; False if some overlap."""
+    ends = [0, *(end for _, end in spans)]
+    return [begin for begin, _ in spans] == ends[:-1] and ends[-1] == total
 
 
 def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:

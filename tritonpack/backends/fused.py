@@ -5,8 +5,8 @@ the query above. A call reads the rows of its documents and nothing else, and no
 docs/decisions/cpu-attention.md has the reasons, and what was measured:
 
 - Equal documents of up to `PIECE_ROWS` tokens that lie end to end are the batch of one call.
-- Other causal documents of up to as many tokens are copied to batches, each to a multiple of 16 tokens; so are equal
-  ones, if they are fewer than `MANY`.
+- Other causal documents of up to as many tokens are copied to batches of about equal lengths; so are equal ones, if
+  they are fewer than `MANY`.
 - A longer causal document takes a call for about `PIECE_ROWS` queries each, with the keys up to the last one, because
   the kernel computes blocks of 512 keys whole, also above the diagonal.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,11 @@ FEWEST_KEYS = 16
 WIDEST_KEYS = 256
 PIECE_ROWS = 128
 MANY = 16  # equal documents; fewer of them share calls with documents of other lengths
-BATCH_NUMBERS = 3 * 2**17  # of the queries of a batch of copies; 1.5 MiB stay in caches
+BATCH_NUMBERS = 3 * 2**18  # of the queries of a call for short documents; 3 MiB stay in the caches of two cores
+PADDING_NUMBERS = (
+    2**13
+)  # of the queries that fill up a batch of copies; computing more takes longer than a further call
+VECTOR = 16  # numbers; the kernel takes exponentials of whole vectors, and those of the remaining keys one by one
 MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
 
 
@@ -80,63 +84,123 @@ class Run(NamedTuple):
         """The rows of the keys in x, (T_k, ...), as a view [b, k, ...]."""
         return x[self.key : self.key_end].unflatten(0, (self.documents, -1))
 
+    def per_query(self, x: Tensor) -> Tensor:
+        """Numbers of heads (H,) as they are added to [b, m, H]."""
+        return x
+
     def put_rows(self, x: Tensor, values: Tensor) -> None:
         """Write values [b, m, ...] to the rows of the queries in x."""
         self.take_rows(x).copy_(values)
 
-    def add_keys(self, x: Tensor, values: Tensor) -> None:
-        """Add values [b, k, ...] to the rows of the keys in x, which pieces of a document share."""
-        self.take_keys(x).add_(values)
+    def put_keys(self, x: Tensor, values: Tensor, *, add: bool) -> None:
+        """Write values [b, k, ...] to the rows of the keys in x, or add them, as pieces of a document share keys."""
+        (self.take_keys(x).add_ if add else self.take_keys(x).copy_)(values)
 
     def visible(self, dtype: torch.dtype) -> dict[str, Any]:
         """The kernel's arguments for which keys are seen."""
         rows, keys = ((end - begin) // self.documents for begin, end in (self[:2], self[2:4]))
-        if self.seen == ALL or rows == keys:
-            return {"is_causal": self.seen != ALL}
-        return {"is_causal": False, "attn_mask": _triangle(dtype)[keys - rows : keys, :keys]}
+        return _visible(self.seen, rows, keys, keys - rows, 1, dtype)
+
+    def parts(self, most: int) -> Iterator[Run]:
+        """The run, cut to at most `most` documents a call."""
+        rows, keys = ((end - begin) // self.documents for begin, end in (self[:2], self[2:4]))
+        for begin in range(0, self.documents, most):
+            end = min(begin + most, self.documents)
+            row, row_end, key, key_end = (x * n for n in (rows, keys) for x in (begin, end))
+            yield Run(self.row + row, self.row + row_end, self.key + key, self.key + key_end, self.seen, end - begin)
 
 
 class Copies:
-    """A call for short documents, each copied to `width` rows; it has the methods of `Run`.
+    """A call for short documents of about the same length, which are copied; it has the methods of `Run`.
 
-    A document is filled up with copies of its last token, so a call reads its documents and nothing else. The copies
-    come after all queries of the document, which don't see them, and their outputs have gradients of zero. Tensors of
-    results have one row more than there are tokens. It takes the results of the copies.
+    Each has as many queries as the longest, and keys to the next multiple of `VECTOR`. A document is filled up with
+    copies of its last token, so a call reads its documents and nothing else. The copies come after all queries of the
+    document, which don't see them, and their outputs have gradients of zero. Tensors of results have one row more than
+    there are tokens. It takes the results of the copies.
+
+    The query heads of a key head are copied to be the queries of one head, token by token, so that the kernel
+    multiplies larger matrices. Each key head of a document then is a document of its own: below, b counts them, m is
+    the number of tokens times g query heads, and H and n are 1. Without groups of heads all stay as they are.
     """
 
-    def __init__(self, runs: Sequence[Run], width: int, num_queries: int, num_keys: int) -> None:
-        row, row_end, key, key_end = torch.tensor([run[:4] for run in runs], device="cpu").T[..., None]
-        place = torch.arange(width, device="cpu")
-        self.documents, live = len(runs), place < row_end - row
-        self.repeated = (~live).flatten().nonzero().flatten()
-        self.rows, self.keys = row + place, key + place
-        self.row_places = self.rows.where(live, num_queries).flatten()
-        self.key_places = self.keys.where(live, num_keys).flatten()
-        self.rows = torch.minimum(self.rows, row_end - 1).flatten()
-        self.keys = torch.minimum(self.keys, key_end - 1).flatten()
+    def __init__(self, documents: Sequence[Run], q: Tensor, k: Tensor) -> None:
+        row, row_end, key, key_end = torch.tensor([run[:4] for run in documents], device="cpu").T[..., None, None]
+        self.group = q.shape[1] // k.shape[1]
+        self.parts = parts = k.shape[1] if self.group > 1 else 1
+        self.queries = max(-(-FEWEST_KEYS // self.group), *(run.row_end - run.row for run in documents))
+        self.keys_each = -(-self.queries // VECTOR) * VECTOR
+        self.documents = len(documents)
+        part = torch.arange(parts, device="cpu")[:, None]
+        rows, keys = (
+            begin + torch.arange(n, device="cpu") for begin, n in ((row, self.queries), (key, self.keys_each))
+        )
+        short = torch.int32 if max(len(q), len(k)) * parts < 2**31 else torch.int64  # read faster
+        self.rows, self.keys = (
+            (torch.minimum(x, end - 1) * parts + part).flatten().to(short)
+            for x, end in ((rows, row_end), (keys, key_end))
+        )
+        self.row_places, self.key_places = (
+            torch.where(x < end, x * parts + part, total * parts).flatten()
+            for x, end, total in ((rows, row_end, len(q)), (keys, key_end, len(k)))
+        )
+        self.repeated = (rows >= row_end).expand(-1, parts, -1).flatten().nonzero().flatten()
+
+    def _take(self, x: Tensor, places: Tensor) -> Tensor:
+        """Rows (T * parts, ...) of x as [b, rows, heads, ...]."""
+        taken = x.view(-1, x.shape[1] // self.parts, *x.shape[2:]).index_select(0, places)
+        taken = taken.unflatten(0, (self.documents * self.parts, -1))
+        return taken.flatten(1, 2).unsqueeze(2) if self.group > 1 else taken
 
     def take_rows(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.rows).unflatten(0, (self.documents, -1))
+        return self._take(x, self.rows)
 
     def take_keys(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.keys).unflatten(0, (self.documents, -1))
+        return self._take(x, self.keys)
 
     def take_gradients(self, x: Tensor) -> Tensor:
         """The rows of the queries in gradients, with zeros for the copies of last tokens."""
-        gradients = x.index_select(0, self.rows).index_fill_(0, self.repeated, 0.0)
-        return gradients.unflatten(0, (self.documents, -1))
+        taken = self._take(x, self.rows)
+        taken.view(len(self.rows), -1).index_fill_(0, self.repeated, 0.0)
+        return taken
+
+    def per_query(self, x: Tensor) -> Tensor:
+        if self.group == 1:
+            return x
+        return x.view(-1, 1, self.group).repeat(self.documents, self.queries, 1).flatten(1)[..., None]
+
+    def _put(self, x: Tensor, places: Tensor, values: Tensor) -> None:
+        rows, values = x.view(len(x) * self.parts, -1), values.reshape(len(places), -1).contiguous()
+        if not values.shape[1] * values.element_size() % 16:  # torch copies number by number, so long ones are faster
+            rows, values = rows.view(torch.complex128), values.view(torch.complex128)
+        rows.index_copy_(0, places, values)
 
     def put_rows(self, x: Tensor, values: Tensor) -> None:
-        x.index_copy_(0, self.row_places, values.flatten(0, 1))
+        self._put(x, self.row_places, values)
 
-    def add_keys(self, x: Tensor, values: Tensor) -> None:
-        x.index_copy_(0, self.key_places, values.flatten(0, 1))
+    def put_keys(self, x: Tensor, values: Tensor, *, add: bool) -> None:
+        self._put(x, self.key_places, values)  # no other call has these keys
 
     def visible(self, dtype: torch.dtype) -> dict[str, Any]:
-        return {"is_causal": True}
+        return _visible(CAUSAL, self.queries, self.keys_each, 0, self.group, dtype)
 
 
 Call = Run | Copies
+
+
+def _visible(seen: int, rows: int, keys: int, behind: int, group: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernel's arguments for `rows` queries, of which the first sees `behind` keys beside its own.
+
+    With a `group` each of them is as many queries.
+    """
+    if seen == ALL or (rows == keys and group == 1):
+        return {"is_causal": seen != ALL}
+    return {"is_causal": False, "attn_mask": _visible_mask(rows, keys, behind, group, dtype)}
+
+
+@lru_cache(maxsize=64)  # the calls of a step; a mask of short documents has up to 128 keys
+def _visible_mask(rows: int, keys: int, behind: int, group: int, dtype: torch.dtype) -> Tensor:
+    triangle = _triangle(dtype)[behind : behind + rows, :keys]
+    return triangle if group == 1 else triangle.repeat_interleave(group, 0)
 
 
 def serves(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
@@ -215,22 +279,38 @@ def _pieces(run: Run) -> list[Run]:
     ]
 
 
-def calls_of(runs: Sequence[Run], q: Tensor, num_keys: int) -> Iterator[Call]:
-    """The calls for runs: short documents share calls with others that are copied to the same width."""
-    of_width: dict[int, list[Run]] = {}
+def calls_of(runs: Sequence[Run], q: Tensor, k: Tensor) -> Iterator[Call]:
+    """The calls for runs: short documents share calls with others of about their length, to which they are copied."""
+    numbers = q.shape[1] * q.shape[2]
+    short: list[Run] = []
     for run in runs:
-        if run.seen != SHORT:
-            yield run
-            continue
         rows = (run.row_end - run.row) // run.documents
-        of_width.setdefault(-(-rows // 16) * 16, []).extend(
-            Run(run.row + begin, run.row + begin + rows, run.key + begin, run.key + begin + rows, SHORT, 1)
-            for begin in range(0, rows * run.documents, rows)
-        )
-    for width, short in of_width.items():
-        most = max(BATCH_NUMBERS // (width * q.shape[1] * q.shape[2]), 1)
-        for begin in range(0, len(short), most):
-            yield Copies(short[begin : begin + most], width, len(q), num_keys)
+        if run[:4] == (0, len(q), 0, len(k)) and (run.seen != SHORT or rows >= FEWEST_KEYS):
+            yield run._replace(seen=CAUSAL) if run.seen == SHORT else run  # its results need no copy
+        elif run.seen == SHORT:
+            short.extend(run.parts(1))
+        else:
+            yield from run.parts(max(BATCH_NUMBERS // (rows * numbers), 1))
+    short.sort(key=lambda run: run.row_end - run.row)
+    batch: list[Run] = []
+    padding, longest = 0, 0
+    for run in short:
+        rows = run.row_end - run.row
+        padding += (rows - longest) * len(batch)
+        longest = rows
+        if padding * numbers > PADDING_NUMBERS or (len(batch) + 1) * rows * numbers > BATCH_NUMBERS:
+            yield from _batch(batch, q, k)
+            batch, padding = [], 0
+        batch.append(run)
+    yield from _batch(batch, q, k)
+
+
+def _batch(documents: list[Run], q: Tensor, k: Tensor) -> Iterator[Call]:
+    """The call for documents of a batch; none for none, and one without copies for a single document."""
+    if len(documents) > 1 or (documents and documents[0].row_end - documents[0].row < FEWEST_KEYS):
+        yield Copies(documents, q, k)
+    elif documents:
+        yield documents[0]._replace(seen=CAUSAL)
 
 
 def forward(run: Call, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -241,9 +321,10 @@ def forward(run: Call, q: Tensor, k: Tensor, v: Tensor, options: AttentionOption
     out, lse = out[..., : v.shape[2]].transpose(1, 2), lse.transpose(1, 2)
     if options.sinks is None:
         return out, lse
-    largest = torch.maximum(lse, options.sinks)  # a sink is one key more, without a value
+    sinks = run.per_query(options.sinks)  # a sink is one key more, without a value
+    largest = torch.maximum(lse, sinks)
     weight = torch.exp(lse - largest)
-    total = weight + torch.exp(options.sinks - largest)
+    total = weight + torch.exp(sinks - largest)
     return out * (weight / total)[..., None], largest + total.log()
 
 
@@ -295,9 +376,11 @@ def _triangle(dtype: torch.dtype) -> Tensor:
 
 def _as_the_kernel_reads(*tensors: Tensor) -> list[Tensor]:
     """[b, rows, H, d] as [b, H, rows, d], with zeros behind narrower heads, which change no product, dense in the last
-    dimension, and with rows that don't overlap, as matrix products need it."""
+    dimension, and with rows that don't overlap, as matrix products need it. The heads of long documents are copied one
+    after the other, because products read such rows faster."""
     width = max(x.shape[3] for x in tensors)
     wide = [pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in tensors]
     dense = [x.stride(3) == 1 and x.stride(1) >= width for x in wide]
     copy = torch.contiguous_format
-    return [(x if ok else x.clone(memory_format=copy)).transpose(1, 2) for x, ok in zip(wide, dense, strict=True)]
+    kept = [x if ok else x.clone(memory_format=copy) for x, ok in zip(wide, dense, strict=True)]
+    return [x.transpose(1, 2).contiguous() if x.shape[1] > MOST_KEYS else x.transpose(1, 2) for x in kept]
