@@ -48,9 +48,8 @@ WIDEST_KEYS = 256
 PIECE_ROWS = 128
 MANY = 16  # equal documents; fewer of them share calls with documents of other lengths
 BATCH_NUMBERS = 3 * 2**18  # of the queries of a call for short documents; 3 MiB stay in the caches of two cores
-PADDING_NUMBERS = (
-    2**13
-)  # of the queries that fill up a batch of copies; computing more takes longer than a further call
+# Of the queries that fill up a batch of copies. To compute more takes longer than a further call.
+PADDING_NUMBERS = 2**13
 VECTOR = 16  # numbers; the kernel takes exponentials of whole vectors, and those of the remaining keys one by one
 MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
 
