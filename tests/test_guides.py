@@ -157,3 +157,50 @@ def test_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) 
         exec(compile(code, "quickstart.md", "exec"), given)
     assert given["loss"].item() < 3  # untrained: log(64), which is 4.2
     assert "steps of 1 rank with 256 tokens each" in capsys.readouterr().out
+
+
+def _padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A padded batch, as collators of other libraries make it."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], True, -100)
+    return {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long(), "labels": ids}
+
+
+@pytest.mark.slow
+def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """With a saved model, a small dataset, a CPU and a mesh of one rank in the places that it leaves open."""
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
+    given = for_fine_tuning(tmp_path)
+    given.pop("model").save_pretrained(tmp_path / "model")
+    given["folder"] = tmp_path / "model"
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    places = {"from_pretrained(...)": "from_pretrained(folder)", "32768": "64", 'device="cuda"': 'device="cpu"'}
+    for place, filled in places.items():
+        assert place in text
+        text = text.replace(place, filled)
+    model, padded, loading, shared, alone = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+    exec(model, given)
+    arguments = transformers.TrainingArguments(**given["options"], per_device_train_batch_size=4)
+    given["trainer"] = transformers.Trainer(given["model"], arguments, _padded, given["dataset"])
+    exec(padded, given)
+    assert 0 < given["handle"].saved.tokens_computed < given["handle"].saved.tokens_given
+    given["handle"].unpatch()
+
+    given["trainer"] = transformers.Trainer(given["model"], arguments, None, given["dataset"])
+    exec(loading, given)
+    given["batch"] = next(iter(given["loader"]))
+    given["trainer"].train()
+    given["handle"].undo()
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        given["mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "sp"))
+        given["model"].zero_grad()
+        exec(shared, given)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(p.grad is not None for p in given["model"].parameters())
+
+    given |= {name: torch.randn(2330, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    exec(alone, given)
+    assert given["out"].shape == (2330, 4, 16)
