@@ -109,7 +109,7 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         first = int(np.argmax((array < 1) | (array > MAX_INT64)))
         raise ValueError(
             f"every document needs at least one token and at most 2**63 - 1; document {first} has length "
-            f"{array[first]}. Remove empty documents first."
+            f"{array[first]}. {'Remove empty documents first' if array[first] < 1 else 'Check how it was counted'}."
         )
     return array
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.packing.lengths import log_normal, openchat
+from tritonpack.packing.planning import steps
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import shuffled
 from tritonpack.packing.planning.plan import Plan, plan_epoch
@@ -239,6 +240,17 @@ def test_order_is_shuffled_order_up_to_two_steps():
     deferred, steps = deferrals(plan, shuffled(len(lengths), 0, 0))
     assert (deferred > 0).mean() < 0.1
     assert np.all(np.diff(steps) >= -2)
+
+
+def test_an_interrupt_within_compiled_loops_is_an_interrupt(monkeypatch):
+    """numba may find it when it returns a result, and then raises an error of its own."""
+
+    def interrupted(*_):
+        raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+
+    monkeypatch.setattr(steps, "divide", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_epoch([5] * 40, 10, 2)
 
 
 def test_order_depends_on_seed_and_epoch():

@@ -7,6 +7,7 @@ import pytest
 
 from tests.packing.lengths import log_normal, openchat
 from tritonpack import CostModel, MultipackDistributedBatchSampler
+from tritonpack.packing.planning import steps
 from tritonpack.packing.planning.plan import choose_steps_together, plan_epoch
 from tritonpack.packing.planning.statistics import plan_statistics
 
@@ -28,6 +29,25 @@ COST = CostModel(per_token=57255.0, per_square=1.9)
 )
 def test_choice(lengths, capacity, num_ranks, expected):
     assert choose_steps_together(lengths.astype(np.int32), capacity, num_ranks) in expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "num_ranks", "expected"),
+    [
+        (np.full(10, 5), 32768, 1024, {1}),  # far less than a step
+        (np.full(3000, 100), 32768, 4, {1, 2, 4}),  # three steps
+        (np.full(100_000, 600), 32768, 1024, {1}),  # two steps of 56,000 documents
+    ],
+    ids=["part of a step", "few steps", "many ranks"],
+)
+def test_choice_measures_few_documents(monkeypatch, lengths, capacity, num_ranks, expected):
+    """However many ranks there are, and however few documents."""
+    planned = []
+    monkeypatch.setattr(
+        steps, "plan_steps", lambda demands, *args, **options: planned.append(len(demands)) or np.zeros(len(demands))
+    )
+    assert choose_steps_together(lengths.astype(np.int32), capacity, num_ranks) in expected
+    assert sum(planned) <= 2**18
 
 
 @pytest.mark.parametrize("objective", ["quadratic", "linear", "cost"])

@@ -27,6 +27,7 @@ MOST_RANKS = 2**20  # a step has a row for each of them, also if there are fewer
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 _SAMPLE = 16_384  # documents that are planned to measure a candidate, or as many as make _STEPS steps
 _STEPS = 8
+_MOST_SAMPLE = 2**18  # documents, so that a choice for many ranks takes less than a second
 _GROUPS = 4  # of a candidate, at least
 _ENOUGH = 0.001  # a number this close to the best is as good
 
@@ -294,9 +295,12 @@ def _choose(demands: Demands, num_ranks: int, objective: str, cost_model: CostMo
     per_step = min(each * len(demands) // total for each, total in zip(whole, demands.totals, strict=True)) + 1  # units
     in_epoch = demands.fewest_steps(num_ranks)
     candidates = [each for each in _CANDIDATES if each < 2 * in_epoch]
+    if len(candidates) == 1:
+        return 1
     sample = min(max(_SAMPLE, _STEPS * per_step), len(demands))
     if in_epoch < _CANDIDATES[-1]:  # few steps show little, so more than one epoch is measured
         sample = max(sample, (_GROUPS * candidates[-1] + 1) * per_step)
+    sample = min(sample, _MOST_SAMPLE)
     epochs = -(-sample // len(demands))
     order = np.concatenate([shuffled(len(demands), 0, epoch) for epoch in range(epochs)])[:sample]
     demands = demands.select(order)

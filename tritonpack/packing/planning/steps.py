@@ -47,10 +47,16 @@ def plan_steps(
     """
     last = UNLIMITED if last_step is None else last_step
     lengths, others, kinds, budgets = demands.lengths, demands.others, demands.kinds, demands.budgets
-    rows, order, groups = fill_steps(
-        lengths, others, kinds, costs, ranks, demands.capacity, budgets, target, float(lookahead), together, level, last
-    )
-    fills = divide(lengths, others, rows, order, groups, ranks, budgets, level)
-    if ranks > 1:
-        balance(lengths, others, kinds, costs, rows, order, ranks, fills, budgets)
+    try:
+        rows, order, groups = fill_steps(
+            lengths, others, kinds, costs, ranks, demands.capacity, budgets, target, float(lookahead), together, level,
+            last,
+        )  # fmt: skip
+        fills = divide(lengths, others, rows, order, groups, ranks, budgets, level)
+        if ranks > 1:
+            balance(lengths, others, kinds, costs, rows, order, ranks, fills, budgets)
+    except SystemError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba returned a result
+            raise KeyboardInterrupt from error
+        raise
     return rows
