@@ -82,7 +82,6 @@ class PackingHook(PreHook):
         self.serving, self.checkpoints, self.context = serving, checkpoints, context
         self.report, self.heads, self.mixes, self.outermost = report, heads, mixes, outermost
         self.compaction, self.require_trees = compaction, require_trees
-        self.checkpointable = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
         self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
@@ -150,7 +149,9 @@ class PackingHook(PreHook):
         if packed_batch is not None:
             packed_batch = self._pass_on(packed_batch, arguments)
             if compiled and packed_batch is not None:
-                packed_batch.recomputed = any(part.gradient_checkpointing for part in self.checkpointable)
+                packed_batch.recomputed = any(
+                    getattr(part, "gradient_checkpointing", False) for part in module.modules()
+                )
             if not compiled and not self.first_call.done and packed_batch is not None:
                 self.first_call.watch(module, packed_batch)
         if arguments.get("encoder_hidden_states") is not None:
