@@ -153,6 +153,15 @@ def agrees_at_edges(name):
     agrees_on_a_long_document(name, lambda: packed(lengths), layout=layout)
 
 
+def sends_states_of_one_dtype(name):
+    """Also where a layer computes the first states in float32 and the others in the dtype of the model."""
+    given = {**long_document(), "use_cache": False}
+    wanted = alone(make(name), loss_of, given)
+    got = on_ranks(make(name), loss_of, given, exchange="group_cast", layout="contiguous")
+    assert abs(got.loss - wanted.loss) < 1e-5
+
+
+CASES |= {f"{name}, states of one dtype": partial(sends_states_of_one_dtype, name) for name in RECURRENCES}
 CASES |= {f"{name}, ends at edges": partial(agrees_at_edges, name) for name in RECURRENCES}
 CASES |= {
     f"{name}, one long document, {layout}": partial(agrees_on_a_long_document, name, one_document, layout=layout)

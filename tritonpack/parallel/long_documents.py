@@ -212,7 +212,8 @@ def _states_before(
         return flat(*recurrence.join(*parts(first), *parts(second)))
 
     own = [torch.stack(some) for some in zip(*((one.transition, one.addition) for one in effects), strict=True)]
-    found = scan.before(flat(*own) + start, join)
+    # In one dtype on all ranks: a layer may compute first states, and those after others, in different ones.
+    found = scan.before(flat(*own).to(start.dtype) + start, join)
     return found, list(parts(found)[1])
 
 
