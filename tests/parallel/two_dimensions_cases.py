@@ -107,7 +107,7 @@ def refuses_options():
 
     stride = "must be an integer from 1 to the number of key heads, 4; got 5"
     refused(stride, PAIR, exchange_options={"heads_k_stride": 5})
-    stride = r"heads_k_stride is for exchange='all_gather' and .*; leave it out for \('ring', 'ulysses'\)"
+    stride = r"heads_k_stride is for exchange='all_gather' or .*; leave it out for \('ring', 'ulysses'\)"
     refused(stride, ("ring", "ulysses"), exchange_options={"heads_k_stride": 1})
     refused("gives every rank a query head, and there are 1 for 2 ranks", PAIR, heads=1, kv_heads=1)
     refused("needs an exchange for each, such as exchange=.*; got 'ring'", "ring")

@@ -203,7 +203,7 @@ def check_stride(stride: int | None, exchange: Exchanges, kv_heads: int | None) 
     if stride is None:
         return
     if not any(name in BY_HEADS for name in ((exchange,) if isinstance(exchange, str) else exchange)):
-        allowed = " and ".join(f"exchange={name!r}" for name in BY_HEADS)
+        allowed = " or ".join(f"exchange={name!r}" for name in BY_HEADS)
         raise ValueError(f"heads_k_stride is for {allowed}; leave it out for {exchange!r}.")
     if not is_int(stride) or stride < 1 or (kv_heads is not None and stride > kv_heads):
         most = "" if kv_heads is None else f", {kv_heads}"
