@@ -9,8 +9,10 @@ from benchmarks.first_day.runner import Step
 PYTEST = ("python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
 GPU, HOPPER = "tests/gpu/test_gpu.py", "tests/gpu/test_hopper.py"
 
+SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
+MEMORY = (*SANITIZER, "memcheck")
+RACES = (*SANITIZER, "racecheck", "--kernel-name", "kns=hopper_")  # not those of the reference, which take long
 # compute-sanitizer sees every allocation only if torch doesn't serve them from its own pool.
-SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 UNPOOLED = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 
 # Fails if the device doesn't answer.
@@ -36,7 +38,8 @@ def steps(commit: str) -> list[Step]:
             limit=480,
             after=("machine",),
             continues=True,
-            serves=("launch", "memory", "small", "large", "repeats", "graphs", "rest", "gluon-memory", "gluon-tests"),
+            serves=("launch", "memory", "small", "large", "repeats", "graphs", "rest", "gluon-memory",
+                    "gluon-races", "gluon-tests"),
         ),
         Step(
             "launch",
@@ -48,7 +51,7 @@ def steps(commit: str) -> list[Step]:
         Step(
             "memory",
             "no access outside of memory, in small cases",
-            (*SANITIZER, *PYTEST, GPU, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
+            (*MEMORY, *PYTEST, GPU, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
             limit=300,
             expected=120,
             after=("launch",),
@@ -94,23 +97,31 @@ def steps(commit: str) -> list[Step]:
         ),
         Step(
             "gluon",
-            "one small case of the kernel for Hopper",
+            "one small case of the kernels for Hopper",
             (*PYTEST, f"{HOPPER}::test_small_cases[causal-128-bf16]"),
             limit=90,
             after=("launch",),
         ),
         Step(
             "gluon-memory",
-            "no access outside of memory, with the kernel for Hopper",
-            (*SANITIZER, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
+            "no access outside of memory, with the kernels for Hopper",
+            (*MEMORY, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
             limit=240,
             expected=90,
             after=("gluon",),
             environment=UNPOOLED,
         ),
         Step(
+            "gluon-races",
+            "no race in shared memory, in the kernels for Hopper",
+            (*RACES, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
+            limit=240,
+            expected=90,
+            after=("gluon",),
+        ),
+        Step(
             "gluon-tests",
-            "results and 200 equal repeats of the kernel for Hopper",
+            "results, gradients and 200 equal repeats of the kernels for Hopper",
             (*PYTEST, HOPPER),
             limit=300,
             expected=90,
@@ -200,7 +211,7 @@ def dry_steps(commit: str) -> list[Step]:
     }
     found = []
     for step in steps(commit):
-        command = step.command[len(SANITIZER) :] if step.command[0] == SANITIZER[0] else step.command
+        command = step.command[step.command.index("python3") :]  # without compute-sanitizer
         tests = command[: len(PYTEST)] == PYTEST
         command += ("--collect-only",) if tests else on_cpu.get(step.name, ("--help",))
         found.append(replace(step, command=command, limit=3600, expected=5))
