@@ -1,15 +1,15 @@
 """All that is to be done on the first day with a GPU, in safe order, and a verdict.
 
-    python3 -m benchmarks.first_day --out DIR [--minutes 9] [--peers DIR] [--commit NAME] [--again STEP ...]
+    python3 -m benchmarks.first_day [--out DIR] [--minutes 9] [--peers DIR] [--commit NAME] [--again STEP ...]
 
 The steps check results first, then measure, tune and train. Each runs in a process of its own with a time limit. Its
 result is written to DIR/steps.jsonl at once, so that the same command continues where the last call ended: after
 --minutes, or after a machine was lost with only DIR saved. A step that fails or hangs ends no other; those that need it
 are skipped with the reason. A step that failed is run again if the code has another commit, or if --again names it.
 
-DIR gets verdict.md, steps.jsonl (each result with the end of its output), attention.csv, masks.csv, training.csv,
-predicted.csv, tiles.csv with the tiles that were tried, and tiles.json with the fastest, which `tritonpack.load_tiles`
-reads.
+DIR is first-day, or first-day/dry of a dry run, unless --out names another folder. It gets verdict.md, steps.jsonl
+(each result with the end of its output), attention.csv, masks.csv, training.csv, predicted.csv, tiles.csv with the
+tiles that were tried, and tiles.json with the fastest, which `tritonpack.load_tiles` reads.
 
 --peers names a folder of unpacked packages, such as `pip install --no-deps --target` makes. Only the steps that compare
 import from it; what it lacks is named as absent.
@@ -36,7 +36,7 @@ from benchmarks.gpu.ledger import CONTINUE, commit_here
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of results; a second call continues it")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results; a second call continues it")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
     parser.add_argument("--total-minutes", type=float, default=45.0, help="of all calls")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
@@ -68,10 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
         for step in todo:
             print(f"{step.name:12} {step.limit:4.0f} s  {step.what}\n{'':20}{' '.join(step.command)}")
         return
+    # Steps that were only tried mustn't count as done on a GPU.
+    out = options.out or (Path("first-day", "dry") if options.dry_run else Path("first-day"))
     day = Day(
         todo,
-        Journal(options.out / "steps.jsonl"),
-        options.out.resolve(),
+        Journal(out / "steps.jsonl"),
+        out.resolve(),
         commit,
         this_machine(),
         options.peers and options.peers.resolve(),
@@ -79,8 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step that runs is ended, too
     done = day.run(min(60 * options.minutes, 60 * options.total_minutes - day.journal.seconds()), options.again)
-    (options.out / "verdict.md").write_text(verdict.report(day), encoding="utf-8")
-    print(f"\n{verdict.summary(day)}\n{options.out / 'verdict.md'}", flush=True)
+    (out / "verdict.md").write_text(verdict.report(day), encoding="utf-8")
+    print(f"\n{verdict.summary(day)}\n{out / 'verdict.md'}", flush=True)
     if not done:
         raise SystemExit(CONTINUE)
     if any(last is None or last.verdict != OK for last in map(day.journal.last, todo)):

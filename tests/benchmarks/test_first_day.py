@@ -212,7 +212,7 @@ class TestSteps:
     def test_correct_before_fast(self) -> None:
         names = [step.name for step in steps("abc1234")]
         assert names[:3] == ["machine", "compile", "launch"]
-        for checked in ("memory", "small", "large", "repeats", "graphs", "gluon-tests"):
+        for checked in ("memory", "small", "large", "repeats", "graphs", "gluon-races", "gluon-tests"):
             for timed in ("ceilings", "compare", "tune", "training"):
                 assert names.index(checked) < names.index(timed)
 
@@ -314,6 +314,20 @@ class TestMain:
         todo[2] = python("d", after=("a", "b"))
         main(["--out", str(tmp_path / "other"), "--commit", "abc1234", "--only", "d"])
         assert "1 of 1 steps are ok" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("dry", "folder"), [((), "first-day"), (("--dry-run",), "first-day/dry")], ids=str)
+    def test_folder_of_results(
+        self, dry: tuple[str, ...], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from benchmarks.first_day import steps as module
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(module, "dry_steps" if dry else "steps", lambda commit: [python("a")])
+        monkeypatch.setattr(module, "PROBE", ())
+        main(["--commit", "abc1234", *dry])
+        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == {
+            f"{folder}/steps.jsonl", f"{folder}/verdict.md",
+        }  # fmt: skip
 
     def test_total_time_bounds_all_calls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from benchmarks.first_day import steps as module
