@@ -190,8 +190,8 @@ def steps(commit: str) -> list[Step]:
         Step(
             "predict",
             "what a model of the machine code predicts for these kernels",
-            ("python3", "-m", "benchmarks.instruction_model", "--kernels", "forward", "dq", "dkdv", "--head-dims", "64",
-             "128", "--jobs", "8", "--csv", "{out}/predicted.csv"),
+            ("python3", "-m", "benchmarks.instruction_model", "--kernels", "forward", "dq", "dkdv", "--gluon",
+             "--head-dims", "64", "128", "--jobs", "8", "--csv", "{out}/predicted.csv"),
             limit=180,
             after=("machine",),
         ),

@@ -1,6 +1,7 @@
 """The first day on a GPU: order, time limits, continuing, failing and hanging steps, the verdict, the dry run."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,11 +29,22 @@ from benchmarks.first_day.runner import (
     Step,
 )
 from benchmarks.first_day.steps import dry_steps, steps
-from benchmarks.first_day.verdict import TARGETS, Place, report, summary
+from benchmarks.first_day.verdict import (
+    FLASH_2,
+    GLUON,
+    MODELS,
+    TARGETS,
+    Figures,
+    Place,
+    Target,
+    report,
+    summary,
+    targets,
+)
 from benchmarks.gpu.ledger import ABOUT, CONTINUE, Ledger
 from benchmarks.gpu.shapes import shapes
 from tritonpack.cli.bench.batch import Shape
-from tritonpack.cli.bench.peers import OURS
+from tritonpack.cli.bench.peers import OURS, PEERS
 
 
 @pytest.fixture(autouse=True)
@@ -273,7 +285,7 @@ class TestVerdict:
 
     def test_figures_beside_targets_and_predictions(self, tmp_path: Path) -> None:
         ledger = Ledger(tmp_path / "attention.csv", dict.fromkeys(ABOUT, "x"))
-        rates = {OURS: 500, "FlashAttention-2 (torch)": 250}
+        rates = {OURS: 500, GLUON: 525, FLASH_2: 250}
         for shape in (Shape("one", 16384), Shape("stdlib", 32768), Shape("one", 16384, heads=16, kv_heads=16)):
             for name, tflops in rates.items():
                 for op in ("forward", "backward", "both"):
@@ -283,16 +295,46 @@ class TestVerdict:
             ledger.write({**shape.columns(), "documents": 1, **missing})
         (tmp_path / "predicted.csv").write_text(
             "kernel,head_dim,one 16k slow,one 16k fast\nforward,128,400,600\ndq,128,600,900\ndkdv,128,400,800\n"
+            "gluon forward,128,530,700\ngluon dq,128,400,500\ngluon dkdv,128,400,500\n"
         )
         text = report(day(tmp_path, python("a")))
-        assert "| stdlib, 32768 tokens, 32/8x128 | 500 | 500 | 2.00x | not installed: xformers |" in text
-        assert "| one, 16384 tokens, 16/16x128, forward | 480 TFLOP/s | 500 | met |" in text
-        assert "| stdlib, 32768 tokens, 32/8x128, both | 1.5 times FlashAttention-2 (torch) | 2.00x | met |" in text
-        assert "| one, 16384 tokens, 32/32x64, forward | 400 TFLOP/s |  | not measured |" in text
-        assert "| one, 16384 tokens, 32/8x128, forward | 400 to 600 | 500 | within |" in text
+        assert "| stdlib, 32768 tokens, 32/8x128 | 500 | 500 | 0.95x | 2.00x | not installed: xformers |" in text
+        at_128 = "one, 16384 tokens, 16/16x128"
+        assert f"| {OURS}: {at_128}, forward | 480 TFLOP/s | 500 | met |" in text
+        assert f"| {GLUON}: {at_128}, forward | 550 TFLOP/s | 525 | 0.95 of it |" in text
+        assert f"| {GLUON}: {at_128}, backward | 420 TFLOP/s | 525 | met |" in text
+        assert f"| {OURS}: stdlib, 32768 tokens, 32/8x128, both | 1.5 times {FLASH_2} | 2.00x | met |" in text
+        assert f"| {OURS}: one, 16384 tokens, 32/32x64, forward | 400 TFLOP/s |  | not measured |" in text
+        assert f"| {GLUON}: one, 16384 tokens, 32/32x64, backward | 340 TFLOP/s |  | not measured |" in text
+        place = "one, 16384 tokens, 32/8x128"
+        assert f"| {OURS}: {place}, forward | 400 to 600 | 500 | within |" in text
+        assert f"| {GLUON}: {place}, forward | 530 to 700 | 525 | below |" in text
         # 5 useful products in the time of 3 at one rate and 4 at another.
         low, high = 5 / (3 / 600 + 4 / 400), 5 / (3 / 900 + 4 / 800)
-        assert f"| one, 16384 tokens, 32/8x128, backward | {low:.0f} to {high:.0f} | 500 | within |" in text
+        assert f"| {OURS}: {place}, backward | {low:.0f} to {high:.0f} | 500 | within |" in text
+        low, high = 5 / (7 / 400), 5 / (7 / 500)
+        assert f"| {GLUON}: {place}, backward | {low:.0f} to {high:.0f} | 525 | above |" in text
+
+    def test_why_a_target_has_no_figure(self, tmp_path: Path) -> None:
+        shape = Shape("one", 16384, heads=16, kv_heads=16)
+        wrong = {"documents": 1, "op": "forward", "implementation": GLUON, "status": "wrong results: dq"}
+        Ledger(tmp_path / "attention.csv", dict.fromkeys(ABOUT, "x")).write({**shape.columns(), **wrong})
+        line = f"| {GLUON}: one, 16384 tokens, 16/16x128, forward | 550 TFLOP/s |  | wrong results: dq |"
+        assert line in targets(Figures(tmp_path / "attention.csv"))
+
+    def test_names_are_those_of_the_peers(self) -> None:
+        names = {peer.name for peer in PEERS}
+        assert {target.implementation for target in TARGETS} == MODELS.keys() == {OURS, GLUON}
+        assert names.issuperset({*MODELS, FLASH_2})
+
+    @pytest.mark.parametrize("target", TARGETS, ids=str)
+    def test_targets_are_those_of_the_page(self, target: Target) -> None:
+        """docs/figures.md has a row for each implementation."""
+        kernels = {OURS: "Triton's kernels", GLUON: "kernels in Gluon"}[target.implementation]
+        page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+        (row,) = re.findall(rf"^\| one causal document of 16k, {kernels}: (.*?) \|", page, re.M)
+        (of_op,) = (part for part in row.split("; ") if part.startswith(target.op))
+        assert re.search(rf"\b{target.tflops:.0f}( TFLOP/s)? at (head dimension )?{target.place.head_dim}\b", of_op)
 
 
 class TestMain:

@@ -7,8 +7,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.instruction_model import Model, Range, batches, examine, residents, save, seconds, tflops
-from tests.kernels.aot import Configuration, Resources, disassemble
+from benchmarks.instruction_model import (
+    PRODUCTS,
+    HopperModel,
+    Model,
+    Range,
+    batches,
+    examine,
+    residents,
+    row,
+    save,
+    seconds,
+    tflops,
+)
+from tests.kernels.aot import Configuration, HopperConfiguration, Resources, disassemble, hopper_configurations
 from tests.kernels.sass import Instruction, Work, count, cycles_in_order, loops, parse
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.tile_shapes import TileShape
@@ -163,6 +175,46 @@ def test_csv_keeps_rows_of_other_versions(tmp_path: Any) -> None:
     path.write_text("triton,kernel\n0.1,forward\n")
     save(path, [{"triton": "now", "kernel": "dq"}])
     assert path.read_text().split() == ["triton,kernel", "0.1,forward", "now,dq"]
+
+
+def hopper_model(kernel: Any = "dkdv") -> HopperModel:
+    """A half's loops take 300 slots and 500 cycles in order, 600 and 800 with a mask."""
+    configuration = HopperConfiguration(kernel, 128, torch.bfloat16)
+    full, masked = (Work(instructions=slots, products=1024000, waits=10) for slots in (300, 600))
+    rest = Work(instructions=4000)
+    return HopperModel(
+        configuration, Resources(168, 0, 0, 1, 1000), masked, full, rest, Work(), 500, masked_in_order=800
+    )
+
+
+def test_bounds_of_two_halves() -> None:
+    """Fast: 1,024,000 operations of each half, or its issue slots; slow: one half after the other, with 30 a wait."""
+    loads = 2 * 64 * 256 / (5.5e12 / 1.755e9 / 132)
+    assert hopper_model().blocks() == (Range(600, max(2 * (500 + 300), loads)), Range(1200, 2 * (800 + 300)))
+    assert hopper_model().tile() == Range(0, 4000 + 5 * 700)
+    assert hopper_model("forward").tile() == Range(0, 4000)  # the next tile's loads come during the last blocks
+
+
+def test_heads_share_a_tile_of_the_persistent_kernel() -> None:
+    mask = BlockDiagonalMask.from_seqlens([16])  # 16 tokens of 8 heads are a tile
+    kernel = hopper_model("forward")
+    loads = 2 * 128 * 256 / 64
+    assert seconds(kernel, mask, 8, 1).fast == pytest.approx(max(1200, loads) / 1.755e9)
+    assert seconds(kernel, mask, 133 * 8, 133).fast == pytest.approx(2 * max(1200, loads) / 1.755e9)
+
+
+@pytest.mark.heavy
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", [c for c in hopper_configurations() if c.dtype == torch.bfloat16], ids=str)
+def test_rows_of_the_kernels_for_hopper(configuration: HopperConfiguration) -> None:
+    facts = row(configuration)
+    assert facts is not None
+    tile, products = configuration.tile, PRODUCTS[configuration.kernel]
+    assert facts["kernel"] == f"gluon {configuration.kernel}"
+    assert facts["full_tensor"] == 2 * products * tile.block_m * tile.block_n * configuration.head_dim / 4096
+    assert facts["full_tensor"] < facts["full_in_order"] < facts["full_slow"]
+    assert facts["one 16k slow"] < facts["one 16k fast"] < 949
 
 
 @pytest.mark.heavy
