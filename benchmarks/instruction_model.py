@@ -378,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         rows = [facts for facts in pool.map(row, configurations) if facts is not None]
     report(rows)
-    print(f"{len(rows)} of {len(configurations)} configurations are clean")
+    print(f"{len(rows)} of {len(configurations)} configurations are in the table")
     if options.csv:
         save(options.csv, rows)
 
