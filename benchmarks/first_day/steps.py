@@ -206,6 +206,7 @@ def dry_steps(commit: str) -> list[Step]:
         "others": ("--device", "cpu"),
         "compile": ("--without-gpu", "sm_90"),
         "compare": ("--device", "cpu"),
+        "masks": ("--device", "cpu", "--tokens", "2048", "--dense-tokens", "512"),
         "training": ("--model", "tiny", "--steps", "3", "--documents", "2", "--lengths", "flan"),
         "predict": ("--jobs", "2"),
     }

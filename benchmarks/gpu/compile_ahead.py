@@ -24,6 +24,7 @@ from queue import Empty, Queue
 from typing import Any
 
 import torch
+import triton
 
 from benchmarks.gpu.ledger import CONTINUE, Budget
 
@@ -145,7 +146,7 @@ def main() -> None:
     arguments = [] if options.without_gpu is None else ["--without-gpu", options.without_gpu]
     answers = compile_all(names, min(options.jobs, len(names)), Budget(options.minutes), arguments)
     failed = [name for name, answer in answers.items() if not answer.startswith(DONE)]
-    print(f"{len(answers) - len(failed)} of {len(names)} calls compile", end="")
+    print(f"{len(answers) - len(failed)} of {len(names)} calls compile under Triton {triton.__version__}", end="")
     print(f"; failed: {', '.join(failed)}" if failed else "")
     if failed:
         raise SystemExit(1)

@@ -1,7 +1,10 @@
 """Compiling ahead: nothing is launched, a worker that dies is replaced, the time is kept."""
 
+import os
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +12,18 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
+from benchmarks.compile_matrix import FOLDER, VERSIONS
 from benchmarks.gpu import compile_ahead
 from benchmarks.gpu.compile_ahead import DONE, Worker, compile_all, compile_only
 from benchmarks.gpu.ledger import Budget
 from tests.kernels.fake_driver import fake_gpu
+from tests.kernels.launches import calls
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.intervals import transpose_kernel
 
+ROOT = Path(__file__).parents[2]
 WORKER = """
 import os, sys
 for name in map(str.strip, sys.stdin):
@@ -67,10 +75,40 @@ def test_status(only: str, status: int | None, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "argv", ["", "--without-gpu", "sm_90", "--jobs", "1", "--only", only])
     if status is None:
         compile_ahead.main()
-        assert capsys.readouterr().out.endswith("3 of 3 calls compile\n")
+        assert capsys.readouterr().out.endswith(f"3 of 3 calls compile under Triton {triton.__version__}\n")
         return
     monkeypatch.setattr(Worker, "compile", lambda self, name: "ValueError: no" if name == "tables" else DONE)
     with pytest.raises(SystemExit) as exit:
         compile_ahead.main()
     assert exit.value.code == status
-    assert capsys.readouterr().out.endswith("2 of 3 calls compile; failed: tables\n")
+    assert capsys.readouterr().out.endswith("; failed: tables\n")
+
+
+# Launches of all kernels for sm_90; `python -m benchmarks.first_day --dry-run` has all calls.
+SAMPLE = (
+    "large-long-bf16", "large-softcap-bf16", "gluon-64-bf16", "gluon-128-bf16", "gluon-256-bf16", "offsets", "ids",
+    "transpose", "dense", "bits", "parents", "ends", "tables",
+)  # fmt: skip
+
+
+def test_sample_has_all_kernels() -> None:
+    assert set().union(*(c.kernels for c in calls() if c.name.startswith(SAMPLE))) == set().union(
+        *(c.kernels for c in calls())
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
+@pytest.mark.parametrize("version", [v for v in VERSIONS if v != triton.__version__])
+def test_launches_under_another_version(version: str) -> None:
+    """A GPU may come with a version that isn't the installed one."""
+    folder = ROOT / FOLDER / version
+    if not folder.exists():
+        pytest.skip(f"`make compile-matrix` downloads Triton {version} to {folder}")
+    command = [sys.executable, "-m", "benchmarks.gpu.compile_ahead", "--without-gpu", "sm_90", "--jobs", "1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run([*command, "--only", *SAMPLE], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"calls compile under Triton {version}\n" in done.stdout
