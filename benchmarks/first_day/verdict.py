@@ -143,7 +143,7 @@ def targets(figures: Figures) -> str:
     for target in TARGETS:
         rate = figures.tflops.get((target.place, target.implementation, target.op))
         why = figures.failed.get((target.place, target.implementation), "not measured")
-        rows.append((target, f"{target.tflops:.0f} TFLOP/s", _number(rate), _met(rate, target.tflops, why)))
+        rows.append((str(target), f"{target.tflops:.0f} TFLOP/s", _number(rate), _met(rate, target.tflops, why)))
     for place in figures.places:
         if place.distribution != "one" and place.tokens >= 32768 and place.head_dim == 128 and place.causal:
             ratio = figures.ratio(place, FLASH_2)

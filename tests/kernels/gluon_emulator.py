@@ -151,8 +151,9 @@ class Product:
             if not torch.equal(self.now(x).nan_to_num(1e4), then.nan_to_num(1e4)):
                 raise HazardError("a product's operand was overwritten before the product was waited for")
         a, b = self.then
-        assert not isinstance(self.acc, Product), "an accumulator that was not waited for"
-        self.value = a.float() @ b.float() + (self.acc if self.use_acc else 0.0)
+        acc = self.acc.value if isinstance(self.acc, Product) else self.acc  # one product may follow another
+        assert acc is not None, "an accumulator that was not waited for"
+        self.value = a.float() @ b.float() + (acc if self.use_acc else 0.0)
 
 
 class Machine:
