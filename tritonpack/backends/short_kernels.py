@@ -125,6 +125,33 @@ def _transpose(x: Any, begin: int, end: int, head: int, copied: Any, width: int)
             copied[d * width + i] = x[begin + i, head, d]
 
 
+@compiled_without_arrays
+def _take_rows(x: Any, row: int, n: int, group: int, first: int, last: int, copied: Any, width: int) -> None:
+    """Rows `first` to `last` of the queries of a document, beginning at `row`, that read key head n."""
+    t, h = row + first // group, first % group
+    for i in range(last + 1 - first):
+        _fetch(x, t + AHEAD, n * group + h)
+        for d in range(x.shape[2]):
+            copied[i * width + d] = x[t, n * group + h, d]
+        t, h = _next(t, h, group)
+
+
+@compiled_without_arrays
+def _put_rows(copied: Any, width: int, x: Any, row: int, n: int, group: int, first: int, last: int) -> None:
+    t, h = row + first // group, first % group
+    for i in range(last + 1 - first):
+        _fetch_to_write(x, t + AHEAD, n * group + h)
+        for d in range(x.shape[2]):
+            x[t, n * group + h, d] = copied[i * width + d]
+        t, h = _next(t, h, group)
+
+
+@compiled
+def _next(t: int, h: int, group: int) -> Any:
+    """The token and the head, within its group, of the next row."""
+    return (t, h + 1) if h + 1 < group else (t + 1, 0)
+
+
 @compiled
 def _most_keys(documents: Any) -> int:
     most = 0
@@ -155,18 +182,13 @@ def forward(
             total = (row_end - row) * group
             for first in range(0, total, ROWS):
                 last = min(first + ROWS, total) - 1
-                for i in range(first, last + 1):
-                    t, h, at = row + i // group, n * group + i % group, (i - first) * head_dim
-                    _fetch(q, t + AHEAD, h)
-                    _fetch_to_write(out, t + AHEAD, h)
-                    for d in range(head_dim):
-                        rows[at + d] = q[t, h, d]
+                _take_rows(q, row, n, group, first, last, rows, head_dim)
                 begin, end = start[row + first // group] - key, stop[row + last // group] - key
                 aligned = begin - begin % lanes
                 for j in range(aligned, end, lanes):
                     _product(rows, 0, head_dim, 1, columns, j, across, weights, j, across, head_dim, scale, False)
-                for i in range(first, last + 1):
-                    t, h, at = row + i // group, n * group + i % group, (i - first) * across
+                t, h = row + first // group, first % group
+                for at in range(0, (last + 1 - first) * across, across):
                     seen, unseen = start[t] - key, stop[t] - key
                     tops = repeat(hidden)
                     for j in range(aligned, end, lanes):
@@ -174,8 +196,8 @@ def forward(
                         store(weights, at + j, scores)
                         tops = larger(tops, scores)
                     top = largest_lane(tops)
-                    if sinks.size and sinks[h] > top:
-                        top = sinks[h]
+                    if sinks.size and sinks[n * group + h] > top:
+                        top = sinks[n * group + h]
                     pivot = none if top == hidden else top
                     all_weights = repeat(none)
                     for j in range(aligned, end, lanes):
@@ -184,21 +206,19 @@ def forward(
                         all_weights = plus(all_weights, weight)
                     weight_sum = sum_of_lanes(all_weights)
                     if sinks.size:
-                        weight_sum += math.exp(sinks[h] - pivot)
+                        weight_sum += math.exp(sinks[n * group + h] - pivot)
                     if seen >= unseen:
                         weight_sum = none
-                    lse[t, h] = pivot + math.log(weight_sum)
+                    lse[t, n * group + h] = pivot + math.log(weight_sum)
                     inverse = one / weight_sum if weight_sum != none else none
                     for j in range(aligned, end, lanes):
                         store(weights, at + j, times(load(weights, at + j), repeat(inverse)))
+                    t, h = _next(t, h, group)
                 depth = end - begin
                 for d in range(0, head_dim_v, lanes):
                     place = begin * width_v + d
                     _product(weights, begin, across, 1, values, place, width_v, sums, d, width_v, depth, one, False)
-                for i in range(first, last + 1):
-                    t, h, at = row + i // group, n * group + i % group, (i - first) * width_v
-                    for d in range(head_dim_v):
-                        out[t, h, d] = sums[at + d]
+                _put_rows(sums, width_v, out, row, n, group, first, last)
 
 
 @compiled
@@ -216,11 +236,11 @@ def backward(
     )  # fmt: skip
     columns, values = np.zeros(head_dim * across, q.dtype), np.zeros(head_dim_v * across, q.dtype)  # transposed
     keys = np.zeros(across * width, q.dtype)
-    rows = np.zeros(STRIPE * width, q.dtype)
-    douts, outs = np.zeros(STRIPE * width_v, q.dtype), np.zeros(width_v, q.dtype)  # what fills up a vector stays 0
-    delta = np.zeros(STRIPE, q.dtype)
+    rows, dqs = np.zeros(STRIPE * width, q.dtype), np.zeros(STRIPE * width, q.dtype)
+    douts, outs = np.zeros(STRIPE * width_v, q.dtype), np.zeros(STRIPE * width_v, q.dtype)  # 0 behind a row
+    begins, ends = np.zeros(STRIPE, np.int64), np.zeros(STRIPE, np.int64)
+    lses, delta = np.zeros(STRIPE, q.dtype), np.zeros(STRIPE, q.dtype)
     weights, dscores = np.zeros(STRIPE * across, q.dtype), np.zeros(STRIPE * across, q.dtype)
-    dqs = np.zeros(ROWS * width, q.dtype)
     dks, dvs = np.zeros(across * width, q.dtype), np.zeros(across * width_v, q.dtype)
     for document in range(len(documents)):
         row, row_end, key, key_end = documents[document]
@@ -232,60 +252,51 @@ def backward(
             dvs[:] = none
             total = (row_end - row) * group
             for stripe in range(0, total, STRIPE):
-                count = min(STRIPE, total - stripe)
+                stripe_last = min(stripe + STRIPE, total) - 1
+                count = stripe_last + 1 - stripe
+                _take_rows(q, row, n, group, stripe, stripe_last, rows, width)
+                _take_rows(dout, row, n, group, stripe, stripe_last, douts, width_v)
+                _take_rows(out, row, n, group, stripe, stripe_last, outs, width_v)
+                t, h = row + stripe // group, stripe % group
                 for i in range(count):
-                    t, h = row + (stripe + i) // group, n * group + (stripe + i) % group
-                    _fetch(q, t + AHEAD, h)
-                    _fetch(dout, t + AHEAD, h)
-                    _fetch(out, t + AHEAD, h)
-                    _fetch_to_write(dq, t + AHEAD, h)
-                    for d in range(head_dim):
-                        rows[i * width + d] = q[t, h, d]
-                    for d in range(head_dim_v):
-                        douts[i * width_v + d] = dout[t, h, d]
-                        outs[d] = out[t, h, d]
+                    begins[i], ends[i] = start[t] - key, stop[t] - key
+                    lses[i] = lse[t, n * group + h]
+                    if lses[i] == -np.inf:
+                        lses[i] = np.inf  # so that all weights are 0
                     products = repeat(none)
-                    for d in range(0, head_dim_v, lanes):
-                        products = plus(products, times(load(douts, i * width_v + d), load(outs, d)))
+                    for at in range(i * width_v, (i + 1) * width_v, lanes):
+                        products = plus(products, times(load(douts, at), load(outs, at)))
                     delta[i] = sum_of_lanes(products)
                     if dlse.size:
-                        delta[i] -= dlse[t, h]
-                first_seen = start[row + stripe // group] - key
-                aligned_first = first_seen - first_seen % unit
-                last_end = _round_up(stop[row + (stripe + count - 1) // group] - key, unit)
+                        delta[i] -= dlse[t, n * group + h]
+                    t, h = _next(t, h, group)
+                aligned_first, last_end = begins[0] - begins[0] % unit, _round_up(ends[count - 1], unit)
                 for first in range(0, count, ROWS):
                     last = min(first + ROWS, count) - 1
-                    begin = start[row + (stripe + first) // group] - key
-                    end = stop[row + (stripe + last) // group] - key
+                    begin, end = begins[first], ends[last]
                     for j in range(begin - begin % lanes, end, lanes):
-                        at = first * across + j
-                        place = first * width
+                        at, place = first * across + j, first * width
                         _product(rows, place, width, 1, columns, j, across, weights, at, across, head_dim, scale, False)
                         place = first * width_v
                         _product(
                             douts, place, width_v, 1, values, j, across, dscores, at, across, head_dim_v, one, False
                         )
                     for i in range(first, last + 1):
-                        t, h, at = row + (stripe + i) // group, n * group + (stripe + i) % group, i * across
-                        seen, unseen = start[t] - key, stop[t] - key
-                        of_row = lse[t, h] if lse[t, h] != -np.inf else q.dtype.type(np.inf)
+                        at = i * across
                         for j in range(aligned_first, last_end, lanes):
                             weight = dscore = repeat(none)
-                            if j < unseen and j + lanes > seen:
-                                weight = exp(minus(load(weights, at + j), repeat(of_row)))
-                                weight = only_lanes(weight, seen - j, unseen - j, none)
+                            if j < ends[i] and j + lanes > begins[i]:
+                                weight = exp(minus(load(weights, at + j), repeat(lses[i])))
+                                weight = only_lanes(weight, begins[i] - j, ends[i] - j, none)
                                 dscore = times(weight, minus(load(dscores, at + j), repeat(delta[i])))
-                                dscore = only_lanes(dscore, seen - j, unseen - j, none)
+                                dscore = only_lanes(dscore, begins[i] - j, ends[i] - j, none)
                             store(weights, at + j, weight)
                             store(dscores, at + j, dscore)
                     at, depth = first * across + begin, end - begin
                     for d in range(0, head_dim, lanes):
-                        place = begin * width + d
-                        _product(dscores, at, across, 1, keys, place, width, dqs, d, width, depth, scale, False)
-                    for i in range(first, last + 1):
-                        t, h, at = row + (stripe + i) // group, n * group + (stripe + i) % group, (i - first) * width
-                        for d in range(head_dim):
-                            dq[t, h, d] = dqs[at + d]
+                        c_at, place = first * width + d, begin * width + d
+                        _product(dscores, at, across, 1, keys, place, width, dqs, c_at, width, depth, scale, False)
+                _put_rows(dqs, width, dq, row, n, group, stripe, stripe_last)
                 for j in range(aligned_first, last_end, ROWS):
                     for d in range(0, head_dim, lanes):
                         place = j * width + d
