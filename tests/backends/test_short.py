@@ -20,7 +20,7 @@ from tritonpack.testing.tolerance import run
 
 pytest.importorskip("numba")
 NAN = float("nan")
-LENGTHS = (20, 1, 128, 7, 16, 33, 0, 64)
+LENGTHS = (20, 1, 192, 7, 16, 33, 0, 64)
 
 CASES = (
     Case("plain", LENGTHS, slack=9),
@@ -32,8 +32,8 @@ CASES = (
     Case("full", LENGTHS, causal=False),
     Case("window", LENGTHS, window=(6, 0), slack=9),
     Case("window-both", LENGTHS, causal=False, window=(3, 9)),
-    Case("cross", (5, 7, 7, 100), (25, 7, 128, 101)),
-    Case("more-queries", (25, 128, 3), (5, 9, 3)),  # the first see nothing
+    Case("cross", (5, 7, 7, 100), (25, 7, 192, 101)),
+    Case("more-queries", (25, 192, 3), (5, 9, 3)),  # the first see nothing
     Case("sinks", LENGTHS, sinks=True, slack=9),
     Case("sinks-more-queries", (25, 3), (5, 3), sinks=True),
 )
@@ -95,7 +95,7 @@ class TestThreads:
 
     @pytest.mark.parametrize("threads", [1, 2, 3, 8, 100])
     def test_parts_have_each_document_once(self, threads: int) -> None:
-        ends = np.cumsum(np.random.default_rng(0).integers(1, 129, 50)).tolist()
+        ends = np.cumsum(np.random.default_rng(0).integers(1, 193, 50)).tolist()
         rows = [[a, b, a, b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         parts: list[list[list[int]]] = []
         self.documents(rows).each(threads, lambda part: parts.append(part.tolist()))

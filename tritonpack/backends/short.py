@@ -23,7 +23,7 @@ from torch import Tensor
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
-LONGEST = 128  # tokens; longer documents take longer than in torch's fused kernel
+LONGEST = 192  # tokens; longer documents take longer than in torch's fused kernel
 FEWEST_NUMBERS = 2**20  # of products that a further thread is worth
 
 
