@@ -109,27 +109,6 @@ class TestThreads:
         assert min(sizes) >= 24
         assert max(sizes) <= 26
 
-    def test_documents_that_share_keys_have_one_thread(self) -> None:
-        rows = [[0, 10, 0, 10], [10, 20, 20, 40], [20, 30, 30, 50], [30, 40, 50, 60]]
-        parts: list[list[list[int]]] = []
-        self.documents(rows).each(8, lambda part: parts.append(part.tolist()))
-        assert sorted(parts) == [rows[:1], rows[1:3], rows[3:]]
-
-    def test_gradients_of_keys_that_documents_share(self) -> None:
-        """Two runs of queries of one document, as a rank of a group may have them."""
-        torch.manual_seed(0)
-        q = torch.randn(20, 4, 16, dtype=torch.float64, requires_grad=True)
-        k, v = (torch.randn(60, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        start = torch.tensor([0] * 10 + [30] * 10, dtype=torch.int32)
-        stop = torch.tensor([*range(31, 41), *range(51, 61)], dtype=torch.int32)
-        mask = BlockDiagonalMask(start, stop, num_keys=60)
-        results = []
-        for backend in ("blocked", "reference"):
-            out = varlen_attention(q, k, v, mask, backend=backend)
-            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-        for ours, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(ours, wanted)
-
     @pytest.mark.parametrize("threads", [2, 3])
     def test_bits_do_not_depend_on_threads(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(short, "FEWEST_NUMBERS", 1)

@@ -44,7 +44,7 @@ def _kernels() -> ModuleType | None:
 
 
 class Documents:
-    """The short documents of a mask.
+    """The short documents of a mask. No two have a key in common, because bounds ascend, so threads write apart.
 
     Args:
         rows: (documents, 4) int64 on the host: row, row_end, key, key_end, in the order of their rows.
@@ -56,26 +56,17 @@ class Documents:
         self.start, self.stop = (x.contiguous().numpy() for x in (mask.key_start, mask.key_stop))
         row, row_end, key, key_end = self.rows.T
         self.work = np.cumsum((row_end - row) * (key_end - key))
-        # Threads add gradients to their documents' keys, so documents that share keys have one thread.
-        apart = np.maximum.accumulate(key_end)[:-1] <= np.minimum.accumulate(key[::-1])[::-1][1:]
-        self.cuts = np.flatnonzero(apart) + 1
 
     def each(self, threads: int, compute: Callable[[Any], None]) -> None:
         """Call `compute` with all documents, in up to `threads` parts at once."""
-        parts = np.split(self.rows, self._cuts_of(threads))
+        shares = self.work[-1] * np.arange(1, threads) / threads
+        parts = [part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)]
         others = [_pool(threads).submit(compute, part) for part in parts[1:]]
         try:
             compute(parts[0])
         finally:
             for other in others:
                 other.result()
-
-    def _cuts_of(self, threads: int) -> Any:
-        """Where parts of about the same work begin."""
-        if threads < 2 or not len(self.cuts):
-            return []
-        shares = self.work[-1] * np.arange(1, threads) / threads
-        return np.unique(self.cuts[np.searchsorted(self.work[self.cuts - 1], shares).clip(max=len(self.cuts) - 1)])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor) -> None:
         """Write their rows of out (T_q, H, D_v) and lse (T_q, H), given tensors of one dtype, contiguous."""
@@ -102,7 +93,7 @@ class Documents:
         options: AttentionOptions,
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Write their rows of dq, and add to those of dk and dv, given tensors as in `forward`."""
+        """Write their rows of dq, dk and dv, given tensors as in `forward`."""
         kernels = _kernels()
         assert kernels is not None
         dlse = q.new_empty(0, 0) if dlse is None else dlse.T.to(q.dtype).contiguous()

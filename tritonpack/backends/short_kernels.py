@@ -226,7 +226,7 @@ def backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, documents: Any, start: Any, stop: Any,
     scale: Any, dq: Any, dk: Any, dv: Any,
 ) -> None:  # fmt: skip
-    """Write the rows of the documents in dq, and add to those of dk and dv."""
+    """Write the rows of the documents in dq, dk and dv."""
     group, head_dim, head_dim_v = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
     none, one = q.dtype.type(0), q.dtype.type(1)
     lanes = VECTOR_BYTES // q.itemsize
@@ -306,6 +306,6 @@ def backward(
                         _product(weights, j, 1, across, douts, d, width_v, dvs, place, width_v, count, one, True)
             for i in range(key_end - key):
                 for d in range(head_dim):
-                    dk[key + i, n, d] += dks[i * width + d]
+                    dk[key + i, n, d] = dks[i * width + d]
                 for d in range(head_dim_v):
-                    dv[key + i, n, d] += dvs[i * width_v + d]
+                    dv[key + i, n, d] = dvs[i * width_v + d]
