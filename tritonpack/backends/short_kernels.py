@@ -11,7 +11,7 @@ and weights of keys that a query doesn't see are 0.
 
 Shapes of the arguments: q, dout, out (T_q, H, D or D_v), k, v (T_k, n, D or D_v), lse, dlse (T_q, H), float32 or
 float64, contiguous; `documents` (documents, 4) row, row_end, key, key_end; `start`, `stop` (T_q) the keys that each
-query sees, within its document.
+query sees, within its document, at least one.
 """
 
 from __future__ import annotations
@@ -207,8 +207,6 @@ def forward(
                     weight_sum = sum_of_lanes(all_weights)
                     if sinks.size:
                         weight_sum += math.exp(sinks[n * group + h] - pivot)
-                    if seen >= unseen:
-                        weight_sum = none
                     lse[t, n * group + h] = pivot + math.log(weight_sum)
                     inverse = one / weight_sum if weight_sum != none else none
                     for j in range(aligned, end, lanes):
