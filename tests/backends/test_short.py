@@ -66,12 +66,17 @@ def test_weights_over_the_whole_range(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("score", [3e38, -3e38])
 def test_scores_that_overflow(score: float) -> None:
-    """All scores of -inf: no weight, as in blocks; of inf: NaN, as in plain attention."""
+    """All scores of -inf: no weight and no gradient, as in blocks; of inf: NaN, as in plain attention."""
     q, k, v = torch.full((1, 1, 4), 3e38), torch.full((3, 1, 4), math.copysign(3e38, score)), torch.ones(3, 1, 4)
     mask = BlockDiagonalMask.from_seqlens([1], [3], causal=False)
-    out, lse = varlen_attention(q, k, v, mask, return_lse=True, backend="blocked")
-    assert (out == 0).all() if score < 0 else out.isnan().all()
-    assert lse.item() == -math.inf if score < 0 else lse.isnan()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = varlen_attention(*inputs, mask, return_lse=True, backend="blocked")
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    if score < 0:
+        assert lse.item() == -math.inf
+        assert all((x == 0).all() for x in (out, *gradients))
+    else:
+        assert all(x.isnan().all() for x in (lse, out, *gradients))
 
 
 def test_a_document_of_nan_changes_no_bit_of_others() -> None:
