@@ -46,7 +46,7 @@ GUESTS = {
     "axolotl": {"integrations"},
     "datasets": {"cli", "packing"},
     "matplotlib": {"cli"},
-    "numba": {"packing"},
+    "numba": {"backends", "packing"},
     "pyarrow": {"cli", "packing"},
     "pydantic": {"integrations"},
     "rich": {"cli"},

@@ -17,7 +17,8 @@ from benchmarks.plot import COLOURS, OTHERS
 # Labels of the distributions; `tests.lengths.distributions` describes them.
 CASES = {
     "flan": "FLAN-like", "orca": "OrcaMath-like", "stdlib": "like the standard\nlibrary's functions",
-    "openchat": "OpenChat-like", "skewed": "2,048 beside\nmany of 256", "tiny": "20 tokens each", "one": "one document",
+    "openchat": "OpenChat-like", "skewed": "2,048 beside\nmany of 256", "tiny": "20 tokens\neach",
+    "short": "16 to 32\ntokens", "medium": "96 to 192\ntokens", "one": "one\ndocument",
 }  # fmt: skip
 
 

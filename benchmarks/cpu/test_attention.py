@@ -24,7 +24,13 @@ from tritonpack.cli.bench.verify import ResultCheck
 
 TOKENS = 4096
 SHAPE = Shape("", TOKENS, heads=8, kv_heads=2, head_dim=64, dtype="float32")
-LENGTHS = distributions(TOKENS) | {"short": fill(np.random.default_rng(0).integers(16, 33, TOKENS), TOKENS)}
+
+
+def between(fewest: int, most: int) -> list[int]:
+    return fill(np.random.default_rng(0).integers(fewest, most + 1, TOKENS), TOKENS)
+
+
+LENGTHS = distributions(TOKENS) | {"short": between(16, 32), "medium": between(96, 192)}
 
 
 def sdpa_padding_its_rows(batch: Batch) -> Attention:

@@ -1,4 +1,5 @@
-"""Documents by torch's fused kernel: which go there in which calls; results are exact, isolated and deterministic."""
+"""The blocked backend on CPUs: which documents go to loops, to calls of torch's fused kernel, or to blocks; results are
+exact, isolated and deterministic."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.backends import blocked, fused
+from tritonpack.backends import blocked, fused, short
 from tritonpack.options import make_options
 from tritonpack.testing import Case, Inputs, check_outputs, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
 
 NAN = float("nan")
-EQUAL, MIXED = (20,) * 6, (33, 1, 20, 0, 17, 128, 7, 20, 129, 1, 1)  # some are too short for the kernel
+EQUAL, MIXED = (20,) * 6, (33, 1, 20, 0, 17, 192, 7, 20, 193, 1, 1)
 SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16}
 
 CASES = (
@@ -24,7 +25,7 @@ CASES = (
     Case("shortest", (15, 16, 16, 17)),
     Case("mixed", MIXED, slack=9),
     Case("mixed-full", MIXED, causal=False, slack=9),
-    Case("pieces", (129, 300, 500), **SMALL),
+    Case("pieces", (193, 300, 500), **SMALL),
     Case("longer-than-pieces", (fused.MOST_KEYS + 1,), **SMALL),
     Case("long-full", (200, 800), causal=False, **SMALL),
     Case("multi-head", MIXED, kv_heads=4),
@@ -69,7 +70,8 @@ class TestExactness:
     @pytest.mark.sampled(every=2)
     def test_error_within_tolerance(self, case: Case, dtype: torch.dtype) -> None:
         inputs = make_inputs(case, dtype, slack_value=NAN)
-        assert plan_of(inputs).calls
+        plan = plan_of(inputs)
+        assert plan.runs or plan.short
         check_outputs(inputs, run(inputs, "blocked"))
         check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
 
@@ -176,112 +178,83 @@ class TestIsolation:
         assert lse.isnan().all()
 
 
+def sizes(plan: blocked.Plan) -> tuple[int, int, int]:
+    return len(plan.runs), 0 if plan.short is None else len(plan.short.rows), len(plan.blocks)
+
+
 class TestPlan:
     @pytest.mark.parametrize(
-        ("case", "options", "runs", "blocks"),
+        ("case", "runs", "documents", "blocks"),
         [
-            (Case("one", (2000,)), {}, 1, 0),
-            (Case("one in pieces", (900,)), {}, 7, 0),
-            (Case("one, full", (900,), causal=False), {}, 1, 0),
-            (Case("equal", (20,) * 50), {}, 1, 0),
-            (Case("equal, too long to share", (200,) * 3, causal=False), {}, 3, 0),
-            (Case("equal, but no neighbours", (100, 40, 40, 40, 100)), {}, 2, 0),
-            (Case("full, equal, but no neighbours", (100, 50, 100), causal=False), {}, 3, 0),
-            (Case("equal, alone", (20,) * 5), {"pack_invariant": True}, 5, 0),
-            (Case("shorter than a vector", (15, 3, 16, 2)), {}, 1, 0),
-            (Case("shorter than a vector, alone", (15, 3, 16, 2)), {"pack_invariant": True}, 1, 3),
-            (Case("shorter than a vector, full", (15, 3, 16, 2), causal=False), {}, 1, 2),
-            (Case("short", (20, 30, 40, 20)), {}, 1, 0),
-            (Case("short, a few equal neighbours", (20, 20, 20, 31, 40)), {}, 2, 0),
-            (Case("short, of all lengths", (16, 128, 40, 100, 20)), {}, 2, 0),
-            (Case("short, many equal neighbours", (20,) * 20 + (31, 40)), {}, 2, 0),
-            (Case("short, alone", (20, 30, 40, 20)), {"pack_invariant": True}, 4, 0),
-            (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 1, 0),
-            (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 1, 3),
-            (Case("cross, causal", (40, 40, 200), (50, 50, fused.MOST_KEYS + 1)), {}, 1, 5),
-            (Case("wide", (20, 30), head_dim=256, head_dim_v=300), {}, 2, 0),
-            (Case("too wide", (20, 30), head_dim=257), {}, 0, 1),
-            (Case("softcap", (20, 30), softcap=5.0), {}, 0, 1),
-            (Case("alibi", (20, 30), alibi="heads"), {}, 0, 1),
-            (Case("dropout", (20, 30), dropout_p=0.1), {}, 0, 1),
-            (Case("tree", (20,), parents=(-1, *range(19))), {}, 0, 1),
-            (Case("nothing", (0,), slack=7), {}, 0, 0),
+            (Case("one", (2000,)), 1, 0, 0),
+            (Case("one in pieces", (900,)), 7, 0, 0),
+            (Case("one, full", (900,), causal=False), 1, 0, 0),
+            (Case("short and long", (20, 192, 193, 1)), 2, 3, 0),
+            (Case("short, full", (15, 3, 16, 2), causal=False), 0, 4, 0),
+            (Case("short, window", (20, 30), window=(5, 0)), 0, 2, 0),
+            (Case("window", (20, 30, 31, 200), window=(29, 0)), 0, 3, 2),
+            (Case("short, sinks", (20, 30), sinks=True), 0, 2, 0),
+            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MOST_KEYS + 1)), 1, 1, 5),
+            (Case("few keys", (200,), (5,), causal=False), 0, 0, 2),
+            (Case("wide", (20, 200), head_dim=256, head_dim_v=300), 2, 1, 0),
+            (Case("too wide", (20, 200), head_dim=257), 0, 1, 2),
+            (Case("softcap", (20, 30), softcap=5.0), 0, 0, 1),
+            (Case("alibi", (20, 30), alibi="heads"), 0, 0, 1),
+            (Case("dropout", (20, 30), dropout_p=0.1), 0, 0, 1),
+            (Case("tree", (20,), parents=(-1, *range(19))), 0, 0, 1),
+            (Case("nothing", (0,), slack=7), 0, 0, 0),
         ],
         ids=str,
     )
-    def test_number_of_runs_and_blocks(self, case: Case, options: dict[str, Any], runs: int, blocks: int) -> None:
-        plan = plan_of(make_inputs(case), **options)
-        assert (len(plan.calls), len(plan.blocks)) == (runs, blocks)
-
-    def test_batches_of_copies_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        inputs = make_inputs(Case("many", (17, 18) * 8, **SMALL))
-        monkeypatch.setattr(fused, "BATCH_NUMBERS", 5 * 18 * 2 * 16)
-        assert [call.documents for call in plan_of(inputs).calls] == [5, 5, 5, 1]
-        check_outputs(inputs, run(inputs, "blocked"))
-
-    def test_calls_of_equal_documents_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Unless they are all documents, whose results need no copy."""
-        monkeypatch.setattr(fused, "BATCH_NUMBERS", 7 * 20 * 2 * 16)
-        inputs = make_inputs(Case("many and one", (20,) * 16 + (30,), **SMALL))
-        assert plan_of(inputs).calls == [
-            (0, 140, 0, 140, fused.CAUSAL, 7),
-            (140, 280, 140, 280, fused.CAUSAL, 7),
-            (280, 320, 280, 320, fused.CAUSAL, 2),
-            (320, 350, 320, 350, fused.CAUSAL, 1),
-        ]
-        check_outputs(inputs, run(inputs, "blocked"))
-        assert len(plan_of(make_inputs(Case("many", (20,) * 16, **SMALL))).calls) == 1
-
-    @pytest.mark.parametrize(
-        ("kv_heads", "queries", "keys"),
-        [
-            (1, (3, 4 * 20, 1, 32), (3, 32, 1, 32)),
-            (2, (6, 2 * 20, 1, 32), (6, 32, 1, 32)),
-            (4, (3, 20, 4, 32), (3, 32, 4, 32)),
-        ],
-    )
-    def test_shapes_of_copies(self, kv_heads: int, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
-        """As many queries as the longest document has, keys in whole vectors, and groups of heads as queries of one."""
-        inputs = make_inputs(Case("short", (20, 18, 20), kv_heads=kv_heads))
-        (call,) = plan_of(inputs).calls
-        assert call.take_rows(inputs.q).shape == queries
-        assert call.take_keys(inputs.k).shape == keys
+    @pytest.mark.parametrize("pack_invariant", [False, True])
+    def test_what_computes_which(
+        self, case: Case, runs: int, documents: int, blocks: int, pack_invariant: bool
+    ) -> None:
+        if pack_invariant and (case.dropout_p or case.parents):
+            pytest.skip("refused")
+        plan = plan_of(make_inputs(case), pack_invariant=pack_invariant)
+        assert sizes(plan)[:2] == (runs, documents)
+        assert len(plan.blocks) == blocks or pack_invariant
 
     @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
     def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
-        (read,) = fused._as_the_kernel_reads(torch.zeros(1, tokens, 2, 16))
+        (read,) = fused._as_the_kernel_reads(torch.zeros(tokens, 2, 16))
         assert read.shape == (1, 2, tokens, 16)
         assert read.is_contiguous() == (tokens > fused.MOST_KEYS)
 
     def test_pieces_have_whole_vectors_of_keys(self) -> None:
         cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])
         inputs = make_inputs(Case("pieces", (300, 200), (300, 210)))
-        assert plan_of(replace(inputs, mask=cross)).calls == [
-            (0, 160, 0, 160, fused.CAUSAL, 1),
-            (160, 300, 0, 300, fused.CAUSAL, 1),
-            (300, 402, 300, 412, fused.CAUSAL, 1),
-            (402, 500, 300, 510, fused.CAUSAL, 1),
+        assert plan_of(replace(inputs, mask=cross)).runs == [
+            (0, 160, 0, 160, fused.CAUSAL),
+            (160, 300, 0, 300, fused.CAUSAL),
+            (300, 402, 300, 412, fused.CAUSAL),
+            (402, 500, 300, 510, fused.CAUSAL),
         ]
 
     def test_chunks_are_documents(self) -> None:
         inputs = make_inputs(Case("chunked", (512,)))
         chunked = BlockDiagonalMask.from_seqlens([512], chunk_size=32)
-        assert plan_of(replace(inputs, mask=chunked)).calls == [(0, 512, 0, 512, fused.CAUSAL, 16)]
+        assert sizes(plan_of(replace(inputs, mask=chunked))) == (0, 16, 0)
 
     @pytest.mark.parametrize(
-        "missing",
+        ("missing", "expected"),
         [
-            lambda m: m.setattr(fused, "_operators", tuple),
-            lambda m: m.setattr(fused, "SHARES_KEY_HEADS", False),
+            (lambda m: m.setattr(fused, "_operators", tuple), (0, 9, 2)),
+            (lambda m: m.setattr(fused, "SHARES_KEY_HEADS", False), (0, 9, 2)),
+            (lambda m: m.setattr(short, "_kernels", lambda: None), (8, 0, 3)),
         ],
-        ids=["no kernel", "torch 2.8"],
+        ids=["no kernel", "torch 2.8", "no numba"],
     )
-    def test_blocks_where_torch_lacks_the_kernel(
-        self, missing: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    def test_what_is_missing_is_replaced(
+        self,
+        missing: Callable[[pytest.MonkeyPatch], None],
+        expected: tuple[int, int, int],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         missing(monkeypatch)
         inputs = make_inputs(BY_NAME["mixed"])
-        assert not plan_of(inputs).calls
+        assert sizes(plan_of(inputs)) == expected
         check_outputs(inputs, run(inputs, "blocked"))
 
     def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,14 +272,14 @@ class TestPlan:
 def test_pack_invariant_at_any_address(head_dim: int, dtype: torch.dtype, softcap: float) -> None:
     """Rows of these head dimensions begin at any multiple of the type's size; products take other sums there."""
     torch.manual_seed(0)
-    packed = [torch.randn(17 + 130, 1, head_dim, dtype=dtype).requires_grad_() for _ in range(3)]
+    packed = [torch.randn(17 + 200, 1, head_dim, dtype=dtype).requires_grad_() for _ in range(3)]
     alone = [x.detach()[17:].clone().requires_grad_() for x in packed]
     results = []
-    for inputs, lengths in ((packed, [17, 130]), (alone, [130])):
+    for inputs, lengths in ((packed, [17, 200]), (alone, [200])):
         mask = BlockDiagonalMask.from_seqlens(lengths)
         out = varlen_attention(*inputs, mask, softcap=softcap, pack_invariant=True, backend="blocked")
         out.sum().backward()
-        results.append([x[-130:] for x in (out, *(y.grad for y in inputs))])
+        results.append([x[-200:] for x in (out, *(y.grad for y in inputs))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -315,7 +288,6 @@ def test_the_default_device_does_not_matter(softcap: float) -> None:
     q, k = (torch.randn(600, heads, 16) for heads in (4, 2))
     mask = BlockDiagonalMask.from_seqlens([600])
     fused._triangle.cache_clear()
-    fused._visible_mask.cache_clear()
     with torch.device("meta"):
         out = varlen_attention(q, k, k, mask, softcap=softcap, backend="blocked")
         assert BlockDiagonalMask.from_seqlens([600]).device.type == "cpu"

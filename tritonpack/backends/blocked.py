@@ -1,11 +1,11 @@
 """Attention in torch: O(T) memory, and work only where a query sees a key.
 
-The default without a GPU. A plan, which is made once per mask, says how each document is computed. On CPUs documents
-whose queries see all keys, or those up to their own, go to torch's fused kernel (fused.py). All else is computed block
-by block. This has the algorithm of the Triton kernels, in a form that is easier to read: the queries are cut into tiles
-of up to `BLOCK_ROWS` rows, and a tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that its
-rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for the plan,
-so on an accelerator this backend waits.
+The default without a GPU. A plan, which is made once per mask, says how each document is computed. On CPUs short
+documents go to loops of our own (short.py), and documents whose queries see all keys, or those up to their own, to
+torch's fused kernel (fused.py). All else is computed block by block. This has the algorithm of the Triton kernels, in a
+form that is easier to read: the queries are cut into tiles of up to `BLOCK_ROWS` rows, and a tile is computed in blocks
+of up to `BLOCK_KEYS` keys, from the first key that its rows see to the last; in a tree, the keys between that no row
+sees are left out. The host reads the mask for the plan, so on an accelerator this backend waits.
 
 Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.backends import fused
+from tritonpack.backends import fused, short
 from tritonpack.backends.dropout import keep_mask
 from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.checks import on_host
@@ -33,7 +33,8 @@ PIECE = 64  # keys, the unit of blocks in a tree
 
 LOG2E = 1 / math.log(2)
 
-FULL, MASKED = 4, 5  # kinds of blocks in the table of a plan, beside what the runs of fused.py see
+# Kinds of blocks in the table of a plan, and short documents, beside what the runs of fused.py see.
+FULL, MASKED, SHORT = 3, 4, 5
 
 
 class Block(NamedTuple):
@@ -49,17 +50,17 @@ class Plan(NamedTuple):
 
     Attributes:
         blocks: blocks, one tile after the other.
-        calls: calls of the fused kernel.
-        all_rows: whether calls compute every query of the mask.
-        all_keys: whether every key of the mask is in exactly one call.
-        one_call: whether a single call has all queries and all keys, in their order.
+        runs: calls of the fused kernel.
+        short: documents that are computed by loops.
+        all_rows: whether runs and short documents have every query of the mask.
+        one_run: whether a single run has all queries and all keys.
     """
 
     blocks: list[Block]
-    calls: list[fused.Call]
+    runs: list[fused.Run]
+    short: short.Documents | None
     all_rows: bool
-    all_keys: bool
-    one_call: bool
+    one_run: bool
 
 
 def check_device(q: Tensor) -> None:
@@ -72,9 +73,13 @@ def plan_tiles(
     """The plan as a table, made once; no table where the mask can't be read now, as under torch.compile."""
     if not on_host(mask.key_start):
         return NO_TABLES
-    whole, invariant = fused.serves(q, k, options), options.pack_invariant
-    table = mask.cached(("plan", whole, invariant), lambda: plan_of(mask, fuse=whole, pack_invariant=invariant))
-    return NO_TABLES._replace(blocks=table)
+    return NO_TABLES._replace(blocks=_table(q, k, mask, options))
+
+
+def _table(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Tensor:
+    by = {"fuse": fused.serves(q, k, options), "loop": short.serves(q, mask, options)}
+    key = ("plan", *by.values(), options.pack_invariant)
+    return mask.cached(key, lambda: plan_of(mask, **by, pack_invariant=options.pack_invariant))
 
 
 def forward(
@@ -83,25 +88,22 @@ def forward(
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     plan, dtype, head_dim_v = read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
     q, k, v = (_widened(x, options) for x in (q, k, v))
-    if plan.one_call:
-        out, lse = (x.flatten(0, 1) for x in fused.forward(plan.calls[0], q, k, v, options))
-        lse = lse.T
+    if plan.one_run:
+        out, lse = fused.forward(plan.runs[0], q, k, v, options)
     else:
-        # A row more than there are tokens, for results of none; see fused.Copies.
-        outs = q.new_empty(q.shape[0] + 1, q.shape[1], v.shape[2])
-        lses = q.new_empty(outs.shape[:2])
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse = q.new_empty(q.shape[:2])
         if not plan.all_rows:
-            outs.zero_()
-            lses.fill_(-math.inf)
-        out, lse = outs[:-1], lses[:-1].T
+            out.zero_()
+            lse.fill_(-math.inf)
         q, k, v = (x.contiguous() for x in (q, k, v))
         if plan.blocks:
-            _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse)
-        for call in plan.calls:
-            of_call = fused.forward(call, q, k, v, options)
-            call.put_rows(outs, of_call[0])
-            call.put_rows(lses, of_call[1])
-    return out[..., :head_dim_v].to(dtype), lse
+            _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse.T)
+        if plan.short is not None:
+            plan.short.forward(q, k, v, options, out, lse)
+        for run in plan.runs:
+            out[run.rows], lse[run.rows] = fused.forward(run, q, k, v, options)
+    return out[..., :head_dim_v].to(dtype), lse.T
 
 
 def _forward_blocks(
@@ -162,26 +164,22 @@ def backward(
     plan = read_plan(q, k, mask, options, tiles)
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
     dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
-    if plan.one_call:
-        of_call = fused.backward(plan.calls[0], dout, dlse, q, k, v, out, lse, options)
-        dq, dk, dv = (x.flatten(0, 1) for x in of_call)
+    if not plan.one_run:
+        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))
+    if plan.one_run:
+        dq, dk, dv = fused.backward(plan.runs[0], dout, dlse, q, k, v, out, lse, options)
     else:
-        dqs, dks, dvs = (x.new_empty(x.shape[0] + 1, *x.shape[1:]) for x in (q, k, v))
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         if not plan.all_rows:
-            dqs.zero_()
-        if not plan.all_keys:
-            dks.zero_()
-            dvs.zero_()
-        dq, dk, dv = dqs[:-1], dks[:-1], dvs[:-1]
+            dq.zero_()
         if plan.blocks:
             _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
-        dout, q, k, v, out, lse_of_calls = (x.contiguous() for x in (dout, q, k, v, out, lse.T))
-        dlse = None if dlse is None else dlse.T.contiguous().T
-        for call in plan.calls:
-            of_call = fused.backward(call, dout, dlse, q, k, v, out, lse_of_calls.T, options)
-            call.put_rows(dqs, of_call[0])
-            call.put_keys(dks, of_call[1], add=not plan.all_keys)
-            call.put_keys(dvs, of_call[2], add=not plan.all_keys)
+        if plan.short is not None:
+            plan.short.backward(dout, dlse, q, k, v, out, lse.T.contiguous(), options, (dq, dk, dv))
+        for run in plan.runs:
+            dq[run.rows], dk_of_run, dv_of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
+            dk[run.keys] += dk_of_run
+            dv[run.keys] += dv_of_run
     dsinks = None
     if options.sinks is not None:
         delta = (dout * out).sum(-1).T
@@ -236,53 +234,56 @@ def _backward_blocks(
 
 
 def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> Plan:
-    """The plan of a call, made once per mask and width of the queries; waits for the mask's device."""
-    fuse, invariant = fused.serves(q, k, options), options.pack_invariant
+    """The plan of a call, made once per mask; waits for the mask's device."""
+    by = fused.serves(q, k, options), short.serves(q, mask, options)
 
     def read() -> Plan:
-        table = tiles.blocks
-        if table is None:
-            table = plan_of(mask, fuse=fuse, pack_invariant=invariant)
-        return _read(table, q, k)
+        return _read(_table(q, k, mask, options) if tiles.blocks is None else tiles.blocks, mask)
 
-    return mask.cached(("calls", fuse, invariant, *q.shape[1:], k.shape[1]), read)
+    return mask.cached(("calls", *by, options.pack_invariant), read)
 
 
-def _read(table: Tensor, q: Tensor, k: Tensor) -> Plan:
+def _read(table: Tensor, mask: BlockDiagonalMask) -> Plan:
     """The plan of a table from `plan_of`."""
-    blocks, runs = [], []
-    for row, row_end, key, key_end, kind, count in table.tolist():
-        if kind in (FULL, MASKED):
-            blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
-        else:
-            runs.append(fused.Run(row, row_end, key, key_end, kind, count))
-    calls = [*fused.calls_of(runs, q, k)]
-    one_call = [isinstance(call, fused.Run) and call[:4] for call in calls] == [(0, len(q), 0, len(k))]
-    all_rows = not blocks and _covers([(run.row, run.row_end) for run in runs], len(q))
-    all_keys = not blocks and _covers([(run.key, run.key_end) for run in runs], len(k))
-    return Plan(blocks, calls, all_rows, all_keys, one_call and not blocks)
+    table = table.cpu()
+    kind = table[:, 4]
+    blocks = [
+        Block(slice(row, row_end), slice(key, key_end), kind == MASKED)
+        for row, row_end, key, key_end, kind in table[(kind == FULL) | (kind == MASKED)].tolist()
+    ]
+    runs = [fused.Run(*run) for run in table[kind < FULL].tolist()]
+    documents = table[kind == SHORT, :4]
+    whole = sorted([[run.row, run.row_end] for run in runs] + documents[:, :2].tolist())
+    all_rows = not blocks and _covers(whole, mask.num_queries)
+    one_run = [run[:4] for run in runs] == [(0, mask.num_queries, 0, mask.num_keys)] and all_rows
+    return Plan(blocks, runs, short.Documents(documents, mask) if len(documents) else None, all_rows, one_run)
 
 
-def _covers(spans: list[tuple[int, int]], total: int) -> bool:
+def _covers(spans: list[list[int]], total: int) -> bool:
     """Whether spans [begin, end), in ascending order, follow each other from 0 to the total; False if some overlap."""
     ends = [0, *(end for _, end in spans)]
     return [begin for begin, _ in spans] == ends[:-1] and ends[-1] == total
 
 
-def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
-    """The plan of a mask, (blocks and runs, 6) int64: row, row_end, key, key_end, kind, count of documents.
+def plan_of(mask: BlockDiagonalMask, *, fuse: bool, loop: bool, pack_invariant: bool) -> Tensor:
+    """The plan of a mask, (blocks, runs and short documents, 5) int64: row, row_end, key, key_end, kind.
 
     Args:
         fuse: whether the fused kernel computes the documents that it can.
-        pack_invariant: whether no tile and no call may hold two documents.
+        loop: whether loops compute short documents.
+        pack_invariant: whether no tile may hold two documents.
     """
-    documents = fused.documents_of(mask, pack_invariant=pack_invariant)
+    documents = fused.documents_of(mask)
+    row, row_end, key, key_end, kind = documents.T
     if not fuse or mask.is_tree:
-        documents[:, 4] = fused.OTHER
+        kind.fill_(fused.OTHER)
+    if loop:
+        kind[torch.maximum(row_end - row, key_end - key) <= short.LONGEST] = SHORT
     tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
-    runs = fused.runs_of(documents[documents[:, 4] != fused.OTHER], pack_invariant=pack_invariant)
+    runs = fused.runs_of(documents[kind < fused.OTHER])
     blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
-    return torch.cat([blocks, torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 6)])
+    runs_table = torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 5)
+    return torch.cat([blocks, runs_table, documents[kind == SHORT].to(blocks.device)])
 
 
 def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
@@ -297,8 +298,8 @@ def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
         for key in range(begin, end, BLOCK_KEYS):
             key_end = min(key + BLOCK_KEYS, end)
             kind = FULL if common <= key < key_end <= common_end else MASKED
-            blocks.append((*rows, key, key_end, kind, 1))
-    return torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 6)
+            blocks.append((*rows, key, key_end, kind))
+    return torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 5)
 
 
 def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
@@ -318,7 +319,7 @@ def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
     key = (begins % width - 1) * PIECE
     key_end = (key + lengths * PIECE).clamp(max=mask.num_keys)
     kinds = torch.where(kind[begins] == 1, MASKED, FULL)
-    return torch.stack([*tiles[begins // width].T, key, key_end, kinds, torch.ones_like(kinds)], 1)
+    return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1)
 
 
 def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, int]]:

@@ -1,0 +1,124 @@
+"""Short documents on a CPU, by loops that numba compiles (short_kernels.py), on as many threads as torch has.
+
+A document has at most `LONGEST` queries and keys, and any interval of its keys may be hidden from any query. Torch's
+fused kernel would take a call for each of them, or copies of all of them; these loops read their rows where they are.
+A document's results don't depend on other documents, nor on the number of threads.
+
+Without numba, and for options that the loops lack, short documents are computed like long ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
+
+LONGEST = 192  # tokens; longer documents take longer than in torch's fused kernel
+FEWEST_NUMBERS = 2**20  # of products that a further thread is worth
+
+
+def serves(q: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> bool:
+    """Whether the loops compute attention of queries like q with this mask and these options."""
+    plain = not options.softcap and options.alibi_slopes is None and not options.dropout_p
+    return q.device.type == "cpu" and plain and not mask.is_tree and _kernels() is not None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The compiled loops; None without numba."""
+    try:
+        from tritonpack.backends import short_kernels
+    except ImportError:
+        return None
+    return short_kernels
+
+
+class Documents:
+    """The short documents of a mask. No two have a key in common, because bounds ascend, so threads write apart.
+
+    Args:
+        rows: (documents, 4) int64 on the host: row, row_end, key, key_end, in the order of their rows.
+        mask: their mask.
+    """
+
+    def __init__(self, rows: Tensor, mask: BlockDiagonalMask) -> None:
+        self.rows = rows.contiguous().numpy()
+        self.start, self.stop = (x.contiguous().numpy() for x in (mask.key_start, mask.key_stop))
+        row, row_end, key, key_end = self.rows.T
+        self.work = np.cumsum((row_end - row) * (key_end - key))
+
+    def each(self, threads: int, compute: Callable[[Any], None]) -> None:
+        """Call `compute` with all documents, in up to `threads` parts at once."""
+        shares = self.work[-1] * np.arange(1, threads) / threads
+        parts = [part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)]
+        others = [_pool(threads).submit(compute, part) for part in parts[1:]]
+        try:
+            compute(parts[0])
+        finally:
+            for other in others:
+                other.result()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor) -> None:
+        """Write their rows of out (T_q, H, D_v) and lse (T_q, H), given tensors of one dtype, contiguous."""
+        kernels = _kernels()
+        assert kernels is not None
+        arrays = _arrays(q, k, v)
+        sinks = _arrays(q.new_empty(0) if options.sinks is None else options.sinks.to(q.dtype).contiguous())
+        scale, results = arrays[0].dtype.type(options.scale), _arrays(out, lse)
+
+        def compute(documents: Any) -> None:
+            kernels.forward(*arrays, documents, self.start, self.stop, *sinks, scale, *results)
+
+        self.each(self._threads(q), compute)
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        options: AttentionOptions,
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write their rows of dq, dk and dv, given tensors as in `forward`."""
+        kernels = _kernels()
+        assert kernels is not None
+        dlse = q.new_empty(0, 0) if dlse is None else dlse.T.to(q.dtype).contiguous()
+        arrays, results = _arrays(dout, dlse, q, k, v, out, lse), _arrays(*gradients)
+        scale = arrays[0].dtype.type(options.scale)
+
+        def compute(documents: Any) -> None:
+            kernels.backward(*arrays, documents, self.start, self.stop, scale, *results)
+
+        self.each(self._threads(q), compute)
+
+    def _threads(self, q: Tensor) -> int:
+        numbers = int(self.work[-1]) * q.shape[1] * q.shape[2]
+        return max(min(torch.get_num_threads(), numbers // FEWEST_NUMBERS), 1)
+
+
+def _arrays(*tensors: Tensor) -> list[Any]:
+    return [x.detach().numpy() for x in tensors]
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads beside the one that calls."""
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="tritonpack")
+
+
+# A process that is forked has no threads but the one that forked.
+os.register_at_fork(after_in_child=_pool.cache_clear)
