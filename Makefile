@@ -81,7 +81,7 @@ bench-gpu:
 	python3 -m benchmarks.gpu --minutes 60 || test $$? = 3
 
 first-day:
-	python3 -m benchmarks.first_day --out first-day || test $$? = 3
+	python3 -m benchmarks.first_day || test $$? = 3
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out first-day site .cache .matrix
