@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tritonpack.backends import short
 from tritonpack.testing import Case, check_outputs, make_inputs
 from tritonpack.testing.tolerance import run
 
-pytest.importorskip("numba")
+short_kernels = pytest.importorskip("tritonpack.backends.short_kernels", exc_type=ImportError)
 NAN = float("nan")
 LENGTHS = (20, 1, 192, 7, 16, 33, 0, 64)
 
@@ -147,7 +148,30 @@ class TestThreads:
         process = multiprocessing.get_context("fork").Process(target=calls.each, args=(2, lambda part: None))
         process.start()
         process.join(60)
+        process.kill()
         assert process.exitcode == 0
+
+
+class TestMachineCode:
+    def test_functions_of_a_file_have_one_dtype(self) -> None:
+        """As numba numbers the machine code of a file, and processes may choose the same number at the same time."""
+        names = [f.py_func.__qualname__ for x in ("float32", "float64") for f in short_kernels.functions(np.dtype(x))]
+        assert len(set(names)) == 4
+
+    def test_no_folder_can_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiling = short_kernels.numba.njit
+
+        def refuse(*, cache: bool = False, **options: Any) -> Any:
+            if cache:
+                raise RuntimeError("cannot cache function")
+            return compiling(**options)
+
+        monkeypatch.setattr(short_kernels.numba, "njit", refuse)
+        kept = short_kernels._kept(short_kernels.forward, np.dtype("float32"))
+        functions = (kept, short_kernels.functions(np.dtype("float32"))[1])
+        monkeypatch.setattr(short, "_functions", lambda dtype: functions)
+        inputs = make_inputs(CASES[0])
+        check_outputs(inputs, run(inputs, "blocked"))
 
 
 NARROWER = """

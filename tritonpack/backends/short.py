@@ -43,6 +43,12 @@ def _kernels() -> ModuleType | None:
     return short_kernels
 
 
+def _functions(dtype: Any) -> Any:
+    kernels = _kernels()
+    assert kernels is not None
+    return kernels.functions(dtype)
+
+
 class Documents:
     """The short documents of a mask. No two have a key in common, because bounds ascend, so threads write apart.
 
@@ -70,14 +76,13 @@ class Documents:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor) -> None:
         """Write their rows of out (T_q, H, D_v) and lse (T_q, H), given tensors of one dtype, contiguous."""
-        kernels = _kernels()
-        assert kernels is not None
         arrays = _arrays(q, k, v)
+        forward, _ = _functions(arrays[0].dtype)
         sinks = _arrays(q.new_empty(0) if options.sinks is None else options.sinks.to(q.dtype).contiguous())
         scale, results = arrays[0].dtype.type(options.scale), _arrays(out, lse)
 
         def compute(documents: Any) -> None:
-            kernels.forward(*arrays, documents, self.start, self.stop, *sinks, scale, *results)
+            forward(*arrays, documents, self.start, self.stop, *sinks, scale, *results)
 
         self.each(self._threads(q), compute)
 
@@ -94,14 +99,13 @@ class Documents:
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Write their rows of dq, dk and dv, given tensors as in `forward`."""
-        kernels = _kernels()
-        assert kernels is not None
         dlse = q.new_empty(0, 0) if dlse is None else dlse.T.to(q.dtype).contiguous()
         arrays, results = _arrays(dout, dlse, q, k, v, out, lse), _arrays(*gradients)
         scale = arrays[0].dtype.type(options.scale)
+        _, backward = _functions(arrays[0].dtype)
 
         def compute(documents: Any) -> None:
-            kernels.backward(*arrays, documents, self.start, self.stop, scale, *results)
+            backward(*arrays, documents, self.start, self.stop, scale, *results)
 
         self.each(self._threads(q), compute)
 
