@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -35,12 +35,14 @@ def serves(q: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> boo
 
 @cache
 def _kernels() -> ModuleType | None:
-    """The compiled loops; None without numba."""
+    """The compiled loops; None without a numba that compiles."""
     try:
+        import numba
+
         from tritonpack.backends import short_kernels
-    except ImportError:
+    except (ImportError, SystemError):  # SystemError: numba was built for another numpy
         return None
-    return short_kernels
+    return None if numba.config.DISABLE_JIT else short_kernels
 
 
 def _functions(dtype: Any) -> Any:
@@ -67,7 +69,7 @@ class Documents:
         """Call `compute` with all documents, in up to `threads` parts at once."""
         shares = self.work[-1] * np.arange(1, threads) / threads
         parts = [part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)]
-        others = [_pool(threads).submit(compute, part) for part in parts[1:]]
+        others = [_start(compute, part) for part in parts[1:]]
         try:
             compute(parts[0])
         finally:
@@ -118,10 +120,20 @@ def _arrays(*tensors: Tensor) -> list[Any]:
     return [x.detach().numpy() for x in tensors]
 
 
+def _start(compute: Callable[[Any], None], part: Any) -> Future[None]:
+    try:
+        return _pool().submit(compute, part)
+    except RuntimeError:  # the interpreter ends, and starts no threads any more
+        done: Future[None] = Future()
+        compute(part)
+        done.set_result(None)
+        return done
+
+
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads beside the one that calls."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="tritonpack")
+def _pool() -> ThreadPoolExecutor:
+    """Threads beside those that call, as many as are ever needed at once."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tritonpack")
 
 
 # A process that is forked has no threads but the one that forked.

@@ -332,5 +332,5 @@ def _kept(function: Any, dtype: Any) -> Any:
     named.__qualname__ = f"{function.__name__}-{about.hexdigest()[:16]}"
     try:
         return numba.njit(cache=True, **_OPTIONS)(named)
-    except RuntimeError:  # no such folder
+    except (RuntimeError, OSError):  # no such folder
         return compiled(named)
