@@ -134,7 +134,7 @@ class TestExactness:
             dq.sum().backward()
 
     @BACKENDS
-    def test_transforms_of_torch_func_are_refused(self, backend: str) -> None:
+    def test_transforms_of_torch_func_and_tangents_are_refused(self, backend: str) -> None:
         inputs = make_inputs(Case("transformed", (4,)))
 
         def loss(q: torch.Tensor) -> torch.Tensor:
@@ -142,6 +142,13 @@ class TestExactness:
 
         with pytest.raises(ValueError, match=r"transform of torch.func.*torch.autograd.grad"):
             torch.func.grad(loss)(inputs.q)
+        with torch.autograd.forward_ad.dual_level():
+            loss(inputs.q)
+            for name in ("q", "k", "v"):
+                tensors = {x: getattr(inputs, x) for x in ("q", "k", "v")}
+                tensors[name] = torch.autograd.forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+                with pytest.raises(ValueError, match=r"tangents of torch.autograd.forward_ad.*torch.autograd.grad"):
+                    varlen_attention(**tensors, mask=inputs.mask, backend=backend)
 
 
 class TestReturns:

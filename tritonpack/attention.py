@@ -74,8 +74,9 @@ def varlen_attention(
         dropout_seed: an integer, or an int64 scalar on q's device; the same seed drops the same pairs on every
             backend. None draws a seed from torch's generator.
         pack_invariant: whether a document has the same bits in results and gradients alone and at every place of every
-            pack, and a NaN or an infinity in it reaches no other document. Otherwise it may reach documents that share
-            a tile with it. It is slower if documents are short. Not with dropout, nor on the reference backend.
+            pack (on a CPU with as many threads), and a NaN or an infinity in it reaches no other document. Otherwise it
+            may reach documents that share a tile with it. It is slower if documents are short. Not with dropout, nor on
+            the reference backend.
         return_lse: whether to return the log-sum-exp of each row's scores, sink included, too.
         backend: "triton" (kernels; a GPU, or Triton's interpreter), "gluon" (experimental: another forward kernel, for
             Hopper GPUs, 16-bit types, D = D_v of 64, 128 or 256, and neither softcap nor sinks, ALiBi or dropout),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from tritonpack.backends import BackendModule, load
@@ -69,15 +70,15 @@ def run_attention(
     """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks.
 
     Raises:
-        ValueError: inside of a transform of torch.func.
+        ValueError: inside of a transform of torch.func, or with tangents of forward-mode differentiation.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise ValueError(
-            "tritonpack's attention can't run inside of a transform of torch.func (grad, vjp, jvp, vmap). For a "
-            "gradient use loss.backward() or torch.autograd.grad, also with torch.func.functional_call; or patch the "
-            "model with attention='sdpa'."
-        )
     inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or _has_tangents(*inputs)):
+        raise ValueError(
+            "tritonpack's attention can't run inside of a transform of torch.func (grad, vjp, jvp, vmap), nor with "
+            "tangents of torch.autograd.forward_ad. For a gradient use loss.backward() or torch.autograd.grad, also "
+            "with torch.func.functional_call; or patch the model with attention='sdpa'."
+        )
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if not _is_plain_call(*inputs):
         return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
@@ -86,6 +87,10 @@ def run_attention(
     if backward:
         return _Attention.apply(q, k, v, options.sinks, mask, options, tiles, module, backend)
     return _forward(module, q, k, v, mask, options, tiles)
+
+
+def _has_tangents(*tensors: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _is_plain_call(*tensors: Tensor) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tritonpack.backends import short
 from tritonpack.testing import Case, check_outputs, make_inputs
 from tritonpack.testing.tolerance import run
 
-pytest.importorskip("numba")
+short_kernels = pytest.importorskip("tritonpack.backends.short_kernels", exc_type=ImportError)
 NAN = float("nan")
 LENGTHS = (20, 1, 192, 7, 16, 33, 0, 64)
 
@@ -93,6 +94,24 @@ def test_a_document_of_nan_changes_no_bit_of_others() -> None:
         assert got[name][9:29].isnan().all()
 
 
+AT_EXIT = """
+import atexit
+import torch
+from tritonpack import BlockDiagonalMask
+from tritonpack.backends.short import Documents
+
+documents = Documents(torch.tensor([[0, 10, 0, 10], [10, 20, 10, 20]]), BlockDiagonalMask.from_seqlens([10, 10]))
+documents.each(2, lambda part: None)
+
+def late():
+    parts = []
+    documents.each(2, lambda part: parts.append(part[0, 0].item()))
+    print(sorted(parts))
+
+atexit.register(late)
+"""
+
+
 class TestThreads:
     def documents(self, rows: list[list[int]]) -> short.Documents:
         mask = BlockDiagonalMask.from_seqlens([rows[-1][1]])
@@ -139,6 +158,15 @@ class TestThreads:
         with pytest.raises(KeyError, match="in a thread"):
             self.documents(rows).each(2, fail)
 
+    def test_when_the_interpreter_ends(self) -> None:
+        """No thread can be started any more then, but other threads and handlers of `atexit` may go on."""
+        root = Path(__file__).parents[2]
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        ended = subprocess.run(
+            [sys.executable, "-c", AT_EXIT], cwd=root, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert (ended.stdout, ended.stderr, ended.returncode) == ("[0, 10]\n", "", 0)
+
     @pytest.mark.filterwarnings("ignore:.*fork")
     def test_after_a_fork(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As workers of a DataLoader are made; the threads of the first process don't exist there."""
@@ -147,7 +175,45 @@ class TestThreads:
         process = multiprocessing.get_context("fork").Process(target=calls.each, args=(2, lambda part: None))
         process.start()
         process.join(60)
+        process.kill()
         assert process.exitcode == 0
+
+
+class TestMachineCode:
+    @pytest.mark.parametrize("error", [ImportError("numba needs another numpy"), SystemError("initialization failed")])
+    def test_numba_does_not_work(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Broken:
+            def find_spec(self, name: str, *_: Any) -> None:
+                if name == "numba":
+                    raise error
+
+        monkeypatch.delitem(sys.modules, "numba")
+        monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+        assert short._kernels.__wrapped__() is None
+
+    def test_numba_does_not_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(short_kernels.numba.config, "DISABLE_JIT", 1)
+        assert short._kernels.__wrapped__() is None
+
+    def test_functions_of_a_file_have_one_dtype(self) -> None:
+        """As numba numbers the machine code of a file, and processes may choose the same number at the same time."""
+        names = [f.py_func.__qualname__ for x in ("float32", "float64") for f in short_kernels.functions(np.dtype(x))]
+        assert len(set(names)) == 4
+
+    def test_no_folder_can_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiling = short_kernels.numba.njit
+
+        def refuse(*, cache: bool = False, **options: Any) -> Any:
+            if cache:
+                raise RuntimeError("cannot cache function")
+            return compiling(**options)
+
+        monkeypatch.setattr(short_kernels.numba, "njit", refuse)
+        kept = short_kernels._kept(short_kernels.forward, np.dtype("float32"))
+        functions = (kept, short_kernels.functions(np.dtype("float32"))[1])
+        monkeypatch.setattr(short, "_functions", lambda dtype: functions)
+        inputs = make_inputs(CASES[0])
+        check_outputs(inputs, run(inputs, "blocked"))
 
 
 NARROWER = """

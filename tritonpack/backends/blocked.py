@@ -245,7 +245,6 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
 
 def _read(table: Tensor, mask: BlockDiagonalMask) -> Plan:
     """The plan of a table from `plan_of`."""
-    table = table.cpu()
     kind = table[:, 4]
     blocks = [
         Block(slice(row, row_end), slice(key, key_end), kind == MASKED)
@@ -266,7 +265,7 @@ def _covers(spans: list[list[int]], total: int) -> bool:
 
 
 def plan_of(mask: BlockDiagonalMask, *, fuse: bool, loop: bool, pack_invariant: bool) -> Tensor:
-    """The plan of a mask, (blocks, runs and short documents, 5) int64: row, row_end, key, key_end, kind.
+    """The plan of a mask, (blocks, runs and short documents, 5) int64 on the host: row, row_end, key, key_end, kind.
 
     Args:
         fuse: whether the fused kernel computes the documents that it can.
@@ -283,7 +282,7 @@ def plan_of(mask: BlockDiagonalMask, *, fuse: bool, loop: bool, pack_invariant: 
     runs = fused.runs_of(documents[kind < fused.OTHER])
     blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
     runs_table = torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 5)
-    return torch.cat([blocks, runs_table, documents[kind == SHORT].to(blocks.device)])
+    return torch.cat([blocks, runs_table, documents[kind == SHORT].to(blocks.device)]).cpu()
 
 
 def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:

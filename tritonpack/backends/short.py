@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -35,12 +35,20 @@ def serves(q: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> boo
 
 @cache
 def _kernels() -> ModuleType | None:
-    """The compiled loops; None without numba."""
+    """The compiled loops; None without a numba that compiles."""
     try:
+        import numba
+
         from tritonpack.backends import short_kernels
-    except ImportError:
+    except (ImportError, SystemError):  # SystemError: numba was built for another numpy
         return None
-    return short_kernels
+    return None if numba.config.DISABLE_JIT else short_kernels
+
+
+def _functions(dtype: Any) -> Any:
+    kernels = _kernels()
+    assert kernels is not None
+    return kernels.functions(dtype)
 
 
 class Documents:
@@ -61,7 +69,7 @@ class Documents:
         """Call `compute` with all documents, in up to `threads` parts at once."""
         shares = self.work[-1] * np.arange(1, threads) / threads
         parts = [part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)]
-        others = [_pool(threads).submit(compute, part) for part in parts[1:]]
+        others = [_start(compute, part) for part in parts[1:]]
         try:
             compute(parts[0])
         finally:
@@ -70,14 +78,13 @@ class Documents:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor) -> None:
         """Write their rows of out (T_q, H, D_v) and lse (T_q, H), given tensors of one dtype, contiguous."""
-        kernels = _kernels()
-        assert kernels is not None
         arrays = _arrays(q, k, v)
+        forward, _ = _functions(arrays[0].dtype)
         sinks = _arrays(q.new_empty(0) if options.sinks is None else options.sinks.to(q.dtype).contiguous())
         scale, results = arrays[0].dtype.type(options.scale), _arrays(out, lse)
 
         def compute(documents: Any) -> None:
-            kernels.forward(*arrays, documents, self.start, self.stop, *sinks, scale, *results)
+            forward(*arrays, documents, self.start, self.stop, *sinks, scale, *results)
 
         self.each(self._threads(q), compute)
 
@@ -94,14 +101,13 @@ class Documents:
         gradients: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Write their rows of dq, dk and dv, given tensors as in `forward`."""
-        kernels = _kernels()
-        assert kernels is not None
         dlse = q.new_empty(0, 0) if dlse is None else dlse.T.to(q.dtype).contiguous()
         arrays, results = _arrays(dout, dlse, q, k, v, out, lse), _arrays(*gradients)
         scale = arrays[0].dtype.type(options.scale)
+        _, backward = _functions(arrays[0].dtype)
 
         def compute(documents: Any) -> None:
-            kernels.backward(*arrays, documents, self.start, self.stop, scale, *results)
+            backward(*arrays, documents, self.start, self.stop, scale, *results)
 
         self.each(self._threads(q), compute)
 
@@ -114,10 +120,20 @@ def _arrays(*tensors: Tensor) -> list[Any]:
     return [x.detach().numpy() for x in tensors]
 
 
+def _start(compute: Callable[[Any], None], part: Any) -> Future[None]:
+    try:
+        return _pool().submit(compute, part)
+    except RuntimeError:  # the interpreter ends, and starts no threads any more
+        done: Future[None] = Future()
+        compute(part)
+        done.set_result(None)
+        return done
+
+
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads beside the one that calls."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="tritonpack")
+def _pool() -> ThreadPoolExecutor:
+    """Threads beside those that call, as many as are ever needed at once."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tritonpack")
 
 
 # A process that is forked has no threads but the one that forked.

@@ -16,12 +16,18 @@ query sees, within its document, at least one.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from functools import cache
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import binding
 
+from tritonpack.backends import vectors
 from tritonpack.backends.vectors import (
     VECTOR_BYTES,
     add_times,
@@ -45,7 +51,7 @@ STRIPE = 32  # rows of queries whose gradients are computed together; a multiple
 AHEAD = 16  # tokens; rows are asked for when the rows of so many tokens before them are read
 
 # A product and a sum may become one instruction, and nothing else changes: `exp` depends on the order of its sums.
-_OPTIONS: Any = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+_OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 compiled: Any = numba.njit(**_OPTIONS)
 # For loops that allocate no array: otherwise numba counts the references to each array that a function is passed. The
 # option isn't public, so a numba without it only takes longer.
@@ -160,7 +166,6 @@ def _most_keys(documents: Any) -> int:
     return most
 
 
-@compiled
 def forward(
     q: Any, k: Any, v: Any, documents: Any, start: Any, stop: Any, sinks: Any, scale: Any, out: Any, lse: Any
 ) -> None:
@@ -219,7 +224,6 @@ def forward(
                 _put_rows(sums, width_v, out, row, n, group, first, last)
 
 
-@compiled
 def backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, documents: Any, start: Any, stop: Any,
     scale: Any, dq: Any, dk: Any, dv: Any,
@@ -307,3 +311,26 @@ def backward(
                     dk[key + i, n, d] = dks[i * width + d]
                 for d in range(head_dim_v):
                     dv[key + i, n, d] = dvs[i * width_v + d]
+
+
+@cache
+def functions(dtype: Any) -> tuple[Any, Any]:
+    """`forward` and `backward` for arrays of a dtype, kept on disk where numba finds a folder that it can write."""
+    return _kept(forward, dtype), _kept(backward, dtype)
+
+
+def _kept(function: Any, dtype: Any) -> Any:
+    """numba numbers the files of a function's machine code, one for each dtype and processor.
+
+    Processes that compile for two of these at the same time may choose the same number, and each then reads the code of
+    the other. So the function's name depends on whatever its code depends on.
+    """
+    about = hashlib.sha256(f"{dtype} {binding.get_host_cpu_name()} {binding.get_host_cpu_features()}".encode())
+    for source in (__file__, vectors.__file__):
+        about.update(Path(source).read_bytes())
+    named = FunctionType(function.__code__, globals(), function.__name__)
+    named.__qualname__ = f"{function.__name__}-{about.hexdigest()[:16]}"
+    try:
+        return numba.njit(cache=True, **_OPTIONS)(named)
+    except (RuntimeError, OSError):  # no such folder
+        return compiled(named)

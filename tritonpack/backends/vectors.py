@@ -3,9 +3,6 @@
 numba turns loops into vectors only where it can show that this changes nothing, which isn't so in products of small
 matrices. Each operation here is a function of vectors that becomes one or a few instructions. Arrays are read and
 written by the place of a number in memory, in the order of the array's rows, without a check.
-
-numba's cache on disk keeps the machine code of a function as long as its file doesn't change. After a change here
-delete the .nbi and .nbc files of short_kernels.py in __pycache__.
 """
 
 from __future__ import annotations
