@@ -20,10 +20,11 @@ from tritonpack.kernels.tile_shapes import TILES
 pytestmark = pytest.mark.compile
 
 ROWS = {"ROWS": intervals.RUN_ROWS, "LOOK": intervals.LOOK}
+UNCHECKED = ROWS | {"table_ptr": None}
 TREES = {"ROWS": trees.ROWS, "PIECE": trees.PIECE}
 # Tiles of a shipped configuration: forward, dq and the gradients of keys.
 CUTS = {"ROWS": (32, 32, 128), "LONG": (128, 128, 128), "OF_KEYS": (False, False, True), "TREE": False}
-CHUNKS = CUTS | {"HALO": 128, "WINDOW": tables.WINDOW, "queries_ptr": None, "keys_ptr": None}
+CHUNKS = CUTS | {"HALO": 128, "WINDOW": tables.WINDOW, "document_ptr": None}
 WHOLE = CUTS | {"HALO": 0, "WINDOW": tables.WINDOW}
 ADDED = {"SUMMARIES": tables.SUMMARIES}
 BLOCKS = {"BLOCK": (64, 64, 128), "OF_KEYS": CUTS["OF_KEYS"]}
@@ -46,9 +47,10 @@ KERNELS = {
     "transpose": (intervals.transpose_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets-int64": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i64", 4),
-    "positions": (intervals.runs_kernel, {"RULE": "positions", **ROWS}, "*i64", intervals.RUN_WARPS),
+    "positions": (intervals.runs_kernel, {"RULE": "positions", **UNCHECKED}, "*i64", intervals.RUN_WARPS),
     "segments": (intervals.runs_kernel, {"RULE": "segments", **ROWS}, "*i64", intervals.RUN_WARPS),
-    "codes": (intervals.runs_kernel, {"RULE": "codes", **ROWS}, "*u8", intervals.RUN_WARPS),
+    "padding": (intervals.runs_kernel, {"RULE": "padding", **ROWS}, "*u8", intervals.RUN_WARPS),
+    "codes": (intervals.runs_kernel, {"RULE": "codes", **UNCHECKED}, "*u8", intervals.RUN_WARPS),
     "tree-parents": (trees.parents_kernel, TREES, "*i64", trees.WARPS),
     "tree-parents-int32": (trees.parents_kernel, TREES, "*i32", trees.WARPS),
     "tree-ends": (trees.ends_kernel, {"ROWS": trees.ROWS}, "*i64", 4),
@@ -77,7 +79,7 @@ def compile_kernel(name: str, arch: str) -> Code:
     """Compile like the launcher: pointers aligned to 16 bytes, numbers of any value."""
     kernel, constants, ids, num_warps = KERNELS[name]
     types = dict.fromkeys(("ids_ptr", "cu_q_ptr", "cu_k_ptr", "parents_ptr", "given_ptr"), ids)
-    types |= {"first_ptr": "*i32" if name in TABLES else "*i8", "sound_ptr": "*i8", "rooms": ("i32", "i32", "i32")}
+    types |= {"first_ptr": "*i32" if name in TABLES else "*i8", "rooms": ("i32", "i32", "i32")}
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i32" if "_ptr" in argument else "i32")
         for argument in kernel.arg_names
@@ -89,7 +91,8 @@ def compile_kernel(name: str, arch: str) -> Code:
         constexprs={places[argument]: value for argument, value in constants.items() if argument in places},
         attrs={places[x]: [["tt.divisibility", 16]] for x in places if str(signature[x]).startswith("*")},
     )
-    asm = triton.compile(source, target=TARGETS[arch], options={"num_warps": num_warps}).asm
+    options = {"num_warps": num_warps, "debug": arch.startswith("sm"), "sanitize_overflow": False}
+    asm = triton.compile(source, target=TARGETS[arch], options=options).asm
     if "amdgcn" in asm:
         code = asm["amdgcn"]
         registers, spills = (int(re.search(rf"\.{x}:\s+(\d+)", code)[1]) for x in ("vgpr_count", "vgpr_spill_count"))
@@ -121,3 +124,12 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
         wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "global_store_b128" if rdna else "global_store_dwordx4")
         assert re.search(wide, code.assembly)
         assert len(re.findall(wide, code.assembly)) == len(re.findall(any_store, code.assembly))
+
+
+ASSERTING = ("offsets", "segments", "padding", "tree-parents", "tree-ends", "tree-depths")
+
+
+@pytest.mark.parametrize("name", ASSERTING)
+@pytest.mark.sampled("segments")
+def test_assertions_are_compiled(name: str) -> None:
+    assert "__assertfail" in compile_kernel(name, "sm_90").assembly

@@ -27,18 +27,17 @@ WARPS = 8
 
 
 class Bounds(NamedTuple):
-    """The bounds of a mask and of its transpose, with the numbers of the documents where they decide, and both lengths.
+    """The bounds of a mask and of its transpose, and the numbers of the documents where they decide.
 
-    `queries` (num_queries,) and `keys` (num_keys,) are these numbers, int32, or both None. `tree` says whether a row
-    that doesn't see the key of the row above begins a document.
+    `document` (num_queries,) int32 holds these numbers, or is None. `tree` says whether a row that doesn't see the key
+    of the row above begins a document.
     """
 
     key_start: Tensor
     key_stop: Tensor
     query_start: Tensor
     query_stop: Tensor
-    queries: Tensor | None
-    keys: Tensor | None
+    document: Tensor | None
     tree: bool
 
 
@@ -64,7 +63,7 @@ def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_
 
 
 @triton.jit
-def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, TREE: tl.constexpr):
+def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs, total, columns, TREE: tl.constexpr):
     """Whether a document begins at rows `offs`: `document_begins` of backends/tile_table.py."""
     inside = (offs >= 0) & (offs < total)
     above = inside & (offs > 0)
@@ -79,8 +78,11 @@ def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, 
         if TREE:
             differs = differs | (tl.load(other_stop_ptr + offs - 1, mask=above, other=0) <= offs)
     else:
-        number = tl.load(document_ptr + offs, mask=inside, other=0)
-        differs = number != tl.load(document_ptr + offs - 1, mask=above, other=0)
+        # The document of a key is that of the first query that sees it.
+        query = tl.where(of_keys, tl.minimum(start, columns - 1), offs)
+        query_above = tl.where(of_keys, tl.minimum(start_above, columns - 1), offs - 1)
+        number = tl.load(document_ptr + query, mask=inside, other=0)
+        differs = number != tl.load(document_ptr + query_above, mask=above, other=0)
     return inside & ((offs == 0) | (live != live_above) | differs & (live | live_above))
 
 
@@ -92,7 +94,9 @@ def load_chunk(
     stop_ptr,
     other_stop_ptr,
     document_ptr,
+    of_keys,
     total,
+    columns,
     TREE: tl.constexpr,
     HALO: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -105,10 +109,10 @@ def load_chunk(
     CHUNK: tl.constexpr = WINDOW - 2 * HALO
     offs = chunk * CHUNK - HALO + tl.arange(0, WINDOW)
     own = (offs >= chunk * CHUNK) & (offs < tl.minimum(chunk * CHUNK + CHUNK, total))
-    begins = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, TREE)
+    begins = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs, total, columns, TREE)
     if HALO > 0:
-        before = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs - 1, total, TREE)
-        after = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs + 1, total, TREE)
+        before = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs - 1, total, columns, TREE)
+        after = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs + 1, total, columns, TREE)
         previous = tl.associative_scan(tl.where(before, offs - 1, -1), 0, larger)
         following = tl.where(after | (offs + 1 == total), offs + 1, 2**31 - 1)
         following = tl.associative_scan(following, 0, smaller, reverse=True)
@@ -122,8 +126,7 @@ def chunks_kernel(
     key_stop_ptr,
     query_start_ptr,
     query_stop_ptr,
-    queries_ptr,
-    keys_ptr,
+    document_ptr,
     chunks_ptr,
     num_queries,
     num_keys,
@@ -142,12 +145,22 @@ def chunks_kernel(
     """
     chunk, cut = tl.program_id(0), tl.program_id(1)
     of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
-    start_ptr, stop_ptr, _, other_stop_ptr, total, _ = pick_side(
+    start_ptr, stop_ptr, _, other_stop_ptr, total, columns = pick_side(
         of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
     )
-    document_ptr = None if queries_ptr is None else tl.where(of_keys, keys_ptr, queries_ptr)
     offs, own, begins = load_chunk(
-        chunk, pick(LONG, cut), start_ptr, stop_ptr, other_stop_ptr, document_ptr, total, TREE, HALO, WINDOW
+        chunk,
+        pick(LONG, cut),
+        start_ptr,
+        stop_ptr,
+        other_stop_ptr,
+        document_ptr,
+        of_keys,
+        total,
+        columns,
+        TREE,
+        HALO,
+        WINDOW,
     )
     stretch = tl.associative_scan(tl.where(begins, offs, -1), 0, larger)
     tiles = own & (stretch >= 0) & ((offs - stretch) % rows == 0)
@@ -163,8 +176,7 @@ def begins_kernel(
     key_stop_ptr,
     query_start_ptr,
     query_stop_ptr,
-    queries_ptr,
-    keys_ptr,
+    document_ptr,
     chunks_ptr,
     first_ptr,
     number_ptr,
@@ -188,10 +200,9 @@ def begins_kernel(
     CHUNK: tl.constexpr = WINDOW - 2 * HALO
     chunk, cut = tl.program_id(0), tl.program_id(1)
     of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
-    start_ptr, stop_ptr, _, other_stop_ptr, total, _ = pick_side(
+    start_ptr, stop_ptr, _, other_stop_ptr, total, columns = pick_side(
         of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
     )
-    document_ptr = None if queries_ptr is None else tl.where(of_keys, keys_ptr, queries_ptr)
     if chunk * CHUNK >= total:
         return
     chunks_ptr += 3 * cut * num_chunks
@@ -212,7 +223,18 @@ def begins_kernel(
         current = tl.maximum(current, tl.max(last, 0))
 
     offs, own, begins = load_chunk(
-        chunk, pick(LONG, cut), start_ptr, stop_ptr, other_stop_ptr, document_ptr, total, TREE, HALO, WINDOW
+        chunk,
+        pick(LONG, cut),
+        start_ptr,
+        stop_ptr,
+        other_stop_ptr,
+        document_ptr,
+        of_keys,
+        total,
+        columns,
+        TREE,
+        HALO,
+        WINDOW,
     )
     stretch = tl.maximum(tl.associative_scan(tl.where(begins, offs, -1), 0, larger), current)
     tiles = own & ((offs - stretch) % rows == 0)
@@ -337,8 +359,7 @@ def first_rows(
         "key_stop_ptr": bounds.key_stop,
         "query_start_ptr": bounds.query_start,
         "query_stop_ptr": bounds.query_stop,
-        "queries_ptr": bounds.queries,
-        "keys_ptr": bounds.keys,
+        "document_ptr": bounds.document,
         "chunks_ptr": chunks,
         "num_queries": num_queries,
         "num_keys": num_keys,
