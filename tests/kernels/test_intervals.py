@@ -111,6 +111,15 @@ def test_segment_ids_are_checked(name: str) -> None:
         BlockDiagonalMask.from_segment_ids(torch.tensor(BAD_SEGMENTS[name]))
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_rows_may_have_the_same_ids() -> None:
+    """Also where their entries in the table are neighbours, as some of these are."""
+    ids = torch.tensor([[1, 2, 3]] * 40)
+    with assertions():
+        mask = BlockDiagonalMask.from_segment_ids(ids)
+    assert torch.equal(mask.key_start, torch.arange(120, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.sampled("(8, 16)-0", "(32, 8)-1")
 @pytest.mark.usefixtures("small_blocks")

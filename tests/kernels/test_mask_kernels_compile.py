@@ -21,6 +21,7 @@ pytestmark = pytest.mark.compile
 
 ROWS = {"ROWS": intervals.RUN_ROWS, "LOOK": intervals.LOOK}
 UNCHECKED = ROWS | {"table_ptr": None}
+RUNS = ("positions", "segments", "padding", "codes")
 TREES = {"ROWS": trees.ROWS, "PIECE": trees.PIECE}
 # Tiles of a shipped configuration: forward, dq and the gradients of keys.
 CUTS = {"ROWS": (32, 32, 128), "LONG": (128, 128, 128), "OF_KEYS": (False, False, True), "TREE": False}
@@ -36,6 +37,12 @@ TABLES = {
     "chunks-tree": (tables.chunks_kernel, CHUNKS | {"TREE": True}, "*i32", tables.WARPS),
     "chunks-whole": (tables.chunks_kernel, WHOLE, "*i32", tables.WARPS),
     "begins": (tables.begins_kernel, CHUNKS | ADDED, "*i32", tables.WARPS),
+    "begins-tree": (
+        tables.begins_kernel,
+        CHUNKS | ADDED | {"TREE": True, "tile_start_ptr": None, "tile_stop_ptr": None},
+        "*i32",
+        tables.WARPS,
+    ),
     "begins-whole": (tables.begins_kernel, WHOLE | ADDED, "*i32", tables.WARPS),
     "extremes": (tree_tables.extremes_kernel, EXTREMES, "*i32", 4),
     "count": (tree_tables.count_kernel, COUNT, "*i32", 4),
@@ -115,10 +122,10 @@ def compile_kernel(name: str, arch: str) -> Code:
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
-    # At least two programs fit on a multiprocessor: programs have up to 512 threads, those of tables 256. RDNA has more
-    # registers.
+    # Two programs fit on a multiprocessor, but one of runs, of which there is one for 2,048 rows: programs have up to 512
+    # threads, those of tables 256. RDNA has more registers.
     rdna = arch.startswith("gfx1")
-    assert code.registers <= (128 if name in TABLES else 64) * (3 if rdna else 1)
+    assert code.registers <= (128 if name in TABLES or name in RUNS else 64) * (3 if rdna else 1)
     if name.startswith("dense"):
         any_store = "STG" if arch.startswith("sm") else "global_store"
         wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "global_store_b128" if rdna else "global_store_dwordx4")

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
-RUN_ROWS = 1024
+RUN_ROWS = 2048  # many, because each program reads all ids of a long document
 RUN_WARPS = 16  # with fewer warps, LOOK ids take more registers than a thread has
-LOOK = 4096  # ids that are read at once when a document extends beyond the rows of a program
+LOOK = 8192  # ids that are read at once when a document extends beyond the rows of a program
 # Launch options of kernels with assertions. Triton compiles these under `debug` alone, which would also add checks of
 # integer overflow. On AMD GPUs torch's compiler leaves its assertions out, too.
 ASSERTIONS = {"debug": torch.version.hip is None, "sanitize_overflow": False}
