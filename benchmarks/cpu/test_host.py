@@ -12,6 +12,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -30,6 +31,13 @@ PARTS = ("1 checks and options", "2 tables and autograd", "3 arguments of kernel
 ALL = PARTS[-1]
 
 
+class Watch(TorchDispatchMode):
+    """A mode that does nothing, so that calls within it go to the operators, as under selective checkpoints."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
 def layer(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A layer's attention as a function of q, k and v."""
     if kind == "trees":
@@ -46,6 +54,15 @@ def layer(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             return interval_attention_forward(module, q, k, v, interval_mask, scaling=HEAD_DIM**-0.5)[0]
 
         return attend
+    if kind == "operators":
+
+        def observed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with Watch():
+                return varlen_attention(q, k, v, mask, backend="triton")
+
+        return observed
+    if kind == "compiled":
+        return torch.compile(lambda q, k, v: varlen_attention(q, k, v, mask, backend="triton"), backend="aot_eager")
     if kind == "features":
         options: dict[str, Any] = {"softcap": 30.0, "sinks": torch.zeros(HEADS), "alibi_slopes": torch.ones(HEADS)}
         return lambda q, k, v: varlen_attention(q, k, v, mask, **options, backend="triton")
@@ -55,7 +72,10 @@ def layer(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "implementation"),
-    [*(("triton", part) for part in PARTS), *((kind, ALL) for kind in ("gluon", "trees", "features", "patched"))],
+    [
+        *(("triton", part) for part in PARTS),
+        *((kind, ALL) for kind in ("gluon", "trees", "features", "patched", "operators", "compiled")),
+    ],
 )
 @pytest.mark.parametrize("direction", ["forward and backward", "inference"])
 def test_host(

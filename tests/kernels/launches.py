@@ -123,7 +123,7 @@ def mask_calls() -> list[Call]:
 
     def transposed(device: str) -> BlockDiagonalMask:
         made = mask(device)
-        made.transpose()  # whole documents are read from it, so it must have values
+        made.transpose()  # which is kept, so that its kernel isn't launched
         return made
 
     def write(name: str, launch: Callable[[BlockDiagonalMask], object]) -> Call:
@@ -151,7 +151,7 @@ def mask_calls() -> list[Call]:
                 partial(_intervals, rule, reach),
                 frozenset({"runs_kernel"}),
             )
-            for rule in ("positions", "segments", "codes")
+            for rule in ("positions", "segments", "padding", "codes")
         ),
         Call("transpose", mask, BlockDiagonalMask.transpose, frozenset({"transpose_kernel"})),
         write("dense-bool", partial(_dense, torch.bool)),

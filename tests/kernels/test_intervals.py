@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.kernels.assertions import assertions, fails
 from tests.masks.test_block_diagonal import WINDOWS, random_lengths, random_multimodal_document
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.kernels import intervals
@@ -39,6 +40,8 @@ def assert_same(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> Callable
             ours, theirs = getattr(served, name), getattr(plain, name)
             assert ours.dtype == theirs.dtype == torch.int32
             assert torch.equal(ours, theirs), name
+        for name in ("key_start", "key_stop"):  # computed along with the others, unless there are spans
+            assert torch.equal(getattr(served.transpose(), name), getattr(plain.transpose(), name)), name
 
     return check
 
@@ -76,18 +79,79 @@ def test_offsets(seed: int, documents: int, assert_same: Callable[[Build], None]
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [
-        ([1, 3], [0, 3], r"cu_seqlens must begin with 0.* got \[1, 3\]"),
+        ([1, 3], [0, 3], "cu_seqlens must begin with 0"),
         ([0, 3, 2, 4], [0, 1, 2, 3], "cu_seqlens must .* never decrease"),
         ([0] * 30 + [3, 2, 4], [0] * 33, "cu_seqlens must .* never decrease"),  # in a block without rows
-        ([0, 5], [0, 6], "cu_seqlens_k must .* end at most at total_k = 4"),
+        ([0, 5], [0, 6], "cu_seqlens_k must .* end at most at total_k"),
         ([0, 2**33], [0, 4], "cu_seqlens must"),
     ],
 )
 @pytest.mark.usefixtures("small_blocks")
-def test_offsets_are_checked(cu_q: list[int], cu_k: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "serve", lambda x: True)
-    with pytest.raises(ValueError, match=message):
+def test_offsets_are_checked(cu_q: list[int], cu_k: list[int], message: str) -> None:
+    with assertions(), fails(message):
         BlockDiagonalMask.from_cu_seqlens(cu_q, cu_k, total_q=5, total_k=4)
+    with assertions():
+        BlockDiagonalMask.from_cu_seqlens([0, 2, 5], [0, 2, 4], total_q=5, total_k=4)
+
+
+BAD_SEGMENTS = {
+    "negative": [[1, 1, -1, -1]],
+    "in two pieces": [[7, 7, 2, 7]],
+    "apart by padding": [[3, 0, 3, 3]],
+    "in other programs": [[5, *range(100, 180), 5]],
+    "in the second row": [[1, 2, 3], [2, 4, 2]],
+    "equal below 2**32": [[1, 2**40 + 1, 2**33 + 1, 2**40 + 1]],
+}
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+@pytest.mark.usefixtures("small_blocks")
+def test_segment_ids_are_checked(name: str) -> None:
+    with assertions(), fails("segment_ids must not be negative, and"):
+        BlockDiagonalMask.from_segment_ids(torch.tensor(BAD_SEGMENTS[name]))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_rows_may_have_the_same_ids() -> None:
+    """Also where their entries in the table are neighbours, as some of these are."""
+    ids = torch.tensor([[1, 2, 3]] * 40)
+    with assertions():
+        mask = BlockDiagonalMask.from_segment_ids(ids)
+    assert torch.equal(mask.key_start, torch.arange(120, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.sampled("(8, 16)-0", "(32, 8)-1")
+@pytest.mark.usefixtures("small_blocks")
+def test_segment_ids_are_refused_as_in_torch(seed: int) -> None:
+    rng, outcomes = random.Random(seed), set()
+    for number in range(8):
+        ids = torch.tensor([random_row(rng, 12, 9) for _ in range(2)])
+        if number % 2:
+            ids[1, -1] = ids[1, rng.randrange(5)] = 7
+        ids *= rng.choice((1, 32, 2**35))  # multiples share entries of the table
+        try:
+            BlockDiagonalMask.from_segment_ids(ids)
+        except ValueError:
+            with assertions(), fails(".* must be contiguous"):
+                BlockDiagonalMask.from_segment_ids(ids)
+            outcomes.add("refused")
+        else:
+            with assertions():
+                BlockDiagonalMask.from_segment_ids(ids)
+            outcomes.add("taken")
+    assert outcomes == {"refused", "taken"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+@pytest.mark.usefixtures("small_blocks")
+def test_padding_masks_are_checked(dtype: torch.dtype) -> None:
+    with assertions(), fails("attention_mask has padding between the tokens of a row"):
+        BlockDiagonalMask.from_padding_mask(torch.tensor([[0, 1, 1, 0], [1, 0, 1, 0]]).to(dtype))
+    with assertions(), fails("attention_mask has padding between the tokens of a row"):
+        BlockDiagonalMask.from_padding_mask(torch.tensor([[1, *[0] * 60, 2]]).to(dtype))
+    with assertions():
+        BlockDiagonalMask.from_padding_mask(torch.tensor([[0, 1, -2, 3], [1, 1, 0, 0]]).to(dtype))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -111,7 +111,7 @@ def test_one_binary_for_all_lengths(backend: str) -> None:
 def test_one_binary_for_whole_documents() -> None:
     masks = [BlockDiagonalMask.from_seqlens(list(lengths)) for lengths in LENGTHS]
     for mask in masks:
-        mask.transpose()  # whose values tell which documents its keys belong to
+        mask.transpose()  # which is kept, so that its kernel isn't launched again
     with fake_gpu() as launches:
         for mask in masks:
             tile_tables(mask, Cut(32, 64, 128), Cut(128, of_keys=True), whole_documents=True)

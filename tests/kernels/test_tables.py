@@ -1,6 +1,6 @@
 """The kernels that build tile tables, in Triton's interpreter, against the functions in torch, to the bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,34 +20,31 @@ from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, TileTables, capacity, tile_tables
 from tritonpack.kernels import tables
 from tritonpack.options import make_options
+from tritonpack.testing.cases import parents_of
 
 pytestmark = pytest.mark.interpreter
 
-WITHOUT_WORK = {
-    "aten.empty.memory_format",
-    "aten.new_empty.default",
-    "aten.unbind.int",
-    "aten.slice.Tensor",
-}  # allocations and views
+WITHOUT_WORK = ("empty", "new_empty", "unbind", "slice", "view", "detach", "unsqueeze", "select", "alias", "lift_fresh")
 CUTS = (Cut(16, 16), Cut(4, 8, 12), Cut(8, of_keys=True), Cut(16, 40, 16, of_keys=True), Cut(3, 1, 5))
 LENGTHS = ([3, 0, 70, 1, 1, 12, 4], [15, 16, 17, 4, 4, 30], [90, 2, 40], [1] * 30 + [20], [9, 11, 12, 13, 8] * 2, [])
 
 
 class Recorded(TorchDispatchMode):
-    """Records the names of operators."""
+    """Adds the names of operators that launch or copy something to a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names = names
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
+        if str(function).split(".")[1] not in WITHOUT_WORK:
+            self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched."""
+def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched, and of the operators that run within `Recorded`."""
     names: list[str] = []
     run = InterpretedFunction.run
 
@@ -129,23 +126,67 @@ def plan(mask: BlockDiagonalMask, *, backward: bool, pack_invariant: bool = Fals
     return triton_backend.plan_tiles(q, k, k, mask, options, backward=backward)
 
 
+IDS = torch.arange(90) % 31
+SEGMENTS = IDS.eq(0).cumsum(0)
+PADDED = torch.arange(90) > 3
+PARENTS = torch.tensor(parents_of([(-1, 30), (0, 20), (0, 14)]))
+BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
+    "offsets": (
+        lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 40, 90]), total_q=95),
+        ["offsets_kernel"],
+    ),
+    "other keys": (
+        lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 9]), torch.tensor([0, 7]), total_q=9, total_k=8),
+        ["offsets_kernel"],
+    ),
+    "position ids": (lambda: BlockDiagonalMask.from_position_ids(IDS, window=(9, 0)), ["runs_kernel"]),
+    "segment ids": (
+        lambda: BlockDiagonalMask.from_segment_ids(SEGMENTS),
+        ["aten.new_zeros.default", "runs_kernel"],
+    ),
+    "padding": (lambda: BlockDiagonalMask.from_padding_mask(PADDED), ["aten.new_zeros.default", "runs_kernel"]),
+    "parents": (
+        lambda: BlockDiagonalMask.from_tree(PARENTS),
+        ["parents_kernel", "depths_kernel", "starts_kernel"],
+    ),
+}
+TABLES = ["chunks_kernel", "begins_kernel", "order_kernel"]
+TREE_TABLES = ["chunks_kernel", "begins_kernel", "extremes_kernel", "count_kernel", "fill_kernel"]
+NUMBERS = ["aten.cumsum.default", "aten.sub.Tensor", "aten.clamp.default"]  # of documents, from where they begin
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_launches(backward: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four launches, the mask's transpose counted in, and no operator that computes, waits or copies."""
-    mask = BlockDiagonalMask.from_seqlens([100, 30, 70])
-    with served(monkeypatch), Recorded() as recorded:
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.sampled("offsets-backward", "position ids-forward", "segment ids-backward", "parents-backward")
+def test_operations_from_the_constructor_to_the_tables(
+    name: str, backward: bool, operations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most five, the transpose and all assertions counted in; eight in a mask of trees. None waits or copies."""
+    build, expected = BUILDERS[name]
+    with served(monkeypatch), Recorded(operations):
+        mask = build()
         plan(mask, backward=backward)
-    assert launched == ["transpose_kernel", "chunks_kernel", "begins_kernel", "order_kernel"]
-    assert set(recorded.names) <= WITHOUT_WORK
+    assert operations == expected + (TREE_TABLES if mask.is_tree else TABLES)
+    assert len(operations) <= (8 if mask.is_tree else 5)
 
 
-def test_launches_for_documents_with_numbers(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = BlockDiagonalMask.from_position_ids(torch.arange(90) % 31)
-    with served(monkeypatch), Recorded() as recorded:
-        plan(mask, backward=True, pack_invariant=True)
-    assert len(launched) == 4
-    work = [name for name in recorded.names if name not in WITHOUT_WORK]
-    assert len(work) <= 6, work  # the numbers, and those of the keys
+@pytest.mark.parametrize(("name", "numbers"), [("offsets", []), ("position ids", NUMBERS), ("segment ids", NUMBERS)])
+@pytest.mark.sampled("position ids-numbers1")
+def test_operations_with_pack_invariant(
+    name: str, numbers: list[str], operations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, expected = BUILDERS[name]
+    with served(monkeypatch), Recorded(operations):
+        plan(build(), backward=True, pack_invariant=True)
+    assert operations == [*expected, *numbers, *TABLES]
+
+
+def test_operations_for_a_mask_without_its_transpose(operations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of given bounds, or a copy."""
+    mask = BlockDiagonalMask.from_seqlens([100, 30, 70])
+    with served(monkeypatch), Recorded(operations):
+        plan(mask, backward=True)
+    assert operations == ["transpose_kernel", *TABLES]
 
 
 def test_equal_cuts_share_a_table() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from tests.backends.test_tree_table import listed
-from tests.kernels.test_tables import WITHOUT_WORK, Recorded, launched, plan, served
+from tests.kernels.test_tables import served
 from tests.masks.forests import forests
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut
@@ -19,7 +19,6 @@ from tritonpack.kernels import tables
 from tritonpack.kernels import tree_tables as tree_kernels
 from tritonpack.testing.cases import TURNS, parents_of
 
-__all__ = ["launched"]  # a fixture
 pytestmark = pytest.mark.interpreter
 
 CUTS = (Cut(8, 4, 8), Cut(4, 16, 8), Cut(16, 8, 16, of_keys=True), Cut(8, 4, 8))
@@ -79,16 +78,6 @@ def test_tables_of_random_trees(parents: tuple[int, ...], window: tuple[int, int
 
 def test_blocks_of_the_shipped_size() -> None:
     assert_same(BlockDiagonalMask.from_tree(parents_of([(-1, 150), *[(0, 70)] * 4])), Cut(32, 64, 128))
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_launches(backward: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five launches, and no operator that computes, waits or copies but for the dimension of the keys' table."""
-    mask = BlockDiagonalMask.from_tree(TREES["comb"])
-    with served(monkeypatch), Recorded() as recorded:
-        plan(mask, backward=backward)
-    assert launched == ["chunks_kernel", "begins_kernel", "extremes_kernel", "count_kernel", "fill_kernel"]
-    assert set(recorded.names) <= WITHOUT_WORK | {"aten.unsqueeze.default", "aten.select.int"}
 
 
 def test_lists_beyond_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from tests.kernels.assertions import assertions, fails
 from tests.masks.forests import forests
-from tritonpack import BlockDiagonalMask, kernels
+from tritonpack import BlockDiagonalMask
 from tritonpack.kernels import trees
-from tritonpack.masks import tree
 from tritonpack.masks.tree import SLACK
 from tritonpack.testing.cases import parents_of
 
@@ -38,8 +38,7 @@ Build = Callable[[], BlockDiagonalMask]
 @contextmanager
 def served(blocks: tuple[int, int]) -> Iterator[pytest.MonkeyPatch]:
     """Build masks by the kernels, with blocks of few tokens, so that subtrees span programs and chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "serve", lambda x: True)
+    with assertions() as patch:
         patch.setattr(trees, "ROWS", blocks[0])
         patch.setattr(trees, "PIECE", blocks[1])
         yield patch
@@ -163,7 +162,7 @@ BAD_ENDS: dict[str, list[Any]] = {
 @BY_BLOCKS
 @pytest.mark.parametrize("name", BAD_PARENTS)
 def test_parents_are_checked(name: str, blocks: tuple[int, int]) -> None:
-    with served(blocks), pytest.raises(ValueError, match=PARENTS):
+    with served(blocks), fails(PARENTS):
         BlockDiagonalMask.from_tree(torch.tensor(BAD_PARENTS[name]))
 
 
@@ -171,7 +170,7 @@ def test_parents_are_checked(name: str, blocks: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", BAD_ENDS)
 @pytest.mark.sampled(every=2)
 def test_ends_are_checked(name: str, blocks: tuple[int, int]) -> None:
-    with served(blocks), pytest.raises(ValueError, match=ENDS):
+    with served(blocks), fails(ENDS):
         BlockDiagonalMask.from_tree_ends(torch.tensor(BAD_ENDS[name]))
 
 
@@ -190,7 +189,7 @@ def test_what_torch_refuses(parents: tuple[int, ...], kind: str, data: st.DataOb
     try:
         build(values)
     except ValueError:
-        with served(blocks), pytest.raises(ValueError, match=PARENTS if kind == "parents" else ENDS):
+        with served(blocks), fails(PARENTS if kind == "parents" else ENDS):
             build(values)
     else:
         assert_same(lambda: build(values), blocks)
@@ -230,17 +229,12 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("reach", REACHES[::5], ids=str)
 @pytest.mark.parametrize("kind", ["parents", "ends"])
-def test_three_launches_and_one_assertion(kind: str, reach: dict[str, Any]) -> None:
+def test_three_launches(kind: str, reach: dict[str, Any]) -> None:
     values = torch.tensor(SHAPES["comb"], dtype=torch.int32)
     values = values if kind == "parents" else ends_of(values[None]).to(torch.int32)
     build = BlockDiagonalMask.from_tree if kind == "parents" else BlockDiagonalMask.from_tree_ends
-    with served(BLOCKS[1]) as patch:
-        patch.setattr(tree, "require", lambda condition, text: torch._assert_async(condition, text))  # as on a device
-        with Operators(patch) as seen:
-            build(values, **reach)
+    with served(BLOCKS[1]) as patch, Operators(patch) as seen:
+        build(values, **reach)
     assert seen.launched == [f"{kind}_kernel", "depths_kernel", "starts_kernel"]
     free = ("aten.new_empty.", "aten.view.", "aten.detach.", "aten.unsqueeze.")  # these launch nothing
-    assert [name for name in seen.operators if not name.startswith(free)] == [
-        "aten.all.default",
-        "aten._assert_async.msg",
-    ]
+    assert [name for name in seen.operators if not name.startswith(free)] == []

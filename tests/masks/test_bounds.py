@@ -67,6 +67,28 @@ class TestOverwritten:
             assert mask.transpose() is mask.transpose()
         assert not mask.transpose().key_start.is_inference()
 
+    @pytest.mark.parametrize("name", ["from_seqlens", "from_tree", "to"])
+    def test_bounds_made_in_inference_mode_count_writes(self, name: str) -> None:
+        with torch.inference_mode():
+            if name == "to":
+                mask = BlockDiagonalMask.from_seqlens([3, 2]).to("meta")
+            else:
+                mask = BlockDiagonalMask.from_tree([-1, 0]) if name == "from_tree" else a_mask()
+            mask.key_stop.clamp_(max=2)
+        with pytest.raises(ValueError, match="but key_stop of this one changed"):
+            mask.for_call()
+
+    def test_inference_tensors_are_copied(self) -> None:
+        """Because torch counts no writes to them, so later ones can't be refused."""
+        with torch.inference_mode():
+            start, stop = torch.tensor([0, 0, 2], dtype=torch.int32), torch.tensor([1, 2, 3], dtype=torch.int32)
+            mask = BlockDiagonalMask(start, stop, 3)
+            stop.clamp_(max=2)
+        assert mask.key_stop.tolist() == [1, 2, 3]
+        assert mask.key_start.is_inference() is mask.key_stop.is_inference() is False
+        kept = torch.tensor([0, 1], dtype=torch.int32)
+        assert BlockDiagonalMask(kept, kept + 1, 2).key_start is kept
+
 
 class FakeStream:
     """The stream that masks in host memory seem to be used on."""

@@ -96,15 +96,14 @@ def bounds_for_kernels(mask: BlockDiagonalMask, *, exact: bool) -> Bounds:
     """What the kernels of tritonpack/kernels/tables.py read of a mask; with `exact`, see `document_begins`."""
     from tritonpack.kernels.tables import Bounds
 
-    queries = mask.document if exact else None  # before the transpose, which then needn't compute it again
+    document = mask.document if exact else None
     transposed = mask.transpose()
     return Bounds(
         mask.key_start.contiguous(),
         mask.key_stop.contiguous(),
         transposed.key_start.contiguous(),
         transposed.key_stop.contiguous(),
-        queries=None if queries is None else queries.contiguous(),
-        keys=None if queries is None else transposed.document,
+        document=None if document is None else document.contiguous(),
         tree=mask.is_tree and mask.num_queries == mask.num_keys,
     )
 

@@ -1,5 +1,6 @@
 """The kernels that build intervals, from offsets, from ids and from the other side's, each in one launch.
 
+Those of offsets and of ids also store the intervals of the transpose, and assert that their input is valid.
 tritonpack/masks/intervals.py, and for the other side bounds.py, compute the same in torch.
 
 Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
@@ -12,18 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
-RUN_ROWS = 1024
+RUN_ROWS = 2048  # many, because each program reads all ids of a long document
 RUN_WARPS = 16  # with fewer warps, LOOK ids take more registers than a thread has
-LOOK = 4096  # ids that are read at once when a document extends beyond the rows of a program
+LOOK = 8192  # ids that are read at once when a document extends beyond the rows of a program
+# Launch options of kernels with assertions. Triton compiles these under `debug` alone, which would also add checks of
+# integer overflow. On AMD GPUs torch's compiler leaves its assertions out, too.
+ASSERTIONS = {"debug": torch.version.hip is None, "sanitize_overflow": False}
 
 
 @triton.jit
-def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left, right, chunk):
-    """Store the keys that rows see of the keys [begin, end): `visible_keys` of tritonpack/masks/intervals.py."""
-    place = diagonal - begin
+def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, origin, inside, left, right, chunk):
+    """Store the keys that rows see of the keys [begin, end): `visible_keys` of tritonpack/masks/intervals.py.
+
+    Chunks count from `origin`. For a transpose, exchange queries and keys, and `left` and `right`.
+    """
+    place = diagonal - origin
     number = tl.where(place < 0, -((-place - 1) // chunk) - 1, place // chunk)  # rounded down, also below zero
-    # 2**31 - 1 in `left`, `right` or `chunk` means no limit: sums take 64 bits, and all places are in chunk 0.
-    chunk_begin = begin + tl.where(chunk == 2**31 - 1, 0, number) * chunk
+    # 2**31 - 1 in `left`, `right` or `chunk` means no limit: sums take 64 bits, and there is one chunk.
+    chunk_begin = tl.where(chunk == 2**31 - 1, begin, origin + number * chunk)
     start = tl.maximum(diagonal.to(tl.int64) - left, chunk_begin)
     stop = tl.minimum(diagonal.to(tl.int64) + right + 1, chunk_begin.to(tl.int64) + chunk)
     start = tl.minimum(tl.maximum(start, begin), end)
@@ -34,7 +41,7 @@ def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left
 
 @triton.jit
 def check_offsets(cu_ptr, first, num_documents, total, ROWS: tl.constexpr):
-    """Whether a program's share of the offsets, from `first` on, begins with 0, never decreases and fits the total."""
+    """1 if a program's share of the offsets, from `first` on, begins with 0, never decreases and fits the total."""
     sound = tl.full([ROWS], 1, tl.int32)
     while first <= num_documents:
         offs = first + tl.arange(0, ROWS)
@@ -55,7 +62,8 @@ def offsets_kernel(
     stop_ptr,
     diagonal_ptr,
     document_ptr,
-    sound_ptr,
+    query_start_ptr,
+    query_stop_ptr,
     num_documents,
     top,
     total_q,
@@ -65,33 +73,52 @@ def offsets_kernel(
     chunk,
     ROWS: tl.constexpr,
 ):
-    """Four numbers per row [T_q], and sound [2, programs], whether the offsets are sound; grid (blocks of ROWS,).
+    """Four numbers per query [T_q], and the queries that see each key [T_k]; grid (blocks of ROWS,).
 
-    A row's document is found by halving steps from `top`, the largest power of two up to `num_documents`.
+    The document of a query, and that of a key, are found by halving steps from `top`, the largest power of two up to
+    `num_documents`.
     """
     program = tl.program_id(0)
     offs = program * ROWS + tl.arange(0, ROWS)
-    inside = offs < total_q
     document = tl.zeros([ROWS], dtype=tl.int32)
+    key_document = tl.zeros([ROWS], dtype=tl.int32)
     step = top
     while step > 0:
-        ahead = document + step
         # offsets after the last one lie after every row
+        ahead = document + step
         offset = tl.load(cu_q_ptr + ahead, mask=ahead <= num_documents, other=2**31 - 1)
         document = tl.where(offset <= offs, ahead, document)
+        ahead = key_document + step
+        offset = tl.load(cu_k_ptr + ahead, mask=ahead <= num_documents, other=2**31 - 1)
+        key_document = tl.where(offset <= offs, ahead, key_document)
         step //= 2
+    inside = offs < total_q
     following = tl.minimum(document + 1, num_documents)  # slack gets the end of the last document as both bounds
     query_end = tl.load(cu_q_ptr + following).to(tl.int32)
     begin = tl.load(cu_k_ptr + document).to(tl.int32)
     end = tl.load(cu_k_ptr + following).to(tl.int32)
     diagonal = offs - query_end + end
-    store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left, right, chunk)
+    store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, begin, inside, left, right, chunk)
     tl.store(diagonal_ptr + offs, diagonal, mask=inside)
     tl.store(document_ptr + offs, tl.minimum(document, tl.maximum(num_documents - 1, 0)), mask=inside)
+
+    following = tl.minimum(key_document + 1, num_documents)
+    key_begin = tl.load(cu_k_ptr + key_document).to(tl.int32)
+    key_end = tl.load(cu_k_ptr + following).to(tl.int32)
+    begin = tl.load(cu_q_ptr + key_document).to(tl.int32)
+    end = tl.load(cu_q_ptr + following).to(tl.int32)
+    shift = end - key_end  # from a key to the query at its place
+    slack = key_document == num_documents  # which no query sees
+    begin = tl.where(slack, total_q, begin)
+    end = tl.where(slack, total_q, end)
+    inside = offs < total_k
+    store_interval(
+        query_start_ptr, query_stop_ptr, offs, offs + shift, begin, end, key_begin + shift, inside, right, left, chunk
+    )
     sound_q = check_offsets(cu_q_ptr, program * ROWS, num_documents, total_q, ROWS)
+    tl.device_assert(sound_q > 0, "cu_seqlens must begin with 0, never decrease, and end at most at total_q")
     sound_k = check_offsets(cu_k_ptr, program * ROWS, num_documents, total_k, ROWS)
-    tl.store(sound_ptr + program, sound_q.to(tl.int8))
-    tl.store(sound_ptr + tl.num_programs(0) + program, sound_k.to(tl.int8))
+    tl.device_assert(sound_k > 0, "cu_seqlens_k must begin with 0, never decrease, and end at most at total_k")
 
 
 @triton.jit
@@ -108,27 +135,64 @@ def smaller(a, b):
 
 @triton.jit
 def load_runs(ids_ptr, offs, num_rows, row_length, RULE: tl.constexpr):
-    """Whether a run begins at rows `offs`, and whether the rows belong to a document. `num_rows` counts as a begin."""
+    """Whether a run begins at rows `offs`, whether the rows belong to a document, and ids. `num_rows` is a begin."""
     current = tl.load(ids_ptr + offs, mask=(offs >= 0) & (offs < num_rows), other=0).to(tl.int64)
+    if RULE == "padding":
+        current = (current != 0).to(tl.int64)
     if RULE == "codes":
         starts = (current & 1) != 0
         live = (current & 2) != 0
     else:
         before = tl.load(ids_ptr + offs - 1, mask=(offs > 0) & (offs < num_rows), other=0).to(tl.int64)
+        if RULE == "padding":
+            before = (before != 0).to(tl.int64)
         starts = (current - before != (1 if RULE == "positions" else 0)) | (offs % row_length == 0)
         live = (current != 0) | (RULE == "positions")
-    return starts | (offs >= num_rows), live
+    return starts | (offs >= num_rows), live, current
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_length", "left", "right", "chunk"])
+@triton.jit
+def check_pieces(ids_ptr, table_ptr, offs, ids, begins, row_length, slots, RULE: tl.constexpr):
+    """1 if no id begins two runs of a row, in this program and those that came before it.
+
+    Each run's begin takes an entry of a hash table, which all programs share: its row's number plus 1, where 0 is free.
+    Of two runs with the same id in the same row, the later one finds the entry of the other, whatever their order.
+    """
+    row = offs // row_length
+    mixed = (ids ^ (ids >> 32)).to(tl.uint32) * 2654435761 ^ row.to(tl.uint32) * 2246822519
+    slot = (mixed ^ (mixed >> 15)).to(tl.int64) & (slots - 1)
+    searching = begins
+    sound = tl.full(offs.shape, 1, tl.int32)
+    while tl.max(searching.to(tl.int32), 0) > 0:
+        # Rows that don't search compare with -1, which no entry is, each at its own address.
+        place = tl.where(searching, slot, offs & (slots - 1))
+        found = tl.atomic_cas(table_ptr + place, tl.where(searching, 0, -1), offs + 1, sem="relaxed")
+        searching = searching & (found != 0)
+        other = found - 1
+        same = searching & (other // row_length == row)
+        other_id = tl.load(ids_ptr + other, mask=searching, other=0).to(tl.int64)
+        if RULE == "padding":
+            other_id = (other_id != 0).to(tl.int64)
+        same = same & (other_id == ids)
+        sound = tl.where(same, 0, sound)
+        searching = searching & ~same
+        slot = (slot + 1) & (slots - 1)
+    return tl.min(sound, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_length", "slots", "left", "right", "chunk"])
 def runs_kernel(
     ids_ptr,
+    table_ptr,
     start_ptr,
     stop_ptr,
     diagonal_ptr,
+    query_start_ptr,
+    query_stop_ptr,
     first_ptr,
     num_rows,
     row_length,
+    slots,
     left,
     right,
     chunk,
@@ -136,15 +200,16 @@ def runs_kernel(
     ROWS: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """Three numbers per row [T] and `first` [T], whether a document begins there; grid (blocks of ROWS,).
+    """Five numbers per row [T] and `first` [T], whether a document begins there; grid (blocks of ROWS,).
 
     A program finds the runs within its rows by two scans. If the first or the last run extends beyond them, it reads on
-    in that direction until the run ends, so no program waits for another.
+    in that direction until the run ends, so no program waits for another. `table` [slots], a power of two of at least
+    2 T, holds zeros; it is None if nothing is to be checked.
     """
     begin_row = tl.program_id(0) * ROWS
     offs = begin_row + tl.arange(0, ROWS)
     none = 2**31 - 1
-    starts, live = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
+    starts, live, ids = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
     begin = tl.associative_scan(tl.where(starts, offs, -1), 0, larger)
     before = tl.min(begin, 0)  # -1 if the first row continues a run
     look = begin_row
@@ -159,17 +224,33 @@ def runs_kernel(
     end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, smaller, reverse=True)
     after = tl.max(end, 0)
     look = begin_row + ROWS
-    while (after == none) & (right > 0):  # if right is 0, no row needs the end of its run
+    while after == none:  # the loop ends, because num_rows counts as a begin
         ahead = look + tl.arange(0, LOOK)
         begins = load_runs(ids_ptr, ahead, num_rows, row_length, RULE)[0]
         after = tl.min(tl.where(begins, ahead, none), 0)
         look += LOOK
-    end = tl.where(live, tl.minimum(end, after), begin)
+    end = tl.minimum(end, after)
 
     inside = offs < num_rows
-    store_interval(start_ptr, stop_ptr, offs, offs, begin, end, inside, left, right, chunk)
+    sees = tl.where(live, end, begin)
+    store_interval(start_ptr, stop_ptr, offs, offs, begin, sees, begin, inside, left, right, chunk)
+    # Padding is seen by nothing: the first query that sees a later key comes after it.
+    seen = tl.where(live, begin, end)
+    store_interval(query_start_ptr, query_stop_ptr, offs, offs, seen, end, begin, inside, right, left, chunk)
     tl.store(diagonal_ptr + offs, offs, mask=inside)
-    tl.store(first_ptr + offs, (starts & live).to(tl.int8), mask=inside)
+    first = starts & live & inside
+    tl.store(first_ptr + offs, first.to(tl.int8), mask=inside)
+    if table_ptr is not None:
+        sound = check_pieces(ids_ptr, table_ptr, offs, ids, first, row_length, slots, RULE)
+        if RULE == "segments":
+            sound = tl.minimum(sound, tl.min(((ids >= 0) | ~inside).to(tl.int32), 0))
+            tl.device_assert(
+                sound > 0,
+                "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 "
+                "is padding)",
+            )
+        else:
+            tl.device_assert(sound > 0, "attention_mask has padding between the tokens of a row")
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "top"])
@@ -197,26 +278,28 @@ def transpose_kernel(
 
 def intervals_of_offsets(
     cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: int, right: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """start, stop, diagonal and document, each (total_q,) int32, and (2,) bool, whether each side's offsets are sound.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """start, stop, diagonal and document, each (total_q,) int32, and the queries that see each key, (total_k,) int32.
+
+    The kernel asserts that each side's offsets begin with 0, never decrease and end at most at the side's total.
 
     Args:
         cu_q, cu_k: (documents + 1,) int32 or int64.
         left, right, chunk: from 0 (chunk: from 1) to 2**31 - 1, which means no limit.
     """
     num_documents = cu_q.shape[0] - 1
-    programs = max(triton.cdiv(total_q, OFFSET_ROWS), 1)
     start, stop, diagonal, document = (cu_q.new_empty(total_q, dtype=torch.int32) for _ in range(4))
-    sound = cu_q.new_empty((2, programs), dtype=torch.bool)
+    query_start, query_stop = (cu_q.new_empty(total_k, dtype=torch.int32) for _ in range(2))
     with torch.cuda.device_of(cu_q):
-        offsets_kernel[(programs,)](
+        offsets_kernel[(max(triton.cdiv(max(total_q, total_k), OFFSET_ROWS), 1),)](
             cu_q_ptr=cu_q.contiguous(),
             cu_k_ptr=cu_k.contiguous(),
             start_ptr=start,
             stop_ptr=stop,
             diagonal_ptr=diagonal,
             document_ptr=document,
-            sound_ptr=sound.view(torch.int8),
+            query_start_ptr=query_start,
+            query_stop_ptr=query_stop,
             num_documents=num_documents,
             top=1 << num_documents.bit_length() >> 1,
             total_q=total_q,
@@ -225,35 +308,45 @@ def intervals_of_offsets(
             right=right,
             chunk=chunk,
             ROWS=OFFSET_ROWS,
+            **ASSERTIONS,
         )
-    return start, stop, diagonal, document, sound.all(1)
+    return start, stop, diagonal, document, (query_start, query_stop)
 
 
 def intervals_of_ids(
     ids: Tensor, rule: str, left: int, right: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(start, stop, diagonal), each (B * T,) int32, and whether a document begins at each row, (B * T,) bool.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """start, stop and diagonal, (B * T,) int32, whether a document begins at each row, bool, and who sees each, int32.
+
+    For "segments" and "padding" the kernel asserts what `BlockDiagonalMask.from_segment_ids` and `from_padding_mask`
+    ask for.
 
     Args:
         ids: (B, T) integers or bool.
         rule: where a run begins: "positions", after a step other than +1; "segments", at a change, and runs of 0 are
-            padding; "codes", where the lowest bit is 1, and the next bit is 0 for padding.
+            padding; "padding", the same of ids that count as 1 or 0; "codes", where the lowest bit is 1, and the next
+            bit is 0 for padding.
         left, right, chunk: see `intervals_of_offsets`.
     """
     total = ids.numel()
-    start, stop, diagonal = (ids.new_empty(total, dtype=torch.int32) for _ in range(3))
+    start, stop, diagonal, query_start, query_stop = (ids.new_empty(total, dtype=torch.int32) for _ in range(5))
     first = ids.new_empty(total, dtype=torch.bool)
     if total:
         ids = ids.contiguous()
+        slots = triton.next_power_of_2(2 * total) if rule in ("segments", "padding") else 0
         with torch.cuda.device_of(ids):
             runs_kernel[(triton.cdiv(total, RUN_ROWS),)](
                 ids_ptr=ids.view(torch.uint8) if ids.dtype == torch.bool else ids,
+                table_ptr=ids.new_zeros(slots, dtype=torch.int32) if slots else None,
                 start_ptr=start,
                 stop_ptr=stop,
                 diagonal_ptr=diagonal,
+                query_start_ptr=query_start,
+                query_stop_ptr=query_stop,
                 first_ptr=first.view(torch.int8),
                 num_rows=total,
                 row_length=ids.shape[1],
+                slots=slots,
                 left=left,
                 right=right,
                 chunk=chunk,
@@ -261,8 +354,9 @@ def intervals_of_ids(
                 ROWS=RUN_ROWS,
                 LOOK=LOOK,
                 num_warps=RUN_WARPS,
+                **ASSERTIONS,
             )
-    return start, stop, diagonal, first
+    return start, stop, diagonal, first, (query_start, query_stop)
 
 
 def transposed_intervals(key_start: Tensor, key_stop: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

@@ -20,25 +20,24 @@ from tritonpack.kernels.intervals import larger, smaller
 
 WINDOW = 1024  # rows that a program reads: those of its chunk, and as many on both sides as decide what is long
 SUMMARIES = 128  # chunks whose numbers are added at once
-TILES = 64  # tiles that a program orders
-OTHERS = 64  # tiles that they are compared with at once
-STEP = 16  # rows or keys of each tile that are read at once
+TILES = 16  # tiles that a program orders; few, so that all programs run at the same time
+OTHERS = 512  # tiles that they are compared with at once; many, because each step waits for memory
+STEP = 32  # rows or keys of each tile that are read at once
 WARPS = 8
 
 
 class Bounds(NamedTuple):
-    """The bounds of a mask and of its transpose, with the numbers of the documents where they decide, and both lengths.
+    """The bounds of a mask and of its transpose, and the numbers of the documents where they decide.
 
-    `queries` (num_queries,) and `keys` (num_keys,) are these numbers, int32, or both None. `tree` says whether a row
-    that doesn't see the key of the row above begins a document.
+    `document` (num_queries,) int32 holds these numbers, or is None. `tree` says whether a row that doesn't see the key
+    of the row above begins a document.
     """
 
     key_start: Tensor
     key_stop: Tensor
     query_start: Tensor
     query_stop: Tensor
-    queries: Tensor | None
-    keys: Tensor | None
+    document: Tensor | None
     tree: bool
 
 
@@ -64,7 +63,7 @@ def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_
 
 
 @triton.jit
-def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, TREE: tl.constexpr):
+def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs, total, columns, TREE: tl.constexpr):
     """Whether a document begins at rows `offs`: `document_begins` of backends/tile_table.py."""
     inside = (offs >= 0) & (offs < total)
     above = inside & (offs > 0)
@@ -79,8 +78,11 @@ def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, 
         if TREE:
             differs = differs | (tl.load(other_stop_ptr + offs - 1, mask=above, other=0) <= offs)
     else:
-        number = tl.load(document_ptr + offs, mask=inside, other=0)
-        differs = number != tl.load(document_ptr + offs - 1, mask=above, other=0)
+        # The document of a key is that of the first query that sees it.
+        query = tl.where(of_keys, tl.minimum(start, columns - 1), offs)
+        query_above = tl.where(of_keys, tl.minimum(start_above, columns - 1), offs - 1)
+        number = tl.load(document_ptr + query, mask=inside, other=0)
+        differs = number != tl.load(document_ptr + query_above, mask=above, other=0)
     return inside & ((offs == 0) | (live != live_above) | differs & (live | live_above))
 
 
@@ -92,7 +94,9 @@ def load_chunk(
     stop_ptr,
     other_stop_ptr,
     document_ptr,
+    of_keys,
     total,
+    columns,
     TREE: tl.constexpr,
     HALO: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -105,10 +109,10 @@ def load_chunk(
     CHUNK: tl.constexpr = WINDOW - 2 * HALO
     offs = chunk * CHUNK - HALO + tl.arange(0, WINDOW)
     own = (offs >= chunk * CHUNK) & (offs < tl.minimum(chunk * CHUNK + CHUNK, total))
-    begins = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, TREE)
+    begins = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs, total, columns, TREE)
     if HALO > 0:
-        before = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs - 1, total, TREE)
-        after = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs + 1, total, TREE)
+        before = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs - 1, total, columns, TREE)
+        after = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs + 1, total, columns, TREE)
         previous = tl.associative_scan(tl.where(before, offs - 1, -1), 0, larger)
         following = tl.where(after | (offs + 1 == total), offs + 1, 2**31 - 1)
         following = tl.associative_scan(following, 0, smaller, reverse=True)
@@ -122,8 +126,7 @@ def chunks_kernel(
     key_stop_ptr,
     query_start_ptr,
     query_stop_ptr,
-    queries_ptr,
-    keys_ptr,
+    document_ptr,
     chunks_ptr,
     num_queries,
     num_keys,
@@ -142,12 +145,22 @@ def chunks_kernel(
     """
     chunk, cut = tl.program_id(0), tl.program_id(1)
     of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
-    start_ptr, stop_ptr, _, other_stop_ptr, total, _ = pick_side(
+    start_ptr, stop_ptr, _, other_stop_ptr, total, columns = pick_side(
         of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
     )
-    document_ptr = None if queries_ptr is None else tl.where(of_keys, keys_ptr, queries_ptr)
     offs, own, begins = load_chunk(
-        chunk, pick(LONG, cut), start_ptr, stop_ptr, other_stop_ptr, document_ptr, total, TREE, HALO, WINDOW
+        chunk,
+        pick(LONG, cut),
+        start_ptr,
+        stop_ptr,
+        other_stop_ptr,
+        document_ptr,
+        of_keys,
+        total,
+        columns,
+        TREE,
+        HALO,
+        WINDOW,
     )
     stretch = tl.associative_scan(tl.where(begins, offs, -1), 0, larger)
     tiles = own & (stretch >= 0) & ((offs - stretch) % rows == 0)
@@ -163,11 +176,12 @@ def begins_kernel(
     key_stop_ptr,
     query_start_ptr,
     query_stop_ptr,
-    queries_ptr,
-    keys_ptr,
+    document_ptr,
     chunks_ptr,
     first_ptr,
     number_ptr,
+    tile_start_ptr,
+    tile_stop_ptr,
     num_queries,
     num_keys,
     num_chunks,
@@ -182,16 +196,17 @@ def begins_kernel(
 ):
     """The first row of each tile in `first` [cuts, stride], then the number of rows; and `number` [cuts], of tiles.
 
-    Grid (chunks, cuts). A program adds up the tiles in the chunks before its own. These are the tiles that the chunk
-    counted, and those that begin before its first stretch, in the stretch that began in a chunk before.
+    The first key of each tile's first row, and the end of the keys of its last row, in `tile_start` and `tile_stop`
+    [cuts, stride], unless these are None. Grid (chunks, cuts). A program adds up the tiles in the chunks before its
+    own. These are the tiles that the chunk counted, and those that begin before its first stretch, in the stretch that
+    began in a chunk before.
     """
     CHUNK: tl.constexpr = WINDOW - 2 * HALO
     chunk, cut = tl.program_id(0), tl.program_id(1)
     of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
-    start_ptr, stop_ptr, _, other_stop_ptr, total, _ = pick_side(
+    start_ptr, stop_ptr, _, other_stop_ptr, total, columns = pick_side(
         of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
     )
-    document_ptr = None if queries_ptr is None else tl.where(of_keys, keys_ptr, queries_ptr)
     if chunk * CHUNK >= total:
         return
     chunks_ptr += 3 * cut * num_chunks
@@ -212,7 +227,18 @@ def begins_kernel(
         current = tl.maximum(current, tl.max(last, 0))
 
     offs, own, begins = load_chunk(
-        chunk, pick(LONG, cut), start_ptr, stop_ptr, other_stop_ptr, document_ptr, total, TREE, HALO, WINDOW
+        chunk,
+        pick(LONG, cut),
+        start_ptr,
+        stop_ptr,
+        other_stop_ptr,
+        document_ptr,
+        of_keys,
+        total,
+        columns,
+        TREE,
+        HALO,
+        WINDOW,
     )
     stretch = tl.maximum(tl.associative_scan(tl.where(begins, offs, -1), 0, larger), current)
     tiles = own & ((offs - stretch) % rows == 0)
@@ -223,6 +249,13 @@ def begins_kernel(
     is_last = (chunk + 1) * CHUNK >= total
     tl.store(first_ptr + number, total, mask=is_last)
     tl.store(number_ptr + cut, number, mask=is_last)
+    if tile_start_ptr is not None:
+        tile_start_ptr += cut * stride.to(tl.int64)
+        tile_stop_ptr += cut * stride.to(tl.int64)
+        tl.store(tile_start_ptr + ordinal - 1, tl.load(start_ptr + offs, mask=tiles, other=0), mask=tiles)
+        follows = tiles & (offs > 0)  # a tile, whose last row is the row above
+        tl.store(tile_stop_ptr + ordinal - 2, tl.load(stop_ptr + offs - 1, mask=follows, other=0), mask=follows)
+        tl.store(tile_stop_ptr + number - 1, tl.load(stop_ptr + total - 1), mask=is_last)
 
 
 @triton.jit
@@ -241,6 +274,8 @@ def order_kernel(
     query_stop_ptr,
     first_ptr,
     number_ptr,
+    tile_start_ptr,
+    tile_stop_ptr,
     tables_ptr,
     num_queries,
     num_keys,
@@ -255,7 +290,7 @@ def order_kernel(
     """The tables [cuts, stride, 3]; grid (blocks of TILES, cuts).
 
     A tile's place is the number of tiles with more keys, and of those before it with as many. All pairs of tiles are
-    compared: 4 million for 131,072 rows in tiles of 64.
+    compared: 17 million for 131,072 rows in tiles of 32 (benchmarks/mask_model.py).
 
     A tile reads the keys from the first to the last that its rows see, and up to a block behind them. Bounds ascend, so
     if any query sees one of the former, the tile's first or last row does or a row between them. Hence such a key is
@@ -267,23 +302,27 @@ def order_kernel(
         pick(OF_KEYS, cut), key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
     )
     first_ptr += cut * stride.to(tl.int64)
+    tile_start_ptr += cut * stride.to(tl.int64)
+    tile_stop_ptr += cut * stride.to(tl.int64)
     number = tl.load(number_ptr + cut)
-    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    own = tl.program_id(0) * TILES
+    tiles = own + tl.arange(0, TILES)
     used = tiles < number
     first, end = load_tiles(first_ptr, tiles, number, total)
-    start = tl.load(start_ptr + first, mask=used, other=0)
-    stop = tl.load(stop_ptr + end - 1, mask=used, other=0)
+    start = tl.load(tile_start_ptr + tiles, mask=used, other=0)
+    stop = tl.load(tile_stop_ptr + tiles, mask=used, other=0)
     keys = stop - start
 
     place = tl.zeros([TILES], dtype=tl.int32)
-    for step in range(0, tl.where(tl.program_id(0) * TILES < number, number, 0), OTHERS):
+    for step in range(0, tl.where(own < number, number, 0), OTHERS):
         others = step + tl.arange(0, OTHERS)
-        other_first, other_end = load_tiles(first_ptr, others, number, total)
-        other_start = tl.load(start_ptr + other_first, mask=others < number, other=1)  # so that unused tiles have -1
-        other_keys = tl.load(stop_ptr + other_end - 1, mask=others < number, other=0) - other_start
-        more = other_keys[None, :] > keys[:, None]
-        more = more | (other_keys[None, :] == keys[:, None]) & (others[None, :] < tiles[:, None])
-        place += tl.sum(more.to(tl.int32), 1)
+        inside = others < number
+        other_start = tl.load(tile_start_ptr + others, mask=inside, other=1)  # so that unused tiles have -1
+        other_keys = tl.load(tile_stop_ptr + others, mask=inside, other=0) - other_start
+        other_keys += (others < own).to(tl.int32)  # of tiles with as many, those before these come first
+        place += tl.sum((other_keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    as_many = (keys[None, :] == keys[:, None]) & (tiles[None, :] < tiles[:, None])
+    place += tl.sum(as_many.to(tl.int32), 1)
     place = tl.where(used, place, tiles)
 
     gaps = tl.zeros([TILES], dtype=tl.int32)
@@ -317,6 +356,7 @@ def first_rows(
     stride: int,
     *,
     whole: bool,
+    ends: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The first row of each tile and then the number of rows, (cuts, stride) int32, and (cuts,) int32, how many tiles.
 
@@ -325,6 +365,8 @@ def first_rows(
         rows, longs, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py.
         stride: more than each cut can have tiles.
         whole: whether no tile may hold rows of two documents.
+        ends: two tensors (cuts, stride) int32 that get the first key of each tile's first row, and the end of the keys
+            of its last row.
     """
     num_queries, num_keys = bounds.key_start.shape[0], bounds.query_start.shape[0]
     halo = 0 if whole else max(longs)
@@ -337,8 +379,7 @@ def first_rows(
         "key_stop_ptr": bounds.key_stop,
         "query_start_ptr": bounds.query_start,
         "query_stop_ptr": bounds.query_stop,
-        "queries_ptr": bounds.queries,
-        "keys_ptr": bounds.keys,
+        "document_ptr": bounds.document,
         "chunks_ptr": chunks,
         "num_queries": num_queries,
         "num_keys": num_keys,
@@ -354,7 +395,13 @@ def first_rows(
     with torch.cuda.device_of(first):
         chunks_kernel[(num_chunks, len(rows))](**arguments)
         begins_kernel[(num_chunks, len(rows))](
-            first_ptr=first, number_ptr=number, stride=stride, SUMMARIES=SUMMARIES, **arguments
+            first_ptr=first,
+            number_ptr=number,
+            tile_start_ptr=None if ends is None else ends[0],
+            tile_stop_ptr=None if ends is None else ends[1],
+            stride=stride,
+            SUMMARIES=SUMMARIES,
+            **arguments,
         )
     return first, number
 
@@ -378,7 +425,8 @@ def tables_of_intervals(
         whole: whether no tile may hold rows of two documents.
     """
     stride = triton.cdiv(max(capacities) + 1, 16) * 16  # so that tables begin at multiples of 16 bytes
-    first, number = first_rows(bounds, rows, longs, of_keys, stride, whole=whole)
+    ends = bounds.key_start.new_empty(len(rows), stride), bounds.key_start.new_empty(len(rows), stride)
+    first, number = first_rows(bounds, rows, longs, of_keys, stride, whole=whole, ends=ends)
     tables = first.new_empty(len(rows), stride, 3)
     with torch.cuda.device_of(first):
         order_kernel[(triton.cdiv(stride, TILES), len(rows))](
@@ -388,6 +436,8 @@ def tables_of_intervals(
             query_stop_ptr=bounds.query_stop,
             first_ptr=first,
             number_ptr=number,
+            tile_start_ptr=ends[0],
+            tile_stop_ptr=ends[1],
             tables_ptr=tables,
             num_queries=bounds.key_start.shape[0],
             num_keys=bounds.query_start.shape[0],

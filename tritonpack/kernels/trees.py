@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonpack.kernels.intervals import smaller
+from tritonpack.kernels.intervals import ASSERTIONS, smaller
 
 ROWS = 256
 PIECE = 16
@@ -26,6 +26,16 @@ WARPS = 16  # with 8, a thread has up to 92 registers, so that half as many thre
 
 SLACK = tl.constexpr(-2)  # as in tritonpack/masks/tree.py
 NONE = tl.constexpr(2**31 - 1)  # more than any place or depth
+
+PARENTS_RULE = tl.constexpr(
+    "parents: each is the place of an earlier token whose subtree holds the token, counted from the begin of its row, "
+    "-1 for the first token of a tree, or -2 for a token outside every tree. Put the tokens into depth-first order, "
+    "parents first, each subtree in one piece"
+)
+ENDS_RULE = tl.constexpr(
+    "ends: a subtree ends after its own token and within its row, and subtrees lie within each other or apart; an end "
+    "at the token itself marks a token outside every tree"
+)
 
 
 @triton.jit
@@ -84,13 +94,12 @@ def nearest_own(values_ptr, begin, high, token, limits, SIGN: tl.constexpr, ROWS
 def parents_kernel(
     parents_ptr,
     ends_ptr,
-    sound_ptr,
     num_tokens,
     row_length,
     ROWS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The end of each subtree [T], and sound [programs], whether parents are earlier tokens; grid (blocks of ROWS,).
+    """The end of each subtree [T]; asserts that parents are earlier tokens; grid (blocks of ROWS,).
 
     A subtree ends at the first token whose parent lies before the subtree.
     """
@@ -100,7 +109,7 @@ def parents_kernel(
     place = token % row_length
     parent = tl.load(parents_ptr + token, mask=inside, other=0).to(tl.int64)
     good = (parent >= SLACK) & (parent < place)
-    tl.store(sound_ptr + tl.program_id(0), tl.min((good | ~inside).to(tl.int8), 0))
+    tl.device_assert(tl.min((good | ~inside).to(tl.int32), 0) > 0, PARENTS_RULE)
 
     # No subtree goes beyond its row, because the parent of the next row's first token is negative.
     end = tl.where(parent == SLACK, token, num_tokens)
@@ -116,14 +125,14 @@ def parents_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "row_length"])
-def ends_kernel(given_ptr, ends_ptr, sound_ptr, num_tokens, row_length, ROWS: tl.constexpr):
-    """The end of each subtree [T], and sound [programs], whether ends lie in their rows; grid as above."""
+def ends_kernel(given_ptr, ends_ptr, num_tokens, row_length, ROWS: tl.constexpr):
+    """The end of each subtree [T]; asserts that ends lie in their rows; grid as above."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < num_tokens
     place = token % row_length
     end = tl.load(given_ptr + token, mask=inside, other=0).to(tl.int64)
     good = (end >= place) & (end <= row_length)
-    tl.store(sound_ptr + tl.program_id(0), tl.min((good | ~inside).to(tl.int8), 0))
+    tl.device_assert(tl.min((good | ~inside).to(tl.int32), 0) > 0, ENDS_RULE)
     tl.store(ends_ptr + token, (token - place + end).to(tl.int32), mask=inside)
 
 
@@ -136,7 +145,6 @@ def depths_kernel(
     key_stop_ptr,
     query_start_ptr,
     first_ptr,
-    sound_ptr,
     num_tokens,
     row_length,
     ROWS: tl.constexpr,
@@ -145,8 +153,8 @@ def depths_kernel(
     """The depth of each token, its bounds but for key_start, and whether a tree begins there, each [T]; grid as above.
 
     A token's ancestors are the tokens before it whose subtrees end after it; the depth is their number. `level` is the
-    depth, but NONE outside of trees. sound [2, programs]: the second row says whether each subtree ends at the latest
-    with those of the token's ancestors, and whether the parent, if there are parents, is an ancestor.
+    depth, but NONE outside of trees. The kernel asserts that each subtree ends at the latest with those of the token's
+    ancestors, and that the parent, if there are parents, is an ancestor.
     """
     begin = tl.program_id(0) * ROWS
     token = begin + tl.arange(0, ROWS)
@@ -190,8 +198,7 @@ def depths_kernel(
         has_parent = inside & (parent >= 0) & (parent < place)  # the first launch has found others
         parent_end = tl.load(ends_ptr + (token - place + parent), mask=has_parent, other=0)
         good &= ~has_parent | (parent_end > token)
-    programs = tl.num_programs(0)
-    tl.store(sound_ptr + programs + tl.program_id(0), tl.min((good | ~inside).to(tl.int8), 0))
+    tl.device_assert(tl.min((good | ~inside).to(tl.int32), 0) > 0, ENDS_RULE if parents_ptr is None else PARENTS_RULE)
 
     live = end > token
     tl.store(level_ptr + token, tl.where(live, depth, NONE), mask=inside)
@@ -238,7 +245,7 @@ def starts_kernel(
 
 
 def bounds_of_rows(values: Tensor, kind: str, left: int, chunk: int) -> tuple[Tensor, ...]:
-    """The fields of `TreeBounds`, each (B * T,), and () bool, whether the values are sound.
+    """The fields of `TreeBounds`, each (B * T,). The kernels assert that the values are valid.
 
     Args:
         values: (B, T) integers.
@@ -246,20 +253,20 @@ def bounds_of_rows(values: Tensor, kind: str, left: int, chunk: int) -> tuple[Te
         left, chunk: from 0 (chunk: from 1) to 2**31 - 1, which means no limit.
     """
     total, row_length = values.numel(), values.shape[1]
-    programs = triton.cdiv(total, ROWS)
+    grid = (triton.cdiv(total, ROWS),)
     key_start, key_stop, query_start, ends, depth, level = (
         values.new_empty(total, dtype=torch.int32) for _ in range(6)
     )
-    first, sound = values.new_empty(total, dtype=torch.bool), values.new_empty((2, programs), dtype=torch.bool)
+    first = values.new_empty(total, dtype=torch.bool)
     if total:
         values = values.contiguous()
-        stream = {"ends_ptr": ends, "sound_ptr": sound.view(torch.int8), "num_tokens": total, "row_length": row_length}
+        stream = {"ends_ptr": ends, "num_tokens": total, "row_length": row_length, "ROWS": ROWS, **ASSERTIONS}
         with torch.cuda.device_of(values):
             if kind == "parents":
-                parents_kernel[(programs,)](parents_ptr=values, **stream, ROWS=ROWS, PIECE=PIECE, num_warps=WARPS)
+                parents_kernel[grid](parents_ptr=values, **stream, PIECE=PIECE, num_warps=WARPS)
             else:
-                ends_kernel[(programs,)](given_ptr=values, **stream, ROWS=ROWS)
-            depths_kernel[(programs,)](
+                ends_kernel[grid](given_ptr=values, **stream)
+            depths_kernel[grid](
                 parents_ptr=values if kind == "parents" else None,
                 level_ptr=level,
                 depth_ptr=depth,
@@ -267,11 +274,10 @@ def bounds_of_rows(values: Tensor, kind: str, left: int, chunk: int) -> tuple[Te
                 query_start_ptr=query_start,
                 first_ptr=first.view(torch.int8),
                 **stream,
-                ROWS=ROWS,
                 PIECE=PIECE,
                 num_warps=WARPS,
             )
-            starts_kernel[(programs,)](
+            starts_kernel[grid](
                 level_ptr=level,
                 key_start_ptr=key_start,
                 num_tokens=total,
@@ -282,4 +288,4 @@ def bounds_of_rows(values: Tensor, kind: str, left: int, chunk: int) -> tuple[Te
                 PIECE=PIECE,
                 num_warps=WARPS,
             )
-    return key_start, key_stop, query_start, ends, depth, first, sound.all()
+    return key_start, key_stop, query_start, ends, depth, first

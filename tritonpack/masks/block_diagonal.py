@@ -28,12 +28,11 @@ from tritonpack.checks import (
     check_spans,
     check_total,
     offsets_from_lengths,
-    require,
 )
 from tritonpack.masks import dense as dense_mask
 from tritonpack.masks import flex as block_mask
 from tritonpack.masks import intervals, tree
-from tritonpack.masks.bounds import Bounds
+from tritonpack.masks.bounds import Bounds, outside_inference_mode
 from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
 
 if TYPE_CHECKING:
@@ -183,8 +182,9 @@ class BlockDiagonalMask(Bounds):
 
         def build(reach: Reach) -> Intervals:
             found, sound = intervals.from_offsets(cu_q, cu_k, total_q, total_k, reach)
-            check_sound(sound[0], cu_q, total_q, "total_q", "cu_seqlens")
-            check_sound(sound[1], cu_k, total_k, "total_k", key_name)
+            if sound is not None:
+                check_sound(sound[0], cu_q, total_q, "total_q", "cu_seqlens")
+                check_sound(sound[1], cu_k, total_k, "total_k", key_name)
             return found
 
         return _mask(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
@@ -242,14 +242,7 @@ class BlockDiagonalMask(Bounds):
         """
         reach = check_reach(window, causal, chunk_size)
         ids = check_rows(segment_ids, "segment_ids")
-        starts, in_order = changes(ids), ids.sort(dim=1).values
-        pieces = (starts & (ids != 0)).sum(1)
-        documents = (changes(in_order) & (in_order != 0)).sum(1)
-        require(
-            (pieces == documents).all() & (ids >= 0).all(),
-            "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
-            "padding); renumber the pieces, or move the tokens of each document together.",
-        )
+        intervals.check_segments(ids)
         return _mask(partial(intervals.from_segment_ids, ids), reach, spans)
 
     @classmethod
@@ -273,14 +266,9 @@ class BlockDiagonalMask(Bounds):
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
         reach = check_reach(window, causal, chunk_size)
-        live = check_rows(attention_mask, "attention_mask", allow_bool=True) != 0
-        starts = changes(live)
-        require(
-            ((starts & live).sum(1) <= 1).all(),
-            "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
-            "only. For several documents in a row use from_segment_ids.",
-        )
-        return _mask(partial(intervals.from_segment_ids, live), reach, spans)
+        attention_mask = check_rows(attention_mask, "attention_mask", allow_bool=True)
+        intervals.check_padding(attention_mask)
+        return _mask(partial(intervals.from_padding_mask, attention_mask), reach, spans)
 
     @classmethod
     def from_tree(
@@ -311,7 +299,7 @@ class BlockDiagonalMask(Bounds):
         Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
         reach = check_reach(window, True, chunk_size)
-        return _tree_mask(tree.from_parents(parents, reach))
+        return _tree_mask(partial(tree.from_parents, parents, reach))
 
     @classmethod
     def from_tree_ends(
@@ -332,7 +320,7 @@ class BlockDiagonalMask(Bounds):
         [1, 1, 0, 0, 1]
         """
         reach = check_reach(window, True, chunk_size)
-        return _tree_mask(tree.from_ends(ends, reach))
+        return _tree_mask(partial(tree.from_ends, ends, reach))
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
@@ -398,15 +386,23 @@ def _mask(
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:
     """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""
-    seen = build(reach)
-    if spans is not None:
-        spans = check_spans(spans, seen.start.shape[0], seen.start.device)
-        seen = intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), spans)
+
+    def with_spans() -> Intervals:
+        seen = build(reach)
+        if spans is None:
+            return seen
+        flat = check_spans(spans, seen.start.shape[0], seen.start.device)
+        return intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), flat)
+
+    seen = outside_inference_mode(with_spans)
     num_keys = seen.start.shape[0] if num_keys is None else num_keys
-    return BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
+    mask = BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
+    if seen.seen_by is not None:
+        mask.keep_transpose(*seen.seen_by)
+    return mask
 
 
-def _tree_mask(bounds: tree.TreeBounds) -> BlockDiagonalMask:
-    start, stop, query_start, query_stop, depth, first = bounds
+def _tree_mask(build: Callable[[], tree.TreeBounds]) -> BlockDiagonalMask:
+    start, stop, query_start, query_stop, depth, first = outside_inference_mode(build)
     source = partial(intervals.number_documents, first)
     return BlockDiagonalMask(start, stop, start.shape[0], depth, source, None, query_start, query_stop, trusted=True)

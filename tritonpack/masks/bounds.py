@@ -60,7 +60,15 @@ class Bounds:
             self._assert_valid()
 
     def _begin(self) -> None:
-        """Start the part of a mask that isn't in its fields."""
+        """Replace inference tensors by copies, and start the part of a mask that isn't in its fields.
+
+        torch counts no writes to inference tensors, so `_check_unwritten` couldn't refuse those that were overwritten.
+        """
+        if not torch.compiler.is_compiling():
+            for f in fields(self):
+                value = getattr(self, f.name)
+                if isinstance(value, Tensor) and value.is_inference():
+                    object.__setattr__(self, f.name, outside_inference_mode(value.clone))
         object.__setattr__(self, "_computed", {})
         object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
         object.__setattr__(self, "_captured", self._stream().capturing)
@@ -113,10 +121,10 @@ class Bounds:
         self._check_unwritten()
         stream = self._stream()
         if stream.capturing != self._captured:
-            return _outside_inference_mode(build)
+            return outside_inference_mode(build)
         place = (stream.handle, key)
         if place not in self._computed:
-            self._computed[place] = _outside_inference_mode(build)
+            self._computed[place] = outside_inference_mode(build)
         return self._computed[place]
 
     def for_call(self) -> Self:
@@ -132,9 +140,9 @@ class Bounds:
         return current_stream(self.key_start.device) if plain else Stream(None, False)
 
     def _count_writes(self) -> tuple[tuple[str, Tensor, int], ...]:
-        """The mask's tensors with how often torch has counted a write to them; it counts none to inference tensors."""
+        """The mask's tensors with how often torch has counted a write to them."""
         tensors = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return tuple((name, x, x._version) for name, x in tensors if isinstance(x, Tensor) and not x.is_inference())
+        return tuple((name, x, x._version) for name, x in tensors if isinstance(x, Tensor))
 
     def _check_unwritten(self) -> None:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
@@ -172,10 +180,16 @@ class Bounds:
         """
         return self.cached("transpose", self._transpose)
 
+    def keep_transpose(self, query_start: Tensor, query_stop: Tensor) -> None:
+        """Keep the bounds of the transpose, (num_keys,) int32, which `transpose` then needn't compute."""
+        self.cached("seen by", lambda: (query_start, query_stop))
+
     def _transpose(self) -> Self:
         # Not `self`, which would be a reference cycle.
-        source = self._computed.get((self._stream().handle, "document"), self.document_source)
-        start, stop = self.query_start, self.query_stop
+        handle = self._stream().handle
+        source = self._computed.get((handle, "document"), self.document_source)
+        known = self.query_start, self.query_stop
+        start, stop = self._computed.get((handle, "seen by"), known)
         if (start is None or stop is None) and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
@@ -252,7 +266,9 @@ class Bounds:
         """The same mask on another device."""
         device = check_device(device)
         tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = outside_inference_mode(
+            lambda: {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        )
         mask = replace(self, **moved, trusted=True)
         object.__setattr__(mask, "_origin", self)
         return mask
@@ -347,7 +363,8 @@ def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascend
     return faults
 
 
-def _outside_inference_mode(build: Callable[[], T]) -> T:
+def outside_inference_mode(build: Callable[[], T]) -> T:
+    """The value of `build()`, with tensors whose writes torch counts and that can be saved for a backward pass."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return build()
     with torch.inference_mode(False):

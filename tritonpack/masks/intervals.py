@@ -14,27 +14,35 @@ import torch
 from torch import Tensor
 
 from tritonpack import kernels
-from tritonpack.checks import UNLIMITED, Reach, check_rows
+from tritonpack.checks import UNLIMITED, Reach, check_rows, require
 
 WHOLE_DOCUMENT = Reach(UNLIMITED, UNLIMITED, UNLIMITED)
 
 
 class Intervals(NamedTuple):
-    """The fields of a `BlockDiagonalMask`, each (T_q,) int32; `document` may be a function that computes it."""
+    """The fields of a `BlockDiagonalMask`, each (T_q,) int32; `document` may be a function that computes it.
+
+    `seen_by` are the bounds of the transpose, (T_k,) int32, where a kernel computed them along with the others.
+    """
 
     start: Tensor
     stop: Tensor
     diagonal: Tensor
     document: Tensor | Callable[[], Tensor]
+    seen_by: tuple[Tensor, Tensor] | None = None
 
 
-def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: Reach) -> tuple[Intervals, Tensor]:
-    """The intervals of documents given by offsets, and (2,) bool: whether each side's offsets are sound."""
+def from_offsets(
+    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: Reach
+) -> tuple[Intervals, Tensor | None]:
+    """The intervals of documents given by offsets, and (2,) bool, whether each side's offsets are sound.
+
+    The latter is None if the kernel that computes the intervals asserts it.
+    """
     if kernels.serve(cu_q):
         from tritonpack.kernels.intervals import intervals_of_offsets
 
-        start, stop, diagonal, document, sound = intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)
-        return Intervals(start, stop, diagonal, document), sound
+        return Intervals(*intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)), None
     rows = torch.arange(total_q, device=cu_q.device)
     # The last document that starts at or before the row. Slack rows get the number after the last document, and with
     # it the empty interval [cu[-1], cu[-1]).
@@ -59,10 +67,43 @@ def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
 
 
 def from_segment_ids(segment_ids: Tensor, reach: Reach) -> Intervals:
-    """The intervals of segment ids, (B, T) integers or bool, 0 for padding."""
+    """The intervals of segment ids, (B, T) integers, 0 for padding; on GPUs the kernel asserts `check_segments`."""
     if kernels.serve(segment_ids):
         return _from_ids(segment_ids, "segments", reach)
     return from_runs(changes(segment_ids), segment_ids != 0, reach)
+
+
+def from_padding_mask(attention_mask: Tensor, reach: Reach) -> Intervals:
+    """The intervals of a padding mask, (B, T) integers or bool; on GPUs the kernel asserts `check_padding`."""
+    if kernels.serve(attention_mask):
+        return _from_ids(attention_mask, "padding", reach)
+    return from_segment_ids(attention_mask != 0, reach)
+
+
+def check_segments(ids: Tensor) -> None:
+    """Raise, or assert on the device, unless (B, T) segment ids are valid; nothing where a kernel asserts it."""
+    if kernels.serve(ids):
+        return
+    starts, in_order = changes(ids), ids.sort(dim=1).values
+    pieces = (starts & (ids != 0)).sum(1)
+    documents = (changes(in_order) & (in_order != 0)).sum(1)
+    require(
+        (pieces == documents).all() & (ids >= 0).all(),
+        "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
+        "padding); renumber the pieces, or move the tokens of each document together.",
+    )
+
+
+def check_padding(attention_mask: Tensor) -> None:
+    """Raise, or assert on the device, unless each row of a padding mask has its tokens in one piece, as above."""
+    if kernels.serve(attention_mask):
+        return
+    live = attention_mask != 0
+    require(
+        ((changes(live) & live).sum(1) <= 1).all(),
+        "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
+        "only. For several documents in a row use from_segment_ids.",
+    )
 
 
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
@@ -108,7 +149,7 @@ def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Inte
     begin, end = _runs(changes(spans[None])[0] | (spans == 0), rows)
     begin = torch.maximum(begin.to(torch.int32), documents.start)
     end = torch.minimum(end.to(torch.int32), documents.stop)
-    return seen._replace(start=torch.minimum(seen.start, begin), stop=torch.maximum(seen.stop, end))
+    return seen._replace(start=torch.minimum(seen.start, begin), stop=torch.maximum(seen.stop, end), seen_by=None)
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
@@ -156,8 +197,8 @@ def number_documents(first: Tensor) -> Tensor:
 def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
     from tritonpack.kernels.intervals import intervals_of_ids
 
-    start, stop, diagonal, first = intervals_of_ids(ids, rule, *reach)
-    return Intervals(start, stop, diagonal, partial(number_documents, first))
+    start, stop, diagonal, first, seen_by = intervals_of_ids(ids, rule, *reach)
+    return Intervals(start, stop, diagonal, partial(number_documents, first), seen_by)
 
 
 def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,14 +41,7 @@ def from_parents(parents: Lengths, reach: Reach) -> TreeBounds:
     """
     parents = _rows(parents, "parents")
     if kernels.serve(parents):
-        return _by_kernels(
-            parents,
-            "parents",
-            reach,
-            "parents: each is the place of an earlier token whose subtree holds the token, counted from the begin of "
-            "its row, -1 for the first token of a tree, or -2 for a token outside every tree. Put the tokens into "
-            "depth-first order, parents first, each subtree in one piece.",
-        )
+        return _by_kernels(parents, "parents", reach)
     return bounds(_ends_of_parents(parents), reach)
 
 
@@ -60,22 +53,14 @@ def from_ends(ends: Lengths, reach: Reach) -> TreeBounds:
     """
     ends = _rows(ends, "ends")
     if kernels.serve(ends):
-        return _by_kernels(
-            ends,
-            "ends",
-            reach,
-            "ends: a subtree ends after its own token and within its row, and subtrees lie within each other or apart; "
-            "an end at the token itself marks a token outside every tree.",
-        )
+        return _by_kernels(ends, "ends", reach)
     return bounds(_checked_ends(ends), reach)
 
 
-def _by_kernels(values: Tensor, kind: str, reach: Reach, rule: str) -> TreeBounds:
+def _by_kernels(values: Tensor, kind: str, reach: Reach) -> TreeBounds:
     from tritonpack.kernels.trees import bounds_of_rows
 
-    *fields, sound = bounds_of_rows(values, kind, reach.left, reach.chunk)
-    require(sound, rule)
-    return TreeBounds(*fields)
+    return TreeBounds(*bounds_of_rows(values, kind, reach.left, reach.chunk))
 
 
 def _ends_of_parents(parents: Tensor) -> Tensor:
