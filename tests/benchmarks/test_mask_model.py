@@ -1,5 +1,6 @@
 """The bound of the device's time for a mask and its tables: its value, and that its counts are those of the kernels."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,14 @@ def test_the_bound_is_within_the_target(name: str) -> None:
         found = microseconds(BATCHES[name], head_dim)
         assert found.keys() == SOURCES.keys()
         assert max(found.values()) <= TARGET_US, (head_dim, found)
+
+
+def test_the_page_has_these_figures() -> None:
+    page = (Path(__file__).parents[2] / "docs/decisions/host-time.md").read_text()
+    for head_dim in CUTS:
+        found = [microseconds(lengths, head_dim) for lengths in BATCHES.values()]
+        spans = (f"{min(x[name] for x in found):.1f} to {max(x[name] for x in found):.1f}" for name in SOURCES)
+        assert f"| {head_dim} | {' | '.join(spans)} |" in page
 
 
 @pytest.mark.parametrize("head_dim", CUTS)
