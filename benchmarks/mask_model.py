@@ -25,14 +25,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import triton
 from rich.console import Console
 from rich.table import Table
 
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tile_table import Cut, capacity, cut_rows
+from tritonpack.backends.tile_table import MOST_ORDERED, Cut, capacity, cut_rows
 from tritonpack.kernels import intervals, tables
 
 TARGET_US = 30.0
@@ -41,7 +40,7 @@ LAUNCH_S, FIRST_CYCLES, ACCESS_CYCLES, REDUCTION_CYCLES = 1e-6, 700, 350, 150
 LANES, INSTRUCTIONS = 128, 3  # instructions that a multiprocessor starts per cycle, and those of a comparison
 ALL_REGISTERS = 65536  # of a multiprocessor
 # Bounds of the registers of a thread, which a test compares with the binaries.
-REGISTERS = {"offsets": 64, "zeros": 32, "runs": 96, "transpose": 64, "chunks": 72, "begins": 64, "order": 64}
+REGISTERS = {"offsets": 64, "edges": 48, "runs": 80, "transpose": 64, "chunks": 72, "begins": 64, "order": 64}
 # By head dimension the cuts of forward, dQ, and the gradients of keys; equal ones share a table.
 CUTS = {
     64: (Cut(32, 64, 128), Cut(16, 64, 64), Cut(64, of_keys=True)),
@@ -97,29 +96,23 @@ def offsets(lengths: Sequence[int]) -> Launch:
 
 
 def runs(lengths: Sequence[int], *, checked: bool) -> list[Launch]:
-    """The kernel of position ids, or, `checked`, that of segment ids, whose table is filled with zeros before."""
+    """The two kernels of position ids, or, `checked`, of segment ids, with a hash table that the first one fills."""
     total = sum(lengths)
-    ends = np.cumsum(lengths)
     programs = triton.cdiv(total, intervals.RUN_ROWS)
-    first = np.arange(programs) * intervals.RUN_ROWS
-    last = np.minimum(first + intervals.RUN_ROWS, total)
-    begin = np.append(0, ends)[np.searchsorted(ends, first, side="right")]  # of the document of the first row
-    end = ends[np.searchsorted(ends, last - 1, side="right")]  # of the document of the last row
-    steps = -(-(first - begin) // intervals.LOOK) + -(-np.maximum(end - last, 0) // intervals.LOOK)
-    read = ID * (intervals.RUN_ROWS * programs + intervals.LOOK * int(steps.sum()))
+    slots = triton.next_power_of_2(2 * total) if checked else 0
+    steps = triton.cdiv(programs, intervals.LOOK)  # the others before a program, and those after it
+    edges = Launch("edges", programs, 128, ID * total + 2 * INT * programs + INT * slots, accesses=1, reductions=2)
+    read = ID * total + 2 * INT * programs * programs
     written = (5 * INT + 1) * total
-    accesses, reductions = 1 + int(steps.max()), 4 + int(steps.max())
-    launches = []
+    accesses, reductions = 2 + steps, 3 + steps
     if checked:
-        slots = triton.next_power_of_2(2 * total)
-        launches.append(Launch("zeros", MULTIPROCESSORS, 1024, INT * slots, accesses=1, reductions=0))
         # An exchange with the table, of 32 bytes a row, and a look at the entry. If entries are taken at random, the
         # slowest of n searches finds about log(n) / log(slots / n) that are taken.
         tries = 1 + math.ceil(math.log(len(lengths)) / math.log(slots / len(lengths)))
         read += tries * 32 * total
         accesses, reductions = accesses + 2 * tries, reductions + tries + 2
     threads = 32 * intervals.RUN_WARPS
-    return [*launches, Launch("runs", programs, threads, read + written, accesses, reductions)]
+    return [edges, Launch("runs", programs, threads, read + written, accesses, reductions)]
 
 
 def transpose(total: int) -> Launch:
@@ -142,10 +135,14 @@ def tile_tables(lengths: Sequence[int], cuts: Sequence[Cut]) -> list[Launch]:
     capacities = [capacity(mask, cut) for cut in cuts]
     used = [int((found[:, 0] < found[:, 1]).sum()) for found in (cut_rows(mask, cut) for cut in cuts)]
     stride = triton.cdiv(max(capacities) + 1, 16) * 16
-    blocks = sum(triton.cdiv(n, tables.TILES) for n in used)
-    others = triton.cdiv(max(used), tables.OTHERS)
-    # The bounds of all tiles for each block of tiles; those of each tile's rows, and of the keys behind.
-    pairs = [triton.cdiv(n, tables.TILES) * tables.TILES * triton.cdiv(n, tables.OTHERS) * tables.OTHERS for n in used]
+    blocks = [triton.cdiv(n, tables.TILES) for n in used]
+    groups = [n >> max(0, math.ceil(math.log2(n / MOST_ORDERED))) for n in used]
+    others = triton.cdiv(max(groups), tables.OTHERS)
+    # The bounds of all groups for each block of tiles; those of each tile's rows, and of the keys behind.
+    pairs = [
+        block * tables.TILES * triton.cdiv(n, tables.OTHERS) * tables.OTHERS
+        for block, n in zip(blocks, groups, strict=True)
+    ]
     compared = sum(2 * INT * n // tables.TILES for n in pairs)
     looked = sum(2 * INT * n * (cut.rows + cut.block) for n, cut in zip(used, cuts, strict=True) if cut.block)
     gaps = max(
@@ -158,8 +155,8 @@ def tile_tables(lengths: Sequence[int], cuts: Sequence[Cut]) -> list[Launch]:
             accesses=2 + steps, reductions=5 + 4 * steps,
         ),
         Launch(
-            "order", blocks, threads, compared + looked + 3 * INT * stride * len(cuts),
-            accesses=2 + others + gaps, reductions=1 + others + gaps, comparisons=sum(pairs),
+            "order", sum(blocks), threads, compared + looked + 3 * INT * stride * len(cuts),
+            accesses=3 + others + gaps, reductions=1 + others + gaps, comparisons=sum(pairs),
         ),
     ]  # fmt: skip
 

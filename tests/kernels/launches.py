@@ -149,7 +149,7 @@ def mask_calls() -> list[Call]:
                 f"ids-{rule}",
                 positions if rule != "codes" else lambda device: positions(device).clamp(max=2).to(torch.uint8),
                 partial(_intervals, rule, reach),
-                frozenset({"runs_kernel"}),
+                frozenset({"edges_kernel", "runs_kernel"}),
             )
             for rule in ("positions", "segments", "padding", "codes")
         ),

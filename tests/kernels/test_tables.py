@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tests.backends.test_tile_table import masks
 from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.backends import tile_table
 from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, TileTables, capacity, tile_tables
 from tritonpack.kernels import tables
@@ -96,6 +97,17 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
         assert_same(mask, CUTS[number % 5], CUTS[(number + 1 + seed) % 5], whole=whole, monkeypatch=monkeypatch)
 
 
+@pytest.mark.parametrize("most", [1, 2, 4, 13, 16])
+@pytest.mark.sampled("64-4", "128-13")
+@pytest.mark.usefixtures("small_chunks")
+def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of neighbours, also of more tiles than a program has, and tiles that fill no group."""
+    monkeypatch.setattr(tile_table, "MOST_ORDERED", most)
+    mask = BlockDiagonalMask.from_seqlens([90, 2, 40, 13, 13, 13, 60, 1, 1])
+    for cut in CUTS:
+        assert_same(mask, cut, whole=False, monkeypatch=monkeypatch)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.sampled("64-shared", "128-whole")
 @pytest.mark.usefixtures("small_chunks")
@@ -130,6 +142,7 @@ IDS = torch.arange(90) % 31
 SEGMENTS = IDS.eq(0).cumsum(0)
 PADDED = torch.arange(90) > 3
 PARENTS = torch.tensor(parents_of([(-1, 30), (0, 20), (0, 14)]))
+IDS_KERNELS = ["edges_kernel", "runs_kernel"]
 BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
     "offsets": (
         lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 40, 90]), total_q=95),
@@ -139,12 +152,9 @@ BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
         lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 9]), torch.tensor([0, 7]), total_q=9, total_k=8),
         ["offsets_kernel"],
     ),
-    "position ids": (lambda: BlockDiagonalMask.from_position_ids(IDS, window=(9, 0)), ["runs_kernel"]),
-    "segment ids": (
-        lambda: BlockDiagonalMask.from_segment_ids(SEGMENTS),
-        ["aten.new_zeros.default", "runs_kernel"],
-    ),
-    "padding": (lambda: BlockDiagonalMask.from_padding_mask(PADDED), ["aten.new_zeros.default", "runs_kernel"]),
+    "position ids": (lambda: BlockDiagonalMask.from_position_ids(IDS, window=(9, 0)), IDS_KERNELS),
+    "segment ids": (lambda: BlockDiagonalMask.from_segment_ids(SEGMENTS), IDS_KERNELS),
+    "padding": (lambda: BlockDiagonalMask.from_padding_mask(PADDED), IDS_KERNELS),
     "parents": (
         lambda: BlockDiagonalMask.from_tree(PARENTS),
         ["parents_kernel", "depths_kernel", "starts_kernel"],

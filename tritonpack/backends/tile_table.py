@@ -40,6 +40,10 @@ class TileTables(NamedTuple):
 
 NO_TABLES = TileTables(None, None, None)
 
+# Of more tiles neighbours are ordered together, because all pairs are compared. A group then has as much work as a
+# single tile in a shorter batch has of all work.
+MOST_ORDERED = 1024
+
 
 class Cut(NamedTuple):
     """How a kernel cuts a mask into tiles, and into blocks on the other side.
@@ -77,7 +81,7 @@ def tile_tables(mask: BlockDiagonalMask, *cuts: Cut, whole_documents: bool = Fal
     Returns:
         For each cut (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and
         whether it is exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with
-        most keys come first; unused entries have first = end.
+        most keys come first (`_order`); unused entries have first = end.
     """
 
     def build() -> list[Tensor]:
@@ -119,6 +123,7 @@ def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...], whole_documents:
         tuple(cut.of_keys for cut in cuts),
         [capacity(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in cuts],
         whole=whole_documents,
+        groups=MOST_ORDERED,
     )
 
 
@@ -128,9 +133,18 @@ def _table(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool) -> Tensor:
     first, end = tiles[:, 0], tiles[:, 1]
     if mask.num_queries:
         keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=mask.num_queries - 1)]
-        tiles = tiles[torch.where(first < end, keys, -1).argsort(descending=True, stable=True)]
+        tiles = tiles[_order(keys, first < end)]
     exposed = torch.ones_like(first) if cut.block is None else _exposed(mask, tiles, cut.block)
     return torch.cat([tiles, exposed[:, None]], dim=1)
+
+
+def _order(keys: Tensor, used: Tensor) -> Tensor:
+    """Tiles with most keys first, up to `MOST_ORDERED` groups of neighbours; then those that fill no group, and unused
+    ones. A group is ordered by its first tile, and has as few tiles, a power of two, as that number allows."""
+    number, place = used.sum(), torch.arange(used.shape[0], device=used.device)
+    size = 2 ** (number > MOST_ORDERED * 2 ** torch.arange(32, device=used.device)).sum()
+    in_group = place < number // size * size
+    return torch.where(in_group, keys[place // size * size], -1).argsort(descending=True, stable=True)
 
 
 def capacity(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -> int:

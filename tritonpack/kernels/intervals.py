@@ -1,4 +1,4 @@
-"""The kernels that build intervals, from offsets, from ids and from the other side's, each in one launch.
+"""The kernels that build intervals, from offsets, from the other side's, and in two launches from ids.
 
 Those of offsets and of ids also store the intervals of the transpose, and assert that their input is valid.
 tritonpack/masks/intervals.py, and for the other side bounds.py, compute the same in torch.
@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
-RUN_ROWS = 2048  # many, because each program reads all ids of a long document
-RUN_WARPS = 16  # with fewer warps, LOOK ids take more registers than a thread has
-LOOK = 8192  # ids that are read at once when a document extends beyond the rows of a program
+RUN_ROWS = 1024
+RUN_WARPS = 8
+LOOK = 1024  # programs whose first and last begins are read at once
 # Launch options of kernels with assertions. Triton compiles these under `debug` alone, which would also add checks of
 # integer overflow. On AMD GPUs torch's compiler leaves its assertions out, too.
 ASSERTIONS = {"debug": torch.version.hip is None, "sanitize_overflow": False}
@@ -180,6 +180,26 @@ def check_pieces(ids_ptr, table_ptr, offs, ids, begins, row_length, slots, RULE:
     return tl.min(sound, 0)
 
 
+@triton.jit(do_not_specialize=["num_rows", "row_length", "slots"])
+def edges_kernel(
+    ids_ptr, table_ptr, first_begin_ptr, last_begin_ptr, num_rows, row_length, slots, RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first and the last row of each block in which a run begins; `num_rows` and -1 if none does.
+
+    Grid (blocks of ROWS,). Fills `table` [slots] with zeros, unless it is None.
+    """
+    block = tl.program_id(0)
+    offs = block * ROWS + tl.arange(0, ROWS)
+    starts = load_runs(ids_ptr, offs, num_rows, row_length, RULE)[0] & (offs < num_rows)
+    tl.store(first_begin_ptr + block, tl.min(tl.where(starts, offs, num_rows), 0))
+    tl.store(last_begin_ptr + block, tl.max(tl.where(starts, offs, -1), 0))
+    if table_ptr is not None:
+        for step in range(block * ROWS, slots, tl.num_programs(0) * ROWS):
+            place = step + tl.arange(0, ROWS)
+            tl.store(table_ptr + place, tl.zeros([ROWS], dtype=tl.int32), mask=place < slots)
+
+
 @triton.jit(do_not_specialize=["num_rows", "row_length", "slots", "left", "right", "chunk"])
 def runs_kernel(
     ids_ptr,
@@ -190,6 +210,8 @@ def runs_kernel(
     query_start_ptr,
     query_stop_ptr,
     first_ptr,
+    first_begin_ptr,
+    last_begin_ptr,
     num_rows,
     row_length,
     slots,
@@ -202,33 +224,28 @@ def runs_kernel(
 ):
     """Five numbers per row [T] and `first` [T], whether a document begins there; grid (blocks of ROWS,).
 
-    A program finds the runs within its rows by two scans. If the first or the last run extends beyond them, it reads on
-    in that direction until the run ends, so no program waits for another. `table` [slots], a power of two of at least
-    2 T, holds zeros; it is None if nothing is to be checked.
+    A program finds the runs within its rows by two scans. `edges_kernel` told where the first run began, and where the
+    last one ends. `table` [slots], a power of two of at least 2 T, holds zeros; it is None if nothing is to be checked.
     """
     begin_row = tl.program_id(0) * ROWS
     offs = begin_row + tl.arange(0, ROWS)
     none = 2**31 - 1
     starts, live, ids = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
     begin = tl.associative_scan(tl.where(starts, offs, -1), 0, larger)
-    before = tl.min(begin, 0)  # -1 if the first row continues a run
-    look = begin_row
-    while before < 0:
-        look -= LOOK
-        back = look + tl.arange(0, LOOK)
-        begins = load_runs(ids_ptr, back, num_rows, row_length, RULE)[0]
-        before = tl.max(tl.where(begins, back, -1), 0)  # the loop ends, because row 0 begins a run
+    before = -1
+    for step in range(0, tl.program_id(0), LOOK):
+        blocks = step + tl.arange(0, LOOK)
+        found = tl.load(last_begin_ptr + blocks, mask=blocks < tl.program_id(0), other=-1)
+        before = tl.maximum(before, tl.max(found, 0))
     begin = tl.maximum(begin, before)
 
     ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
     end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, smaller, reverse=True)
-    after = tl.max(end, 0)
-    look = begin_row + ROWS
-    while after == none:  # the loop ends, because num_rows counts as a begin
-        ahead = look + tl.arange(0, LOOK)
-        begins = load_runs(ids_ptr, ahead, num_rows, row_length, RULE)[0]
-        after = tl.min(tl.where(begins, ahead, none), 0)
-        look += LOOK
+    after = num_rows
+    for step in range(tl.program_id(0) + 1, tl.num_programs(0), LOOK):
+        blocks = step + tl.arange(0, LOOK)
+        found = tl.load(first_begin_ptr + blocks, mask=blocks < tl.num_programs(0), other=num_rows)
+        after = tl.minimum(after, tl.min(found, 0))
     end = tl.minimum(end, after)
 
     inside = offs < num_rows
@@ -333,27 +350,35 @@ def intervals_of_ids(
     first = ids.new_empty(total, dtype=torch.bool)
     if total:
         ids = ids.contiguous()
-        slots = triton.next_power_of_2(2 * total) if rule in ("segments", "padding") else 0
+        is_checked = ASSERTIONS["debug"] and rule in ("segments", "padding")
+        slots = triton.next_power_of_2(2 * total) if is_checked else 0
+        blocks = triton.cdiv(total, RUN_ROWS)
+        arguments = {
+            "ids_ptr": ids.view(torch.uint8) if ids.dtype == torch.bool else ids,
+            "table_ptr": ids.new_empty(slots, dtype=torch.int32) if slots else None,
+            "first_begin_ptr": ids.new_empty(blocks, dtype=torch.int32),
+            "last_begin_ptr": ids.new_empty(blocks, dtype=torch.int32),
+            "num_rows": total,
+            "row_length": ids.shape[1],
+            "slots": slots,
+            "RULE": rule,
+            "ROWS": RUN_ROWS,
+        }
         with torch.cuda.device_of(ids):
-            runs_kernel[(triton.cdiv(total, RUN_ROWS),)](
-                ids_ptr=ids.view(torch.uint8) if ids.dtype == torch.bool else ids,
-                table_ptr=ids.new_zeros(slots, dtype=torch.int32) if slots else None,
+            edges_kernel[(blocks,)](**arguments)
+            runs_kernel[(blocks,)](
                 start_ptr=start,
                 stop_ptr=stop,
                 diagonal_ptr=diagonal,
                 query_start_ptr=query_start,
                 query_stop_ptr=query_stop,
                 first_ptr=first.view(torch.int8),
-                num_rows=total,
-                row_length=ids.shape[1],
-                slots=slots,
                 left=left,
                 right=right,
                 chunk=chunk,
-                RULE=rule,
-                ROWS=RUN_ROWS,
                 LOOK=LOOK,
                 num_warps=RUN_WARPS,
+                **arguments,
                 **ASSERTIONS,
             )
     return start, stop, diagonal, first, (query_start, query_stop)

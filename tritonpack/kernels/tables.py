@@ -21,7 +21,7 @@ from tritonpack.kernels.intervals import larger, smaller
 WINDOW = 1024  # rows that a program reads: those of its chunk, and as many on both sides as decide what is long
 SUMMARIES = 128  # chunks whose numbers are added at once
 TILES = 16  # tiles that a program orders; few, so that all programs run at the same time
-OTHERS = 512  # tiles that they are compared with at once; many, because each step waits for memory
+OTHERS = 512  # groups of tiles that they are compared with at once; many, because each step waits for memory
 STEP = 32  # rows or keys of each tile that are read at once
 WARPS = 8
 
@@ -283,14 +283,16 @@ def order_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OF_KEYS: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILES: tl.constexpr,
     OTHERS: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """The tables [cuts, stride, 3]; grid (blocks of TILES, cuts).
 
-    A tile's place is the number of tiles with more keys, and of those before it with as many. All pairs of tiles are
-    compared: 17 million for 131,072 rows in tiles of 32 (benchmarks/mask_model.py).
+    Groups of neighbouring tiles are ordered by the keys of their first tile: the fewest tiles a group, a power of two,
+    that leave at most GROUPS groups. A group's place is the number of groups with more keys, and of those before it
+    with as many; tiles that fill no group come last. Each tile is compared with all groups.
 
     A tile reads the keys from the first to the last that its rows see, and up to a block behind them. Bounds ascend, so
     if any query sees one of the former, the tile's first or last row does or a row between them. Hence such a key is
@@ -311,19 +313,25 @@ def order_kernel(
     first, end = load_tiles(first_ptr, tiles, number, total)
     start = tl.load(tile_start_ptr + tiles, mask=used, other=0)
     stop = tl.load(tile_stop_ptr + tiles, mask=used, other=0)
-    keys = stop - start
 
+    shift = 0  # a group has 2**shift tiles
+    while (number - 1) >> shift >= GROUPS:
+        shift += 1
+    groups = number >> shift
+    group = tiles >> shift
     place = tl.zeros([TILES], dtype=tl.int32)
-    for step in range(0, tl.where(own < number, number, 0), OTHERS):
+    keys = tl.load(tile_stop_ptr + (group << shift), mask=used, other=0)
+    keys -= tl.load(tile_start_ptr + (group << shift), mask=used, other=0)
+    for step in range(0, tl.where(own >> shift < groups, groups, 0), OTHERS):
         others = step + tl.arange(0, OTHERS)
-        inside = others < number
-        other_start = tl.load(tile_start_ptr + others, mask=inside, other=1)  # so that unused tiles have -1
-        other_keys = tl.load(tile_stop_ptr + others, mask=inside, other=0) - other_start
-        other_keys += (others < own).to(tl.int32)  # of tiles with as many, those before these come first
+        other_start = tl.load(tile_start_ptr + (others << shift), mask=others < groups, other=1)  # -1 behind the groups
+        other_keys = tl.load(tile_stop_ptr + (others << shift), mask=others < groups, other=0) - other_start
+        other_keys += (others < own >> shift).to(tl.int32)  # of groups with as many, those before these come first
         place += tl.sum((other_keys[None, :] > keys[:, None]).to(tl.int32), 1)
-    as_many = (keys[None, :] == keys[:, None]) & (tiles[None, :] < tiles[:, None])
+    in_group = tiles - (group << shift)
+    as_many = (keys[None, :] == keys[:, None]) & (group[None, :] < group[:, None]) & (in_group == 0)[None, :]
     place += tl.sum(as_many.to(tl.int32), 1)
-    place = tl.where(used, place, tiles)
+    place = tl.where(group < groups, (place << shift) + in_group, tiles)
 
     gaps = tl.zeros([TILES], dtype=tl.int32)
     for step in range(1, tl.where(block > 0, rows, 0), STEP):
@@ -332,7 +340,7 @@ def order_kernel(
         begin = tl.load(start_ptr + offs, mask=inside, other=0)
         before = tl.load(stop_ptr + offs - 1, mask=inside, other=0)
         gaps += tl.sum((begin > before).to(tl.int32), 1)
-    limit = tl.minimum(start.to(tl.int64) + tl.cdiv(keys, tl.maximum(block, 1)).to(tl.int64) * block, columns)
+    limit = tl.minimum(start.to(tl.int64) + tl.cdiv(stop - start, tl.maximum(block, 1)).to(tl.int64) * block, columns)
     for step in range(0, block, STEP):
         offs = stop[:, None] + step + tl.arange(0, STEP)[None, :]
         inside = offs < limit[:, None]
@@ -415,6 +423,7 @@ def tables_of_intervals(
     capacities: list[int],
     *,
     whole: bool,
+    groups: int,
 ) -> list[Tensor]:
     """The tile table of each cut, (capacity, 3) int32.
 
@@ -423,6 +432,7 @@ def tables_of_intervals(
         rows, longs, blocks, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py; 0 for no block.
         capacities: a bound of the number of tiles of each cut.
         whole: whether no tile may hold rows of two documents.
+        groups: how many groups of tiles are ordered at most.
     """
     stride = triton.cdiv(max(capacities) + 1, 16) * 16  # so that tables begin at multiples of 16 bytes
     ends = bounds.key_start.new_empty(len(rows), stride), bounds.key_start.new_empty(len(rows), stride)
@@ -445,6 +455,7 @@ def tables_of_intervals(
             ROWS=rows,
             BLOCK=blocks,
             OF_KEYS=of_keys,
+            GROUPS=groups,
             TILES=TILES,
             OTHERS=OTHERS,
             STEP=STEP,
