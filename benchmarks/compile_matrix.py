@@ -99,9 +99,9 @@ def page(rows: Iterable[Row]) -> str:
             lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "## Registers, shared memory and loops", "", LOOPS]
     for gpu in SHARED_KIB:
-        of_gpu = {name: found for name, found in by_name.items() if f"-{gpu}-" in name and is_64_or_128(name)}
-        if of_gpu:
-            lines += ["", f"### {gpu}", "", *loop_table(of_gpu, versions)]
+        shown = {name: found for name, found in by_name.items() if f"-{gpu}-" in name and is_64_or_128(name)}
+        if shown:
+            lines += ["", f"### {gpu}", "", *loop_table(shown, versions)]
     return "\n".join(lines) + "\n"
 
 
