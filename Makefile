@@ -13,7 +13,7 @@ help:
 	@echo "make demo-grpo  train on GRPO's prompts and completions in four ways, draw a picture: demo-out/demo-grpo.png"
 	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
 	@echo "make test       the tests that need no GPU, without the slow ones"
-	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type"
+	@echo "make test-slow  the slow tests: some kernels compiled for every architecture, every model type"
 	@echo "make test-all   every case of every test that needs no GPU, also those that test-slow leaves out: half an hour"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"

@@ -26,9 +26,10 @@ FOLDER = Path(".matrix")
 PAGE = Path(__file__).parents[1] / "docs" / "compile-matrix.md"
 
 INTRODUCTION = """\
-`make compile-matrix` (`python -m benchmarks.compile_matrix`) writes this page from `benchmarks/results/compile.csv`. In
-that file each kernel also has its registers, shared memory and stages, and the instructions, spills, barriers and waits
-of each loop. Kernels are compiled for each GPU ahead of time; none has run. A binary is clean if it
+After this page you know which kernels compile well for which GPU, and what is wrong with the others.
+`make compile-matrix` (`python -m benchmarks.compile_matrix`) writes it from `benchmarks/results/compile.csv`, which
+also has stages, float32 and other head dimensions. Kernels are compiled for each GPU ahead of time; none has run. A
+binary is clean if it
 
 - multiplies in a loop, by matrix instructions if the type has 16 bits,
 - fits into the GPU's shared memory,
@@ -37,6 +38,12 @@ of each loop. Kernels are compiled for each GPU ahead of time; none has run. A b
 - spills no registers.
 
 A cell counts clean binaries, then these and those that spill only outside of their loops, then all."""
+
+LOOPS = """\
+The 16-bit kernels at head dimensions 64 and 128. A tile is queries x keys, w warps, s stages, h heads; d sums outputs
+late, l has queries on the left, p loads through pointers. Registers are per thread, shared memory (KiB) per program.
+Each other cell has a number for each loop over blocks, in the order of the code: instructions of an iteration, and of
+these the barriers of threads and the waits for memory or products. Spills are above."""
 
 
 def report(version: str, jobs: int) -> None:
@@ -90,12 +97,38 @@ def page(rows: Iterable[Row]) -> str:
         if any(row["findings"] or row["minor"] for row in found.values()):
             cells = [verdict(found[version]) if version in found else "" for version in versions]
             lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "## Registers, shared memory and loops", "", LOOPS]
+    for gpu in SHARED_KIB:
+        shown = {name: found for name, found in by_name.items() if f"-{gpu}-" in name and is_64_or_128(name)}
+        if shown:
+            lines += ["", f"### {gpu}", "", *loop_table(shown, versions)]
     return "\n".join(lines) + "\n"
+
+
+def loop_table(by_name: dict[str, dict[str, Row]], versions: list[str]) -> list[str]:
+    """A table with the resources of binaries, and with what their loops hold, under each version."""
+    columns = ("registers", "KiB", "instructions", "barriers", "waits")
+    heads = ("configuration", "tile", *(f"{version}: {column}" for version in versions for column in columns))
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, found in by_name.items():
+        cells = [name, next(iter(found.values()))["tile"]]
+        for version in versions:
+            row = found.get(version, {})
+            kib = f"{int(row['shared_bytes']) / 1024:.1f}" if row.get("shared_bytes") else ""
+            loops = (row.get(f"loop_{column}", "") for column in columns[2:])
+            cells += [row.get("registers", ""), kib, *loops]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def is_64_or_128(name: str) -> bool:
+    """Whether a configuration has 16 bits and head dimension 64 or 128."""
+    return ("-d64-" in name or "-d128-" in name) and "fp32" not in name
 
 
 def is_common(name: str) -> bool:
     """Whether a configuration is one that most models run: 16 bits, head dimension 64 or 128, of the Triton backend."""
-    return ("-d64-" in name or "-d128-" in name) and "fp32" not in name and not name.startswith("gluon")
+    return is_64_or_128(name) and not name.startswith("gluon")
 
 
 def verdict(row: Row) -> str:

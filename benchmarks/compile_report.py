@@ -62,8 +62,7 @@ def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row
 
 
 def tile_name(configuration: AnyConfiguration) -> str:
-    """The tile of a configuration under this version of Triton: "128x64 w8 s2 h4 d" (h heads, deferred, queries left,
-    pointers)."""
+    """The tile of a configuration: "128x64 w8 s2 h4 d" (h heads, deferred, queries left, pointers)."""
     tile = configuration.tile
     heads = f" h{tile.heads}" if tile.heads > 1 else ""
     flags = {"d": tile.deferred, "l": tile.queries_left, "p": tile.by_pointers}
@@ -125,9 +124,11 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     written.replace(path)
 
 
-def stale(rows: Iterable[Row], configurations: Iterable[AnyConfiguration]) -> list[AnyConfiguration]:
-    """The configurations whose row under this version of Triton is absent or was made from another code or tile."""
-    made = {row["configuration"]: (row["key"], row["tile"]) for row in rows if row["triton"] == triton.__version__}
+def stale(
+    rows: Iterable[Row], configurations: Iterable[AnyConfiguration], version: str = triton.__version__
+) -> list[AnyConfiguration]:
+    """The configurations whose row under a version of Triton is absent or was made from another code or tile."""
+    made = {row["configuration"]: (row["key"], row["tile"]) for row in rows if row["triton"] == version}
     return [c for c in configurations if made.get(str(c)) != (key(c), tile_name(c))]
 
 

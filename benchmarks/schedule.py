@@ -12,6 +12,9 @@ is the pairs of rows and keys that tiles visit over the visible pairs; the used 
 times heads, per multiprocessor; and the makespan if a multiprocessor takes its tiles in rounds, as the Gluon kernel
 does, over the makespan above.
 
+For the tiles of the backward it prints the area, too: of dQ by 64 and by 128 keys, with one head in a tile (Gluon)
+and with four (Triton), and of dK and dV by 128 keys x 64 queries (Gluon) and 64 keys x 64 and x 32 queries (Triton).
+
 For trees it prints the number of visited blocks over the smallest number of blocks that hold all keys which the rows of
 a tile see: for the tiles of forward (16 tokens of 8 heads), of dQ (32 tokens of 4 heads), of one head, and of keys.
 """
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tests.backends.blocks import blocks_of
-from tests.lengths import distributions, visible_pairs
+from tests.lengths import distributions
 from tests.trees import path_lengths, tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
@@ -61,23 +64,50 @@ def makespan_in_rounds(work: list[float], heads: int = HEADS) -> float:
     return max(ends)
 
 
+def area(mask: BlockDiagonalMask, cut: Cut, heads: int = 1) -> float:
+    """The pairs of rows and keys that tiles visit over the visible pairs; tiles hold `cut.rows` rows of each head.
+
+    Rows are keys and blocks are queries if `cut.of_keys`.
+    """
+    assert cut.block is not None
+    assert cut.threshold == cut.rows * heads
+    (table,) = tile_tables(mask, cut)
+    cut_mask = mask.transpose() if cut.of_keys else mask
+    unmasked, masked = blocks_of(cut_mask, table[table[:, 0] < table[:, 1]], cut.block)
+    visible = (mask.key_stop.long() - mask.key_start.long()).sum()
+    return float(cut.rows * cut.block * (unmasked + masked).sum() / visible)
+
+
 def print_forward(batches: dict[str, list[int]]) -> None:
     print(f"{'batch':8} {'tile':8}  area per visible pair (used and empty entries; makespan in rounds)")
     for name, lengths in batches.items():
         mask, rows = BlockDiagonalMask.from_seqlens(lengths), 128
-        shares = (1, 4, 8)
-        tables = tile_tables(mask, *(Cut(rows // heads, long=rows) for heads in shares))
         for block in (128, 64):
             figures = []
-            for heads, table in zip(shares, tables, strict=True):
+            for heads in (1, 4, 8):
+                cut = Cut(rows // heads, block, rows)
+                (table,) = tile_tables(mask, cut)
                 tiles = table[table[:, 0] < table[:, 1]]
-                unmasked, masked = blocks_of(mask, tiles, block)
-                area = rows * block * int((unmasked + masked).sum()) / heads / visible_pairs(lengths)
                 work, walks = costs(mask, tiles, block), HEADS // heads
                 used, empty = (n * walks / SLOTS for n in (len(tiles), len(table) - len(tiles)))
                 spans = makespan_in_rounds(work, walks) / makespan(work, walks)
-                figures.append(f"{heads} head{'s' * (heads > 1)} {area:.2f} ({used:.0f} + {empty:.0f}; {spans:.2f})")
+                ratio = area(mask, cut, heads)
+                figures.append(f"{heads} head{'s' * (heads > 1)} {ratio:.2f} ({used:.0f} + {empty:.0f}; {spans:.2f})")
             print(f"{name:8} {rows}x{block:<4}  {'; '.join(figures)}", flush=True)
+
+
+def print_backward(batches: dict[str, list[int]]) -> None:
+    print(f"{'batch':8} area per visible pair")
+    for name, lengths in batches.items():
+        mask = BlockDiagonalMask.from_seqlens(lengths)
+        figures = [
+            f"dQ {block} keys, {heads} head{'s' * (heads > 1)} {area(mask, Cut(128 // heads, block, 128), heads):.2f}"
+            for block in (64, 128)
+            for heads in (1, 4)
+        ]
+        for keys, queries in ((128, 64), (64, 64), (64, 32)):
+            figures.append(f"dK and dV {keys}x{queries} {area(mask, Cut(keys, queries, of_keys=True)):.2f}")
+        print(f"{name:8} {'; '.join(figures)}", flush=True)
 
 
 def tilings(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]:
@@ -149,6 +179,7 @@ def main() -> None:
             )
             print(f"{name:8} {rows}x{block:<4}  {figures}", flush=True)
     print_forward(batches)
+    print_backward(batches)
     print_trees()
 
 

@@ -153,4 +153,9 @@ def test_page() -> None:
     assert "| sm_80 | 1 / 2 / 3 |  | 1 / 1 / 1 |  |" in text
     assert f"| {FORWARD} | 2 spills in loops; 4 spills outside | clean |" in text
     assert f"| {DKDV} | 7 spills outside |  |" in text
-    assert f"| {DQ} |" not in text
+    assert f"| {DQ} | {DQ.tile.block_m}x" in text  # only in the last table
+    assert text.count(f"| {DQ} |") == 1
+    assert "## Registers, shared memory and loops" in text
+    tile = "128 | 2.0 | 200 100 | 2 1 | 3 2"
+    assert f"| {FORWARD} | {make_row(FORWARD, RESOURCES)['tile']} | {tile} | {tile} |" in text
+    assert f"| {DKDV} | {make_row(DKDV, RESOURCES)['tile']} | {tile} |  |  |  |  |  |" in text

@@ -143,7 +143,7 @@ def test_hopper_kernel(configuration: HopperConfiguration) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("configuration", [p for p in HOPPER if "forward" not in str(p.id)])
 def test_hopper_backward_kernel(configuration: HopperConfiguration) -> None:
-    """As the forward kernel, and P and dS stay in registers; loops over full blocks don't spill."""
+    """As the forward kernel, and P and dS stay in registers."""
     loops = _hopper_loops(configuration)
     assert len(loops) == 4  # two phases in each half
     exponentials = (
@@ -161,7 +161,7 @@ def test_hopper_backward_kernel(configuration: HopperConfiguration) -> None:
     for full, masked in (sorted(half, key=len) for half in (loops[:2], loops[2:])):
         assert sass.events(full).split("|")[0].count("e") >= 0.8 * exponentials
         assert _spills(full) == 0
-        assert _spills(masked) <= 20  # at head dimension 128, where the bounds spill
+        assert _spills(masked) <= (str(configuration).startswith("gluon-dq-sm_90-d64"))  # one number under Triton 3.9
 
 
 def _hopper_loops(configuration: HopperConfiguration) -> list[list[sass.Instruction]]:

@@ -156,6 +156,7 @@ MUTATIONS = {
     "dkdv-no-fence": (hopper_dkdv, "            fence_async_shared()\n", "", "without a fence"),
     "dkdv-padding-not-cleaned": (hopper_dkdv, "if unseen > 0:", "if unseen > 1000:", "not where"),
     "dkdv-mask-left-out": (hopper_dkdv, "phase == 0,\n", "False,\n", "beyond|not where"),
+    "dkdv-columns-of-a-thread-counted-twice": (hopper_dkdv, "(offs_m & ~6)", "(offs_m)", "beyond|not where"),
 }  # fmt: skip
 
 
