@@ -9,9 +9,9 @@ Without numba, and for options that the loops lack, short documents are computed
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from tritonpack.options import AttentionOptions
 
 LONGEST = 192  # tokens; longer documents take longer than in torch's fused kernel
 FEWEST_NUMBERS = 2**20  # of products that a further thread is worth
+PARTS = 4  # for each thread, so that one that starts late takes fewer
 
 
 def serves(q: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> bool:
@@ -66,15 +67,27 @@ class Documents:
         self.work = np.cumsum((row_end - row) * (key_end - key))
 
     def each(self, threads: int, compute: Callable[[Any], None]) -> None:
-        """Call `compute` with all documents, in up to `threads` parts at once."""
-        shares = self.work[-1] * np.arange(1, threads) / threads
-        parts = [part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)]
-        others = [_start(compute, part) for part in parts[1:]]
-        try:
-            compute(parts[0])
-        finally:
-            for other in others:
-                other.result()
+        """Call `compute` with all documents, in parts that up to `threads` threads take one after the other."""
+        number = threads * PARTS if threads > 1 else 1
+        shares = self.work[-1] * np.arange(1, number) / number
+        parts = iter([part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)])
+        errors: list[BaseException] = []
+
+        def work(_: Any = None) -> None:
+            try:
+                for part in parts:
+                    compute(part)
+            except BaseException as error:
+                errors.append(error)
+
+        if threads > 1:
+            start = _openmp()
+            assert start is not None
+            start(work, threads)
+        else:
+            work()
+        if errors:
+            raise errors[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor) -> None:
         """Write their rows of out (T_q, H, D_v) and lse (T_q, H), given tensors of one dtype, contiguous."""
@@ -112,6 +125,8 @@ class Documents:
         self.each(self._threads(q), compute)
 
     def _threads(self, q: Tensor) -> int:
+        if os.getpid() != _PROCESS or not _openmp():
+            return 1  # A process that was forked has one thread, and OpenMP would wait for the others forever.
         numbers = int(self.work[-1]) * q.shape[1] * q.shape[2]
         return max(min(torch.get_num_threads(), numbers // FEWEST_NUMBERS), 1)
 
@@ -120,21 +135,19 @@ def _arrays(*tensors: Tensor) -> list[Any]:
     return [x.detach().numpy() for x in tensors]
 
 
-def _start(compute: Callable[[Any], None], part: Any) -> Future[None]:
-    try:
-        return _pool().submit(compute, part)
-    except RuntimeError:  # the interpreter ends, and starts no threads any more
-        done: Future[None] = Future()
-        compute(part)
-        done.set_result(None)
-        return done
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PROCESS = os.getpid()
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads beside those that call, as many as are ever needed at once."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="tritonpack")
+def _openmp() -> Callable[[Callable[[Any], None], int], None] | None:
+    """A function that calls another one on several threads of OpenMP, as torch's operators do; None without OpenMP.
 
-
-# A process that is forked has no threads but the one that forked.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+    After each operator these threads wait for the next one in a loop, for milliseconds. Threads of our own would share
+    the processors with them until then.
+    """
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if parallel is None:
+        return None
+    parallel.argtypes, parallel.restype = [_WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return lambda work, threads: parallel(_WORK(work), None, threads, 0)
