@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonpack.attention import varlen_attention
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.patching import Patch
 
 WARMUP_STEPS = 2  # not timed: allocators, caches and, on a GPU, compilation
@@ -53,7 +55,8 @@ class Measurements:
         seconds: the time of each step: forward, backward and optimizer, without collating.
         tokens: the tokens of documents in each step.
         computed: the tokens that the model computed in each step, padding included.
-        peak_bytes: the most memory that training took beyond the model's parameters; None where it can't be measured.
+        peak_bytes: the most memory that training took beyond the model's parameters and the libraries' code; None where
+            it can't be measured.
     """
 
     losses: tuple[float, ...]
@@ -101,6 +104,8 @@ def measure(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     saved = None if handle is None else handle.saved
     losses, seconds, tokens, computed = [], [], [], []
+    if device == "cpu":
+        _load_attention(next(model.parameters()).dtype)
     before = _memory(device, reset=True)
     yield None
     for step in steps:
@@ -120,6 +125,12 @@ def measure(
     peak = _memory(device)
     taken = None if peak is None or before is None else peak - before
     return Measurements(tuple(losses), tuple(seconds), tuple(tokens), tuple(computed), taken)
+
+
+def _load_attention(dtype: torch.dtype) -> None:
+    """Let the first call of attention import and compile what it needs: neither memory nor time of training."""
+    q = torch.zeros(1, 1, 16, dtype=dtype, requires_grad=True)
+    varlen_attention(q, q, q, BlockDiagonalMask.from_seqlens([1])).sum().backward()
 
 
 def in_turns(ways: Mapping[W, Callable[[], Iterator[Any]]], steps: int, threads: int) -> dict[W, Any]:
