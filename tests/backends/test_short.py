@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,14 +194,10 @@ class TestMachineCode:
         assert len(set(names)) == 4
 
     def test_no_folder_can_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        compiling = short_kernels.numba.njit
+        def refuse(**_: Any) -> None:
+            raise RuntimeError("cannot cache function")
 
-        def refuse(*, cache: bool = False, **options: Any) -> Any:
-            if cache:
-                raise RuntimeError("cannot cache function")
-            return compiling(**options)
-
-        monkeypatch.setattr(short_kernels.numba, "njit", refuse)
+        monkeypatch.setattr(short_kernels, "numba", SimpleNamespace(njit=refuse))
         kept = short_kernels._kept(short_kernels.forward, np.dtype("float32"))
         functions = (kept, short_kernels.functions(np.dtype("float32"))[1])
         monkeypatch.setattr(short, "_functions", lambda dtype: functions)
