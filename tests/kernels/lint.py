@@ -91,22 +91,20 @@ def launchable() -> list[Configuration | HopperConfiguration]:
 
 
 def _of_gpu(gpu: str) -> Iterator[Configuration]:
-    bf16, has_tiles = torch.bfloat16, gpu in TILES
-    for head_dim in (64, 128, 256) if has_tiles else (64, 128):
+    bf16 = torch.bfloat16
+    for head_dim in (64, 128, 256):
         yield from _kernels(gpu, head_dim, bf16)
         yield from _kernels(gpu, head_dim, bf16, group=1)
         for features, (group, head_dims) in FEATURE_SETS.items():
-            if head_dim in head_dims and (has_tiles or len(features) == 1):
+            if head_dim in head_dims:
                 yield from _kernels(gpu, head_dim, bf16, group=group, features=features)
-    if has_tiles:
-        for head_dim in (16, 32, 512):
-            yield from _kernels(gpu, head_dim, bf16)
-        yield from _kernels(gpu, 512, bf16, features=("tree",))
-        yield from _kernels(gpu, 192, bf16, 128)
-        for head_dim in (64, 128, 256):
-            yield from _kernels(gpu, head_dim, torch.float16)
-        for head_dim in (64, 128, 256, 512) if gpu == "sm_80" else (128,):
-            yield from _kernels(gpu, head_dim, torch.float32)
+        yield from _kernels(gpu, head_dim, torch.float16)
+    for head_dim in (16, 32, 512):
+        yield from _kernels(gpu, head_dim, bf16)
+    yield from _kernels(gpu, 512, bf16, features=("tree",))
+    yield from _kernels(gpu, 192, bf16, 128)
+    for head_dim in (64, 128, 256, 512) if USES_TILES_OF.get(gpu, gpu) == "sm_80" else (128,):
+        yield from _kernels(gpu, head_dim, torch.float32)
 
 
 def _kernels(

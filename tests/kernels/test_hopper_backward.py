@@ -157,6 +157,7 @@ MUTATIONS = {
     "dkdv-padding-not-cleaned": (hopper_dkdv, "if unseen > 0:", "if unseen > 1000:", "not where"),
     "dkdv-mask-left-out": (hopper_dkdv, "phase == 0,\n", "False,\n", "beyond|not where"),
     "dkdv-columns-of-a-thread-counted-twice": (hopper_dkdv, "(offs_m & ~6)", "(offs_m)", "beyond|not where"),
+    "dkdv-columns-of-a-thread-left-out": (hopper_dkdv, "(offs_m & 6)", "(offs_m & 4)", "beyond|not where"),
 }  # fmt: skip
 
 
