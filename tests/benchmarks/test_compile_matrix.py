@@ -25,8 +25,9 @@ OPEN = {
     *(("3.6.0", f"dq-{gpu}-d128-bf16-group1-dropout") for gpu in ("sm_80", "sm_86", "sm_89")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group1-alibi") for gpu in ("sm_100", "sm_103")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-tree") for gpu in ("sm_100", "sm_103")),
-    ("3.6.0", "dkdv-sm_100-d128-bf16-group2-softcap-tree"),
-    ("3.6.0", "dkdv-sm_100-d128-bf16-group1-alibi-tree"),
+    *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group2-softcap-tree") for gpu in ("sm_86", "sm_89", "sm_100", "sm_103")),
+    *(("3.9.0", f"dkdv-{gpu}-d128-bf16-group2-softcap-tree") for gpu in ("sm_86", "sm_89")),
+    *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group1-alibi-tree") for gpu in ("sm_100", "sm_103")),
     ("3.9.0", "dq-sm_90-d128-bf16-group2-softcap-tree"),
 }  # fmt: skip
 
