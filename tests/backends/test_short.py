@@ -106,14 +106,19 @@ class TestThreads:
         ends = np.cumsum(np.random.default_rng(0).integers(1, 193, 50)).tolist()
         rows = [[a, b, a, b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         parts: list[list[list[int]]] = []
-        self.documents(rows).each(threads, lambda part: parts.append(part.tolist()))
-        assert sorted(row for part in parts for row in part) == rows
+        self.documents(rows).each(3, threads, lambda part: parts.append(part.tolist()))
+        assert sorted(row for part in parts for row in part) == [[*row, head] for row in rows for head in range(3)]
         assert len(parts) == {1: 1, 2: 8, 3: 12}.get(threads, len(parts))
+
+    def test_heads_of_one_document_are_computed_by_several_threads(self) -> None:
+        parts: list[list[list[int]]] = []
+        self.documents([[0, 400, 0, 400]]).each(8, 2, lambda part: parts.append(part.tolist()))
+        assert parts == [[[0, 400, 0, 400, head]] for head in range(8)]
 
     def test_parts_have_about_the_same_work(self) -> None:
         rows = [[i * 10, i * 10 + 10, i * 10, i * 10 + 10] for i in range(100)]
         sizes: list[int] = []
-        self.documents(rows).each(4, lambda part: sizes.append(len(part)))
+        self.documents(rows).each(1, 4, lambda part: sizes.append(len(part)))
         assert sum(sizes) == 100
         assert len(sizes) == 4 * short.PARTS
         assert max(sizes) <= 7
@@ -142,7 +147,7 @@ class TestThreads:
                 met.append(threading.get_ident())
                 barrier.wait()
 
-        self.documents([[0, 10, 0, 10], [10, 20, 10, 20]]).each(2, meet)
+        self.documents([[0, 10, 0, 10], [10, 20, 10, 20]]).each(1, 2, meet)
         assert len(set(met)) == 2
 
     def test_an_error_in_a_thread_is_raised(self) -> None:
@@ -153,7 +158,7 @@ class TestThreads:
                 raise KeyError("in a thread")
 
         with pytest.raises(KeyError, match="in a thread"):
-            self.documents(rows).each(2, fail)
+            self.documents(rows).each(1, 2, fail)
 
     @pytest.mark.filterwarnings("ignore:.*fork")
     def test_after_a_fork(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +167,9 @@ class TestThreads:
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
         calls, q = self.documents([[0, 10, 0, 10], [10, 20, 10, 20]]), torch.empty(20, 4, 8)
         assert calls._threads(q) == 2
-        calls.each(2, lambda part: None)
+        calls.each(2, 2, lambda part: None)
         process = multiprocessing.get_context("fork").Process(
-            target=lambda: calls.each(calls._threads(q), lambda part: None)
+            target=lambda: calls.each(2, calls._threads(q), lambda part: None)
         )
         process.start()
         process.join(60)
