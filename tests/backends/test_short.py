@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import short
+from tritonpack.options import make_options
 from tritonpack.testing import Case, check_outputs, make_inputs
 from tritonpack.testing.tolerance import run
 
@@ -39,6 +40,7 @@ CASES = (
     Case("more-queries", (25, 192, 3), (5, 9, 3)),  # the first see nothing
     Case("sinks", LENGTHS, sinks=True, slack=9),
     Case("sinks-more-queries", (25, 3), (5, 3), sinks=True),
+    Case("longest", (short.LONGEST, 3), heads=2, kv_heads=1, head_dim=20, window=(300, 0)),
 )
 
 
@@ -80,6 +82,20 @@ def test_scores_that_overflow(score: float) -> None:
         assert all((x == 0).all() for x in (out, *gradients))
     else:
         assert all(x.isnan().all() for x in (lse, out, *gradients))
+
+
+@pytest.mark.parametrize("head_dim", [1, 4, 15, 16, 17, 31, 64])
+def test_rows_of_any_width_are_copied_whole(head_dim: int) -> None:
+    """The last vector of a row ends with it: nothing before or behind the row is written."""
+    inputs = make_inputs(Case("width", (9,), heads=2, kv_heads=2, head_dim=head_dim), torch.float32)
+    room = torch.full((11 * 2 * head_dim,), 7.0)
+    out, lse = room[2 * head_dim : -2 * head_dim].view(9, 2, head_dim), torch.empty(9, 2)
+    documents = short.Documents(torch.tensor([[0, 9, 0, 9]]), inputs.mask)
+    options = make_options(inputs.q, inputs.mask)
+    documents.forward(inputs.q, inputs.k, inputs.v, options, out, lse)
+    assert (room[: 2 * head_dim] == 7).all()
+    assert (room[-2 * head_dim :] == 7).all()
+    assert torch.equal(out, varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, backend="blocked"))
 
 
 def test_a_document_of_nan_changes_no_bit_of_others() -> None:
