@@ -57,9 +57,11 @@ def draw(rows: Sequence[Row]) -> Figure:
         if name == OURS:
             continue
         for position, case, height in zip(x, shown, heights, strict=True):
+            ratio = height / times[OURS][case]
+            shown_ratio = f"{ratio:.0f}" if ratio > 9.5 else f"{ratio:.2g}"
             axes.annotate(
-                f"{height / times[OURS][case]:.2g}\u00d7", (position, height), (0, 2), textcoords="offset points",
-                ha="center", fontsize=8, color="#4b5563",
+                f"{shown_ratio}\u00d7", (position, height), (0, 2), textcoords="offset points", ha="center", fontsize=8,
+                color="#4b5563",
             )  # fmt: skip
     axes.set_xticks(range(len(cases)), [CASES[case] for case in cases], fontsize=9)
     axes.tick_params(axis="x", length=0)

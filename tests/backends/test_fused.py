@@ -39,6 +39,14 @@ CASES = (
     Case("beside-windows", (7, 150, 20, 40, 30), window=(30, 0), slack=9),
 )
 BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(autouse=True)
+def loops_up_to_192_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that cases of a few hundred tokens go to the kernel, which are fast to check."""
+    monkeypatch.setattr(short, "LONGEST", 192)
+
+
 ISOLATED = BY_NAME | {
     "short": Case("short", (33, 1, 20, 17, 5, 40, 30, 3)),
     "short-multi-head": Case("short-multi-head", (33, 1, 20, 17), kv_heads=4),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import short
+from tritonpack.options import make_options
 from tritonpack.testing import Case, check_outputs, make_inputs
 from tritonpack.testing.tolerance import run
 
@@ -39,6 +40,7 @@ CASES = (
     Case("more-queries", (25, 192, 3), (5, 9, 3)),  # the first see nothing
     Case("sinks", LENGTHS, sinks=True, slack=9),
     Case("sinks-more-queries", (25, 3), (5, 3), sinks=True),
+    Case("longest", (short.LONGEST, 3), heads=2, kv_heads=1, head_dim=20, window=(300, 0)),
 )
 
 
@@ -82,6 +84,20 @@ def test_scores_that_overflow(score: float) -> None:
         assert all(x.isnan().all() for x in (lse, out, *gradients))
 
 
+@pytest.mark.parametrize("head_dim", [1, 4, 15, 16, 17, 31, 64])
+def test_rows_of_any_width_are_copied_whole(head_dim: int) -> None:
+    """The last vector of a row ends with it: nothing before or behind the row is written."""
+    inputs = make_inputs(Case("width", (9,), heads=2, kv_heads=2, head_dim=head_dim), torch.float32)
+    room = torch.full((11 * 2 * head_dim,), 7.0)
+    out, lse = room[2 * head_dim : -2 * head_dim].view(9, 2, head_dim), torch.empty(9, 2)
+    documents = short.Documents(torch.tensor([[0, 9, 0, 9]]), inputs.mask)
+    options = make_options(inputs.q, inputs.mask)
+    documents.forward(inputs.q, inputs.k, inputs.v, options, out, lse)
+    assert (room[: 2 * head_dim] == 7).all()
+    assert (room[-2 * head_dim :] == 7).all()
+    assert torch.equal(out, varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, backend="blocked"))
+
+
 def test_a_document_of_nan_changes_no_bit_of_others() -> None:
     """With every key head and with values of another width, whose last vector is filled up."""
     inputs = make_inputs(Case("odd", (9, 20, 3, 33), head_dim=20, head_dim_v=5))
@@ -106,14 +122,19 @@ class TestThreads:
         ends = np.cumsum(np.random.default_rng(0).integers(1, 193, 50)).tolist()
         rows = [[a, b, a, b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         parts: list[list[list[int]]] = []
-        self.documents(rows).each(threads, lambda part: parts.append(part.tolist()))
-        assert sorted(row for part in parts for row in part) == rows
+        self.documents(rows).each(3, threads, lambda part: parts.append(part.tolist()))
+        assert sorted(row for part in parts for row in part) == [[*row, head] for row in rows for head in range(3)]
         assert len(parts) == {1: 1, 2: 8, 3: 12}.get(threads, len(parts))
+
+    def test_heads_of_one_document_are_computed_by_several_threads(self) -> None:
+        parts: list[list[list[int]]] = []
+        self.documents([[0, 400, 0, 400]]).each(8, 2, lambda part: parts.append(part.tolist()))
+        assert parts == [[[0, 400, 0, 400, head]] for head in range(8)]
 
     def test_parts_have_about_the_same_work(self) -> None:
         rows = [[i * 10, i * 10 + 10, i * 10, i * 10 + 10] for i in range(100)]
         sizes: list[int] = []
-        self.documents(rows).each(4, lambda part: sizes.append(len(part)))
+        self.documents(rows).each(1, 4, lambda part: sizes.append(len(part)))
         assert sum(sizes) == 100
         assert len(sizes) == 4 * short.PARTS
         assert max(sizes) <= 7
@@ -142,7 +163,7 @@ class TestThreads:
                 met.append(threading.get_ident())
                 barrier.wait()
 
-        self.documents([[0, 10, 0, 10], [10, 20, 10, 20]]).each(2, meet)
+        self.documents([[0, 10, 0, 10], [10, 20, 10, 20]]).each(1, 2, meet)
         assert len(set(met)) == 2
 
     def test_an_error_in_a_thread_is_raised(self) -> None:
@@ -153,7 +174,7 @@ class TestThreads:
                 raise KeyError("in a thread")
 
         with pytest.raises(KeyError, match="in a thread"):
-            self.documents(rows).each(2, fail)
+            self.documents(rows).each(1, 2, fail)
 
     @pytest.mark.filterwarnings("ignore:.*fork")
     def test_after_a_fork(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +183,9 @@ class TestThreads:
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
         calls, q = self.documents([[0, 10, 0, 10], [10, 20, 10, 20]]), torch.empty(20, 4, 8)
         assert calls._threads(q) == 2
-        calls.each(2, lambda part: None)
+        calls.each(2, 2, lambda part: None)
         process = multiprocessing.get_context("fork").Process(
-            target=lambda: calls.each(calls._threads(q), lambda part: None)
+            target=lambda: calls.each(2, calls._threads(q), lambda part: None)
         )
         process.start()
         process.join(60)

@@ -23,9 +23,9 @@ from torch import Tensor
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
-LONGEST = 192  # tokens; longer documents take longer than in torch's fused kernel
+LONGEST = 512  # tokens, so that the keys and values of a head fit the second-level cache
 FEWEST_NUMBERS = 2**20  # of products that a further thread is worth
-PARTS = 4  # for each thread, so that one that starts late takes fewer
+PARTS = 4  # for each thread, so that a thread that starts late takes fewer
 
 
 def serves(q: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> bool:
@@ -64,16 +64,26 @@ class Documents:
         self.rows = rows.contiguous().numpy()
         self.start, self.stop = (x.contiguous().numpy() for x in (mask.key_start, mask.key_stop))
         row, row_end, key, key_end = self.rows.T
-        self.work = np.cumsum((row_end - row) * (key_end - key))
+        self.work = (row_end - row) * (key_end - key)
+        self._of_heads: dict[int, tuple[Any, Any]] = {}
 
-    def each(self, threads: int, compute: Callable[[Any], None]) -> None:
-        """Call `compute` with all documents, in parts that up to `threads` threads take one after the other."""
+    def of_heads(self, heads: int) -> tuple[Any, Any]:
+        """Each document with each of the key heads, (documents * heads, 5), and the running sum of their work."""
+        if heads not in self._of_heads:
+            head = np.tile(np.arange(heads), len(self.rows))[:, None]
+            tasks = np.concatenate([np.repeat(self.rows, heads, 0), head], 1)
+            self._of_heads[heads] = tasks, np.cumsum(np.repeat(self.work, heads))
+        return self._of_heads[heads]
+
+    def each(self, heads: int, threads: int, compute: Callable[[Any], None]) -> None:
+        """Call `compute` with rows of `of_heads`, in parts that up to `threads` threads take one after the other."""
         number = threads * PARTS if threads > 1 else 1
-        shares = self.work[-1] * np.arange(1, number) / number
-        parts = iter([part for part in np.split(self.rows, np.searchsorted(self.work, shares) + 1) if len(part)])
+        tasks, work = self.of_heads(heads)
+        shares = work[-1] * np.arange(1, number) / number
+        parts = iter([part for part in np.split(tasks, np.searchsorted(work, shares) + 1) if len(part)])
         errors: list[BaseException] = []
 
-        def work(_: Any = None) -> None:
+        def take(_: Any = None) -> None:
             try:
                 for part in parts:
                     compute(part)
@@ -83,9 +93,9 @@ class Documents:
         if threads > 1:
             start = _openmp()
             assert start is not None
-            start(work, threads)
+            start(take, threads)
         else:
-            work()
+            take()
         if errors:
             raise errors[0]
 
@@ -99,7 +109,7 @@ class Documents:
         def compute(documents: Any) -> None:
             forward(*arrays, documents, self.start, self.stop, *sinks, scale, *results)
 
-        self.each(self._threads(q), compute)
+        self.each(k.shape[1], self._threads(q), compute)
 
     def backward(
         self,
@@ -122,12 +132,12 @@ class Documents:
         def compute(documents: Any) -> None:
             backward(*arrays, documents, self.start, self.stop, scale, *results)
 
-        self.each(self._threads(q), compute)
+        self.each(k.shape[1], self._threads(q), compute)
 
     def _threads(self, q: Tensor) -> int:
         if os.getpid() != _PROCESS or not _openmp():
             return 1  # A process that was forked has one thread, and OpenMP would wait for the others forever.
-        numbers = int(self.work[-1]) * q.shape[1] * q.shape[2]
+        numbers = int(self.work.sum()) * q.shape[1] * q.shape[2]
         return max(min(torch.get_num_threads(), numbers // FEWEST_NUMBERS), 1)
 
 

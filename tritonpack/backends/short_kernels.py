@@ -10,8 +10,8 @@ whatever number was there before, and no result is computed from them: sums run 
 and weights of keys that a query doesn't see are 0.
 
 Shapes of the arguments: q, dout, out (T_q, H, D or D_v), k, v (T_k, n, D or D_v), lse, dlse (T_q, H), float32 or
-float64, contiguous; `documents` (documents, 4) row, row_end, key, key_end; `start`, `stop` (T_q) the keys that each
-query sees, within its document, at least one.
+float64, contiguous; `documents` (documents, 5) row, row_end, key, key_end and a key head; `start`, `stop` (T_q) the
+keys that each query sees, within its document, at least one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from tritonpack.backends.vectors import (
     largest_lane,
     load,
     minus,
+    number,
     only_lanes,
     plus,
     repeat,
     store,
+    store_number,
     sum_of_lanes,
     times,
     will_read,
@@ -52,20 +54,21 @@ AHEAD = 16  # tokens; rows are asked for when the rows of so many tokens before 
 
 # A product and a sum may become one instruction, and nothing else changes: `exp` depends on the order of its sums.
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-compiled: Any = numba.njit(**_OPTIONS)
-# For loops that allocate no array: otherwise numba counts the references to each array that a function is passed. The
+# For functions that allocate no array: otherwise numba counts the references to each array that they are passed. The
 # option isn't public, so a numba without it only takes longer.
 _NO_COUNTS: Any = {"_nrt": False} if hasattr(numba.core.options.DefaultOptions, "_nrt") else {}
-compiled_without_arrays: Any = numba.njit(**_OPTIONS, **_NO_COUNTS)
+# A call passes each array as 13 numbers through memory, which takes longer than what most of these functions do.
+inlined: Any = numba.njit(**_OPTIONS, **_NO_COUNTS, forceinline=True)
+compiled: Any = numba.njit(**_OPTIONS)
 
 
-@compiled_without_arrays
+@inlined
 def _write(c: Any, at: int, vector: Any, factor: Any, add: bool) -> None:
     vector = times(vector, repeat(factor))
     store(c, at, plus(load(c, at), vector) if add else vector)
 
 
-@compiled_without_arrays
+@inlined
 def _product(
     a: Any, at: int, row: int, step: int, b: Any, b_at: int, width: int, c: Any, c_at: int, across: int, depth: int,
     factor: Any, add: bool,
@@ -77,10 +80,10 @@ def _product(
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = repeat(c.dtype.type(0))
     for _ in range(depth):
         x = load(b, b_at)
-        s0, s1 = add_times(s0, a[at], x), add_times(s1, a[at + row], x)
-        s2, s3 = add_times(s2, a[at + 2 * row], x), add_times(s3, a[at + 3 * row], x)
-        s4, s5 = add_times(s4, a[at + 4 * row], x), add_times(s5, a[at + 5 * row], x)
-        s6, s7 = add_times(s6, a[at + 6 * row], x), add_times(s7, a[at + 7 * row], x)
+        s0, s1 = add_times(s0, number(a, at), x), add_times(s1, number(a, at + row), x)
+        s2, s3 = add_times(s2, number(a, at + 2 * row), x), add_times(s3, number(a, at + 3 * row), x)
+        s4, s5 = add_times(s4, number(a, at + 4 * row), x), add_times(s5, number(a, at + 5 * row), x)
+        s6, s7 = add_times(s6, number(a, at + 6 * row), x), add_times(s7, number(a, at + 7 * row), x)
         at += step
         b_at += width
     _write(c, c_at, s0, factor, add)
@@ -93,72 +96,88 @@ def _product(
     _write(c, c_at + 7 * across, s7, factor, add)
 
 
-@compiled
+@inlined
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-@compiled_without_arrays
+@inlined
+def _place(x: Any, row: int, head: int) -> int:
+    return (row * x.shape[1] + head) * x.shape[2]
+
+
+@inlined
 def _fetch(x: Any, row: int, head: int) -> None:
     """Begin to read a row of a head."""
-    begin = (row * x.shape[1] + head) * x.shape[2]
+    begin = _place(x, row, head)
     for d in range(0, x.shape[2], 64 // x.itemsize):
         will_read(x, begin + d)
 
 
-@compiled_without_arrays
+@inlined
 def _fetch_to_write(x: Any, row: int, head: int) -> None:
-    begin = (row * x.shape[1] + head) * x.shape[2]
+    begin = _place(x, row, head)
     for d in range(0, x.shape[2], 64 // x.itemsize):
         will_write(x, begin + d)
 
 
-@compiled_without_arrays
+@inlined
+def _move(x: Any, x_at: int, y: Any, y_at: int, numbers: int) -> None:
+    """Copy numbers from x to y, by vectors, of which the last one ends with the last number."""
+    lanes = VECTOR_BYTES // x.itemsize
+    if numbers < lanes:
+        for d in range(numbers):
+            store_number(y, y_at + d, number(x, x_at + d))
+    else:
+        for d in range(0, numbers, lanes):
+            d = min(d, numbers - lanes)
+            store(y, y_at + d, load(x, x_at + d))
+
+
+@inlined
 def _copy(x: Any, begin: int, end: int, head: int, copied: Any, width: int) -> None:
     """Rows of a head, `width` numbers apart."""
     for i in range(end - begin):
         _fetch(x, begin + i + AHEAD, head)
-        for d in range(x.shape[2]):
-            copied[i * width + d] = x[begin + i, head, d]
+        _move(x, _place(x, begin + i, head), copied, i * width, x.shape[2])
 
 
-@compiled_without_arrays
+@inlined
 def _transpose(x: Any, begin: int, end: int, head: int, copied: Any, width: int) -> None:
     """Rows of a head as columns, the numbers of a column `width` apart."""
     for i in range(end - begin):
         _fetch(x, begin + i + AHEAD, head)
+        at = _place(x, begin + i, head)
         for d in range(x.shape[2]):
-            copied[d * width + i] = x[begin + i, head, d]
+            store_number(copied, d * width + i, number(x, at + d))
 
 
-@compiled_without_arrays
+@inlined
 def _take_rows(x: Any, row: int, n: int, group: int, first: int, last: int, copied: Any, width: int) -> None:
     """Rows `first` to `last` of the queries of a document, beginning at `row`, that read key head n."""
     t, h = row + first // group, first % group
     for i in range(last + 1 - first):
         _fetch(x, t + AHEAD, n * group + h)
-        for d in range(x.shape[2]):
-            copied[i * width + d] = x[t, n * group + h, d]
+        _move(x, _place(x, t, n * group + h), copied, i * width, x.shape[2])
         t, h = _next(t, h, group)
 
 
-@compiled_without_arrays
+@inlined
 def _put_rows(copied: Any, width: int, x: Any, row: int, n: int, group: int, first: int, last: int) -> None:
     t, h = row + first // group, first % group
     for i in range(last + 1 - first):
         _fetch_to_write(x, t + AHEAD, n * group + h)
-        for d in range(x.shape[2]):
-            x[t, n * group + h, d] = copied[i * width + d]
+        _move(copied, i * width, x, _place(x, t, n * group + h), x.shape[2])
         t, h = _next(t, h, group)
 
 
-@compiled
+@inlined
 def _next(t: int, h: int, group: int) -> Any:
     """The token and the head, within its group, of the next row."""
     return (t, h + 1) if h + 1 < group else (t + 1, 0)
 
 
-@compiled
+@inlined
 def _most_keys(documents: Any) -> int:
     most = 0
     for i in range(len(documents)):
@@ -169,7 +188,7 @@ def _most_keys(documents: Any) -> int:
 def forward(
     q: Any, k: Any, v: Any, documents: Any, start: Any, stop: Any, sinks: Any, scale: Any, out: Any, lse: Any
 ) -> None:
-    """Write the rows of the documents in out and lse."""
+    """Write the rows of the documents in out and lse, for the query heads that read their key head."""
     group, head_dim, head_dim_v = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
     none, one, hidden = q.dtype.type(0), q.dtype.type(1), q.dtype.type(-np.inf)
     lanes = VECTOR_BYTES // q.itemsize
@@ -180,55 +199,54 @@ def forward(
     weights = np.zeros(ROWS * across, q.dtype)  # scores before
     sums = np.zeros(ROWS * width_v, q.dtype)
     for document in range(len(documents)):
-        row, row_end, key, key_end = documents[document]
-        for n in range(k.shape[1]):
-            _transpose(k, key, key_end, n, columns, across)
-            _copy(v, key, key_end, n, values, width_v)
-            total = (row_end - row) * group
-            for first in range(0, total, ROWS):
-                last = min(first + ROWS, total) - 1
-                _take_rows(q, row, n, group, first, last, rows, head_dim)
-                begin, end = start[row + first // group] - key, stop[row + last // group] - key
-                aligned = begin - begin % lanes
+        row, row_end, key, key_end, n = documents[document]
+        _transpose(k, key, key_end, n, columns, across)
+        _copy(v, key, key_end, n, values, width_v)
+        total = (row_end - row) * group
+        for first in range(0, total, ROWS):
+            last = min(first + ROWS, total) - 1
+            _take_rows(q, row, n, group, first, last, rows, head_dim)
+            begin, end = start[row + first // group] - key, stop[row + last // group] - key
+            aligned = begin - begin % lanes
+            for j in range(aligned, end, lanes):
+                _product(rows, 0, head_dim, 1, columns, j, across, weights, j, across, head_dim, scale, False)
+            t, h = row + first // group, first % group
+            for at in range(0, (last + 1 - first) * across, across):
+                seen, unseen = start[t] - key, stop[t] - key
+                tops = repeat(hidden)
                 for j in range(aligned, end, lanes):
-                    _product(rows, 0, head_dim, 1, columns, j, across, weights, j, across, head_dim, scale, False)
-                t, h = row + first // group, first % group
-                for at in range(0, (last + 1 - first) * across, across):
-                    seen, unseen = start[t] - key, stop[t] - key
-                    tops = repeat(hidden)
-                    for j in range(aligned, end, lanes):
-                        scores = only_lanes(load(weights, at + j), seen - j, unseen - j, hidden)
-                        store(weights, at + j, scores)
-                        tops = larger(tops, scores)
-                    top = largest_lane(tops)
-                    if sinks.size and sinks[n * group + h] > top:
-                        top = sinks[n * group + h]
-                    pivot = none if top == hidden else top
-                    all_weights = repeat(none)
-                    for j in range(aligned, end, lanes):
-                        weight = exp(minus(load(weights, at + j), repeat(pivot)))
-                        store(weights, at + j, weight)
-                        all_weights = plus(all_weights, weight)
-                    weight_sum = sum_of_lanes(all_weights)
-                    if sinks.size:
-                        weight_sum += math.exp(sinks[n * group + h] - pivot)
-                    lse[t, n * group + h] = pivot + math.log(weight_sum)
-                    inverse = one / weight_sum if weight_sum != none else none
-                    for j in range(aligned, end, lanes):
-                        store(weights, at + j, times(load(weights, at + j), repeat(inverse)))
-                    t, h = _next(t, h, group)
-                depth = end - begin
-                for d in range(0, head_dim_v, lanes):
-                    place = begin * width_v + d
-                    _product(weights, begin, across, 1, values, place, width_v, sums, d, width_v, depth, one, False)
-                _put_rows(sums, width_v, out, row, n, group, first, last)
+                    scores = only_lanes(load(weights, at + j), seen - j, unseen - j, hidden)
+                    store(weights, at + j, scores)
+                    tops = larger(tops, scores)
+                top = largest_lane(tops)
+                if sinks.size and sinks[n * group + h] > top:
+                    top = sinks[n * group + h]
+                pivot = none if top == hidden else top
+                all_weights = repeat(none)
+                for j in range(aligned, end, lanes):
+                    weight = exp(minus(load(weights, at + j), repeat(pivot)))
+                    store(weights, at + j, weight)
+                    all_weights = plus(all_weights, weight)
+                weight_sum = sum_of_lanes(all_weights)
+                if sinks.size:
+                    weight_sum += math.exp(sinks[n * group + h] - pivot)
+                lse[t, n * group + h] = pivot + math.log(weight_sum)
+                inverse = one / weight_sum if weight_sum != none else none
+                for j in range(aligned, end, lanes):
+                    store(weights, at + j, times(load(weights, at + j), repeat(inverse)))
+                t, h = _next(t, h, group)
+            depth = end - begin
+            for d in range(0, head_dim_v, lanes):
+                place = begin * width_v + d
+                _product(weights, begin, across, 1, values, place, width_v, sums, d, width_v, depth, one, False)
+            _put_rows(sums, width_v, out, row, n, group, first, last)
 
 
 def backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, documents: Any, start: Any, stop: Any,
     scale: Any, dq: Any, dk: Any, dv: Any,
 ) -> None:  # fmt: skip
-    """Write the rows of the documents in dq, dk and dv."""
+    """Write the rows of the documents in dq, dk and dv, for their key head and the query heads that read it."""
     group, head_dim, head_dim_v = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
     none, one = q.dtype.type(0), q.dtype.type(1)
     lanes = VECTOR_BYTES // q.itemsize
@@ -245,72 +263,67 @@ def backward(
     weights, dscores = np.zeros(STRIPE * across, q.dtype), np.zeros(STRIPE * across, q.dtype)
     dks, dvs = np.zeros(across * width, q.dtype), np.zeros(across * width_v, q.dtype)
     for document in range(len(documents)):
-        row, row_end, key, key_end = documents[document]
-        for n in range(k.shape[1]):
-            _transpose(k, key, key_end, n, columns, across)
-            _transpose(v, key, key_end, n, values, across)
-            _copy(k, key, key_end, n, keys, width)
-            dks[:] = none
-            dvs[:] = none
-            total = (row_end - row) * group
-            for stripe in range(0, total, STRIPE):
-                stripe_last = min(stripe + STRIPE, total) - 1
-                count = stripe_last + 1 - stripe
-                _take_rows(q, row, n, group, stripe, stripe_last, rows, width)
-                _take_rows(dout, row, n, group, stripe, stripe_last, douts, width_v)
-                _take_rows(out, row, n, group, stripe, stripe_last, outs, width_v)
-                t, h = row + stripe // group, stripe % group
-                for i in range(count):
-                    begins[i], ends[i] = start[t] - key, stop[t] - key
-                    lses[i] = lse[t, n * group + h]
-                    if lses[i] == -np.inf:
-                        lses[i] = np.inf  # so that all weights are 0
-                    products = repeat(none)
-                    for at in range(i * width_v, (i + 1) * width_v, lanes):
-                        products = plus(products, times(load(douts, at), load(outs, at)))
-                    delta[i] = sum_of_lanes(products)
-                    if dlse.size:
-                        delta[i] -= dlse[t, n * group + h]
-                    t, h = _next(t, h, group)
-                aligned_first, last_end = begins[0] - begins[0] % unit, _round_up(ends[count - 1], unit)
-                for first in range(0, count, ROWS):
-                    last = min(first + ROWS, count) - 1
-                    begin, end = begins[first], ends[last]
-                    for j in range(begin - begin % lanes, end, lanes):
-                        at, place = first * across + j, first * width
-                        _product(rows, place, width, 1, columns, j, across, weights, at, across, head_dim, scale, False)
-                        place = first * width_v
-                        _product(
-                            douts, place, width_v, 1, values, j, across, dscores, at, across, head_dim_v, one, False
-                        )
-                    for i in range(first, last + 1):
-                        at = i * across
-                        for j in range(aligned_first, last_end, lanes):
-                            weight = dscore = repeat(none)
-                            if j < ends[i] and j + lanes > begins[i]:
-                                weight = exp(minus(load(weights, at + j), repeat(lses[i])))
-                                weight = only_lanes(weight, begins[i] - j, ends[i] - j, none)
-                                dscore = times(weight, minus(load(dscores, at + j), repeat(delta[i])))
-                                dscore = only_lanes(dscore, begins[i] - j, ends[i] - j, none)
-                            store(weights, at + j, weight)
-                            store(dscores, at + j, dscore)
-                    at, depth = first * across + begin, end - begin
-                    for d in range(0, head_dim, lanes):
-                        c_at, place = first * width + d, begin * width + d
-                        _product(dscores, at, across, 1, keys, place, width, dqs, c_at, width, depth, scale, False)
-                _put_rows(dqs, width, dq, row, n, group, stripe, stripe_last)
-                for j in range(aligned_first, last_end, ROWS):
-                    for d in range(0, head_dim, lanes):
-                        place = j * width + d
-                        _product(dscores, j, 1, across, rows, d, width, dks, place, width, count, scale, True)
-                    for d in range(0, head_dim_v, lanes):
-                        place = j * width_v + d
-                        _product(weights, j, 1, across, douts, d, width_v, dvs, place, width_v, count, one, True)
-            for i in range(key_end - key):
-                for d in range(head_dim):
-                    dk[key + i, n, d] = dks[i * width + d]
-                for d in range(head_dim_v):
-                    dv[key + i, n, d] = dvs[i * width_v + d]
+        row, row_end, key, key_end, n = documents[document]
+        _transpose(k, key, key_end, n, columns, across)
+        _transpose(v, key, key_end, n, values, across)
+        _copy(k, key, key_end, n, keys, width)
+        dks[:] = none
+        dvs[:] = none
+        total = (row_end - row) * group
+        for stripe in range(0, total, STRIPE):
+            stripe_last = min(stripe + STRIPE, total) - 1
+            count = stripe_last + 1 - stripe
+            _take_rows(q, row, n, group, stripe, stripe_last, rows, width)
+            _take_rows(dout, row, n, group, stripe, stripe_last, douts, width_v)
+            _take_rows(out, row, n, group, stripe, stripe_last, outs, width_v)
+            t, h = row + stripe // group, stripe % group
+            for i in range(count):
+                begins[i], ends[i] = start[t] - key, stop[t] - key
+                lses[i] = lse[t, n * group + h]
+                if lses[i] == -np.inf:
+                    lses[i] = np.inf  # so that all weights are 0
+                products = repeat(none)
+                for at in range(i * width_v, (i + 1) * width_v, lanes):
+                    products = plus(products, times(load(douts, at), load(outs, at)))
+                delta[i] = sum_of_lanes(products)
+                if dlse.size:
+                    delta[i] -= dlse[t, n * group + h]
+                t, h = _next(t, h, group)
+            aligned_first, last_end = begins[0] - begins[0] % unit, _round_up(ends[count - 1], unit)
+            for first in range(0, count, ROWS):
+                last = min(first + ROWS, count) - 1
+                begin, end = begins[first], ends[last]
+                for j in range(begin - begin % lanes, end, lanes):
+                    at, place = first * across + j, first * width
+                    _product(rows, place, width, 1, columns, j, across, weights, at, across, head_dim, scale, False)
+                    place = first * width_v
+                    _product(douts, place, width_v, 1, values, j, across, dscores, at, across, head_dim_v, one, False)
+                for i in range(first, last + 1):
+                    at = i * across
+                    for j in range(aligned_first, last_end, lanes):
+                        weight = dscore = repeat(none)
+                        if j < ends[i] and j + lanes > begins[i]:
+                            weight = exp(minus(load(weights, at + j), repeat(lses[i])))
+                            weight = only_lanes(weight, begins[i] - j, ends[i] - j, none)
+                            dscore = times(weight, minus(load(dscores, at + j), repeat(delta[i])))
+                            dscore = only_lanes(dscore, begins[i] - j, ends[i] - j, none)
+                        store(weights, at + j, weight)
+                        store(dscores, at + j, dscore)
+                at, depth = first * across + begin, end - begin
+                for d in range(0, head_dim, lanes):
+                    c_at, place = first * width + d, begin * width + d
+                    _product(dscores, at, across, 1, keys, place, width, dqs, c_at, width, depth, scale, False)
+            _put_rows(dqs, width, dq, row, n, group, stripe, stripe_last)
+            for j in range(aligned_first, last_end, ROWS):
+                for d in range(0, head_dim, lanes):
+                    place = j * width + d
+                    _product(dscores, j, 1, across, rows, d, width, dks, place, width, count, scale, True)
+                for d in range(0, head_dim_v, lanes):
+                    place = j * width_v + d
+                    _product(weights, j, 1, across, douts, d, width_v, dvs, place, width_v, count, one, True)
+        for i in range(key_end - key):
+            _move(dks, i * width, dk, _place(dk, key + i, n), head_dim)
+            _move(dvs, i * width_v, dv, _place(dv, key + i, n), head_dim_v)
 
 
 @cache
