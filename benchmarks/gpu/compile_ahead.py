@@ -80,9 +80,9 @@ def calls_of_shapes() -> list[Call]:
         name = f"{shape.heads}/{shape.kv_heads}x{shape.head_dim}" + "-tree" * shape.trees
         documents = TREES[0] if shape.trees else Case("", (300, 20))
         case = replace(documents, name=name, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
-        found[f"shape-{name}"] = attention(f"shape-{name}", case, "bf16", {})
+        found[f"shape-{name}"] = attention(f"shape-{name}-bf16", case, "bf16", {})
         if shape.head_dim in HOPPER_HEAD_DIMS and not shape.trees:
-            found[f"gluon-shape-{name}"] = hopper_attention(f"gluon-shape-{name}", case, "bf16")
+            found[f"gluon-shape-{name}"] = hopper_attention(f"gluon-shape-{name}-bf16", case, "bf16")
     return list(found.values())
 
 

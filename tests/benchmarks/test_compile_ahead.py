@@ -74,8 +74,8 @@ def test_shapes_that_are_measured_have_calls() -> None:
     names = {call.name for call in calls_for("sm_90")}
     for shape in shapes():
         name = f"shape-{shape.heads}/{shape.kv_heads}x{shape.head_dim}"
-        assert (f"{name}-tree" if shape.trees else name) in names
-        assert shape.trees or f"gluon-{name}" in names
+        assert (f"{name}-tree-bf16" if shape.trees else f"{name}-bf16") in names
+        assert shape.trees or f"gluon-{name}-bf16" in names
 
 
 @pytest.fixture
