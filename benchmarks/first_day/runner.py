@@ -52,7 +52,7 @@ class Step:
         serves: names of steps that it prepares this machine for, if it does no more than that. It is run again on
             another machine, and for other code, as long as one of them is pending.
         environment: variables of its environment.
-        unless_ok: pairs of a step before it and an argument, which the command gets if that step was tried and isn't ok.
+        unless_ok: pairs of a step before it and an argument, which the command gets if that step isn't ok.
     """
 
     name: str

@@ -4,8 +4,8 @@
 
 Triton keeps the binaries in its cache, where later processes find them. With --without-gpu the kernels are launched,
 too, by Triton's own driver over a libcuda that runs nothing: so signatures, specialisations, descriptors and launches
-are tried on a machine without a GPU. The calls are those of tests/kernels/launches.py, and one for each combination of
-heads that benchmarks/gpu/shapes.py has. The kernels for Hopper are left out on other GPUs.
+are tried on a machine without a GPU. The calls are those of tests/kernels/launches.py, and more for the heads that
+benchmarks/gpu/shapes.py and tests/gpu/test_hopper.py have. The kernels for Hopper are left out on other GPUs.
 
 The exit status is 1 if a call failed, and 3 if calls are left.
 """
@@ -31,10 +31,10 @@ import triton
 
 from benchmarks.gpu.ledger import CONTINUE, Budget
 from benchmarks.gpu.shapes import shapes
-from tests.gpu.cases import HOPPER_HEAD_DIMS
+from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE, is_plain
 from tests.kernels.launches import Call, attention, calls, hopper_attention
 from tritonpack.backends import launch as launching
-from tritonpack.testing import Case
+from tritonpack.testing import CASES, Case
 from tritonpack.testing.cases import TREES
 
 HOPPER = "sm_90"
@@ -70,7 +70,24 @@ def compile_only() -> Iterator[None]:
 
 def calls_for(arch: str) -> list[Call]:
     """The calls that an architecture has kernels for."""
-    return [call for call in (*calls(), *calls_of_shapes()) if arch == HOPPER or not call.for_hopper]
+    every = (*calls(), *calls_of_shapes(), *calls_of_groups())
+    return [call for call in every if arch == HOPPER or not call.for_hopper]
+
+
+def calls_of_groups() -> list[Call]:
+    """Calls of the kernels for Hopper with the numbers of query heads per key head that their tests have."""
+    cases = [case for case in CASES if is_plain(case)]
+    groups = sorted({case.heads // case.kv_heads for case in cases} - {LARGE[1].heads // LARGE[1].kv_heads})
+    return [
+        hopper_attention(
+            f"gluon-group-{group}-{head_dim}-{dtype}",
+            replace(LARGE[1], heads=2 * group, kv_heads=2, head_dim=head_dim),
+            dtype,
+        )
+        for group in groups
+        for head_dim in HOPPER_HEAD_DIMS
+        for dtype in ("bf16", "fp16")
+    ]
 
 
 def calls_of_shapes() -> list[Call]:

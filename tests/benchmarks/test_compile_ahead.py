@@ -1,5 +1,6 @@
 """Compiling ahead: nothing is launched, a worker that dies is replaced, the time is kept."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from benchmarks.gpu import compile_ahead
 from benchmarks.gpu.compile_ahead import DONE, Worker, calls_for, compile_all, compile_only
 from benchmarks.gpu.ledger import Budget
 from benchmarks.gpu.shapes import shapes
+from tests.gpu.cases import HOPPER_HEAD_DIMS
+from tests.gpu.test_hopper import SMALL, WHOLE
 from tests.kernels.fake_driver import fake_gpu
 from tests.kernels.launches import calls
 from tritonpack import BlockDiagonalMask
@@ -76,6 +79,14 @@ def test_shapes_that_are_measured_have_calls() -> None:
         name = f"shape-{shape.heads}/{shape.kv_heads}x{shape.head_dim}"
         assert (f"{name}-tree-bf16" if shape.trees else f"{name}-bf16") in names
         assert shape.trees or f"gluon-{name}-bf16" in names
+
+
+def test_groups_of_heads_of_the_tests_have_calls() -> None:
+    names = {call.name for call in calls_for("sm_90")}
+    groups = {case.heads // case.kv_heads for case in (*SMALL, *WHOLE)}
+    assert groups == {1, 2, 3, 4}
+    for group, head_dim in itertools.product(groups - {4}, HOPPER_HEAD_DIMS):
+        assert {f"gluon-group-{group}-{head_dim}-{dtype}" for dtype in ("bf16", "fp16")} <= names
 
 
 @pytest.fixture
