@@ -26,8 +26,8 @@ HIDDEN = ("accelerate", "matplotlib", "numba", "pytest_benchmark", "rich", "type
 HIDES = f"""
 from importlib.machinery import PathFinder
 original = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(
-    lambda name, *more: None if name.split(".")[0] in {HIDDEN} else original(name, *more)
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *more: None if name.split(".")[0] in {HIDDEN} else original(name, *more)
 )
 """
 
