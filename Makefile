@@ -21,7 +21,7 @@ help:
 	@echo "make bench-cpu  CPU times of packing, masks, patching, attention and sdpa: rows in benchmarks/results/cpu.csv"
 	@echo "make compile-matrix  the compile report under Triton 3.6 and 3.9, and docs/compile-matrix.md; compiles what has changed"
 	@echo "make test-gpu   the GPU tests, with the python3 on PATH; installs nothing"
-	@echo "make first-day  tests, benchmarks and tuning on a GPU in safe order, 9 minutes a call: first-day/verdict.md"
+	@echo "make first-day  tests, benchmarks and tuning on a GPU, the most valuable first, 9 minutes a call: first-day/verdict.md"
 	@echo "make bench-gpu  the GPU benchmarks, with the python3 on PATH: rows in benchmarks/results; a second run continues the first"
 
 install: $(STAMP)

@@ -28,11 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from benchmarks.gpu import ledger
 from tests.lengths import flan, orca_math
-from tritonpack.cli.demo import SIZES, table
+from tritonpack.cli.demo import SIZES
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
 from tritonpack.cli.demo.training import WAYS, Run, Settings, Way, train_in_turns
 
@@ -71,6 +70,7 @@ COLUMNS = (
     "memory", "padding", "training_loss", "held_out_loss", "gap_to_padded", "device", "dtype", "python", "torch",
     "transformers", "commit",
 )  # fmt: skip
+PRINTED = ("way", "tokens_per_second", "speed", "peak_mib", "memory", "padding", "held_out_loss", "gap_to_padded")
 
 
 def documents_of(lengths: Sequence[int], text: np.ndarray) -> Iterator[Document]:
@@ -143,22 +143,21 @@ def main() -> None:
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
     settings = Settings(*model_named(model, options.layers), MAX_LENGTH, device, dtype, options.threads, options.seed)
     path = options.out / "training.csv"
-    console = Console()
     ledger.append(path, COLUMNS, [])  # a file with other columns is refused before the training
     for name in options.lengths:
         steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
         runs = train_in_turns(steps, held_out, settings)
-        console.print(
-            f"{settings.model}, lengths like {name}'s, {options.steps} steps of {options.documents} documents"
-        )
-        console.print(table(runs))
+        print(f"{settings.model}, lengths like {name}'s, {options.steps} steps of {options.documents} documents")
         about = {
             "model": model, "layers": settings.config["num_hidden_layers"], "lengths": name,
             "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
             **environment(device, options.commit),
         }  # fmt: skip
-        ledger.append(path, COLUMNS, rows_of(runs, about))
-    console.print(f"Rows: {path}")
+        rows = list(rows_of(runs, about))
+        for line in (PRINTED, *([row[column] for column in PRINTED] for row in rows)):
+            print("  ".join(f"{cell!s:>17}" for cell in line), flush=True)
+        ledger.append(path, COLUMNS, rows)
+    print(f"Rows: {path}")
 
 
 def environment(device: str, commit: str | None) -> dict[str, str]:

@@ -5,8 +5,8 @@
 The package never tunes by itself, because lengths change with every step, and a search would stop the training. The
 candidates are the legal tiles of each kernel, those most like the shipped one first. Each is compiled, checked and
 timed in a process of its own, so that a tile that breaks the device for its process ends no other. Processes compile at
-the same time and take turns on the device. The time is by device events, on a packed batch of documents like the
-standard library's functions. A tile counts if its results are right.
+the same time, one on each core, and take turns on the device. The time is by device events, on a packed batch of
+documents like the standard library's functions. A tile counts if its results are right.
 
 Each candidate's row is appended to tiles.csv, beside tiles.json, so the same command continues where the last one
 ended; its exit status is 3 if candidates are left. tiles.json has the fastest tiles so far.
@@ -21,11 +21,13 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,7 +48,8 @@ from tritonpack.options import make_options
 from tritonpack.testing import Case, check_backend, make_inputs
 
 HEADS, KV_HEADS = 16, 4
-PATIENCE = 120.0  # seconds that a candidate may take
+PATIENCE = 180.0  # seconds that a candidate may take, with its turn on the device
+TURN = 30  # seconds that a candidate may have the device
 COLUMNS = ("kernel", "head_dim", *TileShape.__dataclass_fields__, "status", "ms", "tokens", *ABOUT, "date")
 
 
@@ -167,8 +170,7 @@ def try_here(candidate: Candidate, tokens: int, lock: Path, device: str = "cuda"
     small = make_inputs(case, torch.bfloat16, device)  # its mask's bounds are checked, so they must have values
     with compile_only():
         _passes(kernel, small.q, small.k, small.v, small.dout, small.mask)
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with turn(lock):
         check_backend(make_inputs(case, torch.bfloat16, device), "triton")  # a new mask: the other has no tables
         lengths = distributions(tokens)["stdlib"]
         q, dout = (torch.randn(tokens, HEADS, block_d, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -176,6 +178,18 @@ def try_here(candidate: Candidate, tokens: int, lock: Path, device: str = "cuda"
         run = _passes(kernel, q, k, v, dout, BlockDiagonalMask.from_seqlens(lengths, device=device))
         with torch.no_grad():
             return float(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))
+
+
+@contextmanager
+def turn(lock: Path) -> Iterator[None]:
+    """Have the device alone. A signal ends the process after TURN seconds, so that the others get their turns."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        signal.alarm(TURN)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
 
 
 def _passes(
@@ -220,17 +234,23 @@ def try_all(todo: Sequence[Candidate], table: Table, tokens: int, jobs: int, bud
     return len(left) - tried
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=(64, 128, 256, 512))
     parser.add_argument("--kernels", nargs="+", default=["forward", "dkdv", "dk", "dv", "dq"])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--most", type=int, help="candidates of each kernel and head dimension (default: all)")
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="processes at a time")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no further candidate")
     parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--candidate", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tiles are tuned on the GPU that they are for; there is none here.")

@@ -1,15 +1,19 @@
 """All that is to be done on the first day with a GPU, in safe order, and a verdict.
 
-    python3 -m benchmarks.first_day [--out DIR] [--minutes 9] [--peers DIR] [--commit NAME] [--again STEP ...]
+    python3 -m benchmarks.first_day [--out DIR] [--minutes 9] [--total-minutes 28] [--peers DIR] [--commit NAME]
+                                    [--again STEP ...]
 
-The steps check results first, then measure, tune and train. Each runs in a process of its own with a time limit. Its
-result is written to DIR/steps.jsonl at once, so that the same command continues where the last call ended: after
---minutes, or after a machine was lost with only DIR saved. A step that fails or hangs ends no other; those that need it
-are skipped with the reason. A step that failed is run again if the code has another commit, or if --again names it.
+The first steps check a few results, compare attention at the shapes of the targets, and tune. Those after them check,
+compare and tune the rest, and train. Each runs in a process of its own with a time limit. Its result is written to
+DIR/steps.jsonl at once, so that the same command continues where the last call ended: after --minutes, or after a
+machine was lost with only DIR saved. A step that fails or hangs ends no other; those that need it are skipped with the
+reason. A step that failed is run again if the code has another commit, or if --again names it.
+
+Results belong to a device and a version of Triton. On another device all steps run again, and its minutes are its own.
 
 DIR is first-day, or first-day/dry of a dry run, unless --out names another folder. It gets verdict.md, steps.jsonl
-(each result with the end of its output), attention.csv, masks.csv, training.csv, predicted.csv, tiles.csv with the
-tiles that were tried, and tiles.json with the fastest, which `tritonpack.load_tiles` reads.
+(each result with the end of its output), attention.csv, masks.csv, training.csv, tiles.csv with the tiles that were
+tried, and tiles.json with the fastest, which `tritonpack.load_tiles` reads.
 
 --peers names a folder of unpacked packages, such as `pip install --no-deps --target` makes. Only the steps that compare
 import from it; what it lacks is named as absent.
@@ -17,7 +21,8 @@ import from it; what it lacks is named as absent.
 --dry-run needs no GPU: it runs each step's command in a form that does, with all kernels compiled and launched on
 Triton's own driver over a libcuda that runs nothing.
 
-The exit status is 0 if all steps are ok, 3 if steps are left for the next call, and otherwise 1.
+The exit status is 0 if all steps are ok, 3 if steps are left for the next call or for more --total-minutes, and
+otherwise 1.
 """
 
 from __future__ import annotations
@@ -30,21 +35,27 @@ from pathlib import Path
 
 from benchmarks.first_day import steps as list_of_steps
 from benchmarks.first_day import verdict
-from benchmarks.first_day.runner import OK, Day, Journal, this_machine
+from benchmarks.first_day.runner import OK, Day, Journal, make_writable, this_machine, this_platform
 from benchmarks.gpu.ledger import CONTINUE, commit_here
 
 
-def main(arguments: list[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results; a second call continues it")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
-    parser.add_argument("--total-minutes", type=float, default=45.0, help="of all calls")
+    parser.add_argument("--total-minutes", type=float, default=28.0, help="of all calls on a device")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
     parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="steps to run although they are done")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these, whatever they need")
     parser.add_argument("--list", action="store_true", help="print the steps and stop")
     parser.add_argument("--dry-run", action="store_true", help="try the commands on a machine without a GPU")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     commit = options.commit or commit_here()
     if commit == "unknown" or (commit.endswith("+") and not options.dry_run):
@@ -70,20 +81,27 @@ def main(arguments: list[str] | None = None) -> None:
         return
     # Steps that were only tried mustn't count as done on a GPU.
     out = options.out or (Path("first-day", "dry") if options.dry_run else Path("first-day"))
+    make_writable(out)
+    platform = this_platform(dry=options.dry_run)
     day = Day(
         todo,
-        Journal(out / "steps.jsonl"),
+        Journal(out / "steps.jsonl", platform),
         out.resolve(),
         commit,
         this_machine(),
         options.peers and options.peers.resolve(),
         () if options.dry_run else list_of_steps.PROBE,
+        platform,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step that runs is ended, too
-    done = day.run(min(60 * options.minutes, 60 * options.total_minutes - day.journal.seconds()), options.again)
+    left = 60 * options.total_minutes - day.journal.seconds()
+    whole = 60 * options.minutes <= left
+    done = day.run(min(60 * options.minutes, left), options.again, whole=whole)
     (out / "verdict.md").write_text(verdict.report(day), encoding="utf-8")
     print(f"\n{verdict.summary(day)}\n{out / 'verdict.md'}", flush=True)
     if not done:
+        if not whole:
+            print(f"The {options.total_minutes:g} minutes of all calls end here; --total-minutes names more.")
         raise SystemExit(CONTINUE)
     if any(last is None or last.verdict != OK for last in map(day.journal.last, todo)):
         raise SystemExit(1)

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from platform import node
+from typing import NamedTuple
+from uuid import uuid4
 
-from benchmarks.gpu.ledger import CONTINUE, now
+import torch
+
+from benchmarks.gpu.ledger import CONTINUE, environment, now
 
 ROOT = Path(__file__).parents[2]
 KEPT = 64_000  # characters of a step's output that are kept with its result
@@ -39,7 +44,7 @@ class Step:
         what: what it shows, in a few words.
         command: the program and its arguments; "python3" means this interpreter, {out} in an argument the folder
             of results, {minutes} the minutes that it is given.
-        limit: seconds after which it is ended, all calls together.
+        limit: seconds after which it is ended, of all calls together if it continues.
         expected: seconds that it usually takes; it begins only if they are left.
         after: names of the steps before it that must be ok.
         continues: whether the same command continues after exit status CONTINUE.
@@ -47,6 +52,7 @@ class Step:
         serves: names of steps that it prepares this machine for, if it does no more than that. It is run again on
             another machine, and for other code, as long as one of them is pending.
         environment: variables of its environment.
+        unless_ok: pairs of a step before it and an argument, which the command gets if that step isn't ok.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Step:
     peers: bool = False
     serves: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    unless_ok: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,9 @@ class Result:
         reason: why it isn't ok; empty if it is.
         output: the end of what it printed.
         commit: of the code that it ran.
-        machine: an id of the machine since it started.
+        machine: an id of the machine since it started, with its cache of kernels.
         date: when it ended, in UTC.
+        platform: the device and the version of Triton.
     """
 
     step: str
@@ -84,6 +92,7 @@ class Result:
     commit: str = ""
     machine: str = ""
     date: str = ""
+    platform: str = ""
 
     @property
     def last_line(self) -> str:
@@ -92,20 +101,42 @@ class Result:
         return lines[-1].strip() if lines else ""
 
 
-class Journal:
-    """The results of all calls, one per line of a file."""
+class Platform(NamedTuple):
+    """What results and figures belong to.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Attributes:
+        device: the name of the GPU.
+        triton: the version of Triton.
+        capability: the GPU's compute capability, such as "9.0".
+    """
+
+    device: str = ""
+    triton: str = ""
+    capability: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.device}, Triton {self.triton}"
+
+
+NO_PLATFORM = Platform()
+
+
+class Journal:
+    """The results of all calls on one platform. The file, one result a line, may have those of others, too."""
+
+    def __init__(self, path: Path, platform: Platform = NO_PLATFORM) -> None:
+        self.path, self.platform = path, str(platform)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         if whole != text:  # the machine was lost while it wrote a line
             path.write_text(whole, encoding="utf-8")
-        self.results = [Result(**json.loads(line)) for line in whole.splitlines()]
+        results = [Result(**json.loads(line)) for line in whole.splitlines()]
+        self.results = [result for result in results if result.platform == self.platform]
 
     def write(self, result: Result) -> None:
         """Add a result; it is on the disk when this returns."""
+        result = replace(result, platform=self.platform)
         self.results.append(result)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(result)) + "\n")
@@ -130,9 +161,10 @@ class Day:
         journal: their results.
         out: the folder of results.
         commit: of the code.
-        machine: an id of this machine.
+        machine: an id of this machine and its cache of kernels.
         peers: a folder of packages for the steps that compare, or None.
         probe: a command that fails if the device doesn't answer; it is run after a step that wasn't ok.
+        platform: the device and the version of Triton that results and figures belong to.
     """
 
     steps: Sequence[Step]
@@ -142,6 +174,7 @@ class Day:
     machine: str = ""
     peers: Path | None = None
     probe: tuple[str, ...] = ()
+    platform: Platform = NO_PLATFORM
 
     def pending(self, again: Sequence[str] = ()) -> list[Step]:
         """The steps that are still to be run: not those that are ok, that had their time, or that failed with this
@@ -166,7 +199,12 @@ class Day:
         return last.verdict == OK or last.commit == self.commit
 
     def _left(self, step: Step) -> float:
-        """The seconds of a step that it hasn't used, since it began or is run again."""
+        """The seconds of a step that it hasn't used, since it began or is run again.
+
+        A step that can't continue starts over, with all of its time.
+        """
+        if not step.continues:
+            return step.limit
         used = 0.0
         for result in reversed(self.journal.results):
             if result.step == step.name:
@@ -175,9 +213,15 @@ class Day:
                 used += result.seconds
         return step.limit - used
 
-    def run(self, seconds: float, again: Sequence[str] = (), tell: Callable[[str], None] = TELL) -> bool:
-        """Run what is pending, for at most these seconds. Returns whether nothing is left."""
-        end, first = time.monotonic() + seconds, True
+    def run(
+        self, seconds: float, again: Sequence[str] = (), tell: Callable[[str], None] = TELL, *, whole: bool = True
+    ) -> bool:
+        """Run what is pending, for at most these seconds. Returns whether nothing is left.
+
+        A step that needs more begins if it is the first one, because no later call would give it more. That isn't so if
+        this isn't a `whole` call, because the time of all calls ends.
+        """
+        end, first = time.monotonic() + seconds, whole
         pending = self.pending(again)
         for step in pending:
             if step.name in again:  # also with its time
@@ -224,11 +268,16 @@ class Day:
         fill = {"out": str(self.out), "minutes": f"{max(limit - NOTICE, 1) / 60:.2f}"}
         self.journal.write(Result(step.name, BEGUN, commit=self.commit, machine=self.machine, date=now()))
         began = time.monotonic()
-        status = self._execute([part.format(**fill) if "{" in part else part for part in step.command], step, limit)
+        command = [part.format(**fill) if "{" in part else part for part in step.command]
+        status = self._execute([*command, *self._arguments_unless_ok(step)], step, limit)
         taken = time.monotonic() - began
         output = self.log.read_text(encoding="utf-8", errors="replace")[-KEPT:]
         verdict, reason = _judge(step, status, limit, whole=whole)
         return Result(step.name, verdict, round(taken, 1), reason, output, self.commit, self.machine, now())
+
+    def _arguments_unless_ok(self, step: Step) -> list[str]:
+        verdicts = {result.step: result.verdict for result in self.journal.results}
+        return [argument for name, argument in step.unless_ok if verdicts.get(name, OK) != OK]
 
     @property
     def log(self) -> Path:
@@ -266,9 +315,35 @@ class Day:
 
 
 def this_machine() -> str:
-    """An id of this machine since it started."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else platform.node()
+    """An id of this machine since it started, and of Triton's cache, which a new container on it doesn't have."""
+    from triton import knobs
+
+    boot, marker = Path("/proc/sys/kernel/random/boot_id"), Path(knobs.cache.dir, "first-day")
+    if not marker.exists():
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(uuid4().hex)
+    return f"{boot.read_text().strip() if boot.exists() else node()} {marker.read_text()}"
+
+
+def this_platform(*, dry: bool = False) -> Platform:
+    """The platform of this machine. Its GPU is asked by another process, because a context takes the GPU's memory."""
+    about = environment(torch.device("cpu"))
+    if dry:
+        return Platform(about["device"], about["triton"])
+    ask = "import torch; print(torch.cuda.get_device_name(), *torch.cuda.get_device_capability(), sep='\\n')"
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=90, check=True)
+        name, major, minor = done.stdout.strip().splitlines()[-3:]
+        return Platform(name, about["triton"], f"{major}.{minor}")
+    return Platform("no GPU", about["triton"])
+
+
+def make_writable(folder: Path) -> None:
+    """Let the owner write a folder of results, which may have been copied without this permission."""
+    for path in (folder, *folder.rglob("*")) if folder.exists() else ():
+        mode = path.stat().st_mode
+        if not mode & stat.S_IWUSR:
+            path.chmod(mode | stat.S_IWUSR)
 
 
 def _judge(step: Step, status: int | None, limit: float, *, whole: bool) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The steps of the first day, in safe order: correct first, then fast, then the figures beside what was predicted."""
+"""The steps of the first day, the most valuable first, for a machine that may be lost after half an hour."""
 
 from __future__ import annotations
 
@@ -19,71 +19,128 @@ UNPOOLED = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 PROBE = ("python3", "-c", "import torch; assert (torch.ones(9, device='cuda') + 1).sum().item() == 18")
 
 
+# Of the kernels that the steps before "compile-rest" launch.
+FIRST_KERNELS = (
+    "causal-bf16", "large-*-bf16", "gluon-*-bf16", "shape-", "offsets", "ids", "transpose", "parents", "ends", "tables",
+    "dense", "bits",
+)  # fmt: skip
+AHEAD = ("python3", "-m", "benchmarks.gpu.compile_ahead", "--minutes", "{minutes}")
+# The others beside which the kernels are timed: without those that are slow and no target.
+COMPARE = ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}")
+WITHOUT = ("--without", "xformers", "sdpa, dense mask")
+# A kernel that hangs would cost minutes at every shape.
+WITHOUT_GLUON = (("gluon", "tritonpack, gluon"),)
+
+
 def steps(commit: str) -> list[Step]:
-    """The steps; `commit` names the code in the rows that they write."""
-    seen = ("machine", "launch")
-    known = ("--commit", commit)
-    first, *others = [
+    """The steps, the most valuable first; `commit` names the code in the rows that they write."""
+    seen, known = ("machine", "launch"), ("--commit", commit)
+    first, *others = [*first_steps(seen, known), *correctness(), *measurements(seen, known)]
+    return [replace(first, serves=tuple(step.name for step in others if not step.serves)), *others]
+
+
+def first_steps(seen: tuple[str, ...], known: tuple[str, ...]) -> list[Step]:
+    """What is known after a quarter of an hour: that kernels run, the figures of the targets, faster tiles."""
+    return [
         Step(
             "machine",
             "the device and the versions",
             ("python3", "-m", "benchmarks.gpu.machine"),
             limit=90,
-            expected=30,
+            expected=20,
         ),
         Step(
             "compile",
-            "all kernels compile, on all cores, before any runs",
-            ("python3", "-m", "benchmarks.gpu.compile_ahead", "--minutes", "{minutes}"),
-            limit=480,
+            "the kernels of the next steps compile, on all cores, before any runs",
+            (*AHEAD, "--only", *FIRST_KERNELS),
+            limit=240,
             after=("machine",),
             continues=True,
-            serves=("launch", "memory", "small", "large", "repeats", "graphs", "rest", "gluon-memory",
-                    "gluon-races", "gluon-tests"),
+            serves=("launch", "gluon", "quick", "targets"),
         ),
         Step(
             "launch",
             "one small case, forward and backward",
             (*PYTEST, f"{GPU}::test_small_cases[causal-bf16]"),
-            limit=120,
+            limit=90,
+            expected=25,
             after=("machine",),
         ),
         Step(
-            "memory",
-            "no access outside of memory, in small cases",
-            (*MEMORY, *PYTEST, GPU, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
+            "gluon",
+            "one small and some large cases of the kernels for Hopper",
+            (*PYTEST, "-x", HOPPER, "-k", "bf16 and (test_large_cases or (test_small_cases and causal and 128))"),
+            limit=90,
+            expected=40,
+            after=("launch",),
+        ),
+        Step(
+            "quick",
+            "cases of models' sizes in bfloat16",
+            (*PYTEST, GPU, "-k", "test_large_cases and bf16"),
+            limit=120,
+            expected=60,
+            after=("launch",),
+        ),
+        Step(
+            "ceilings",
+            "the rates of a copy and of a matrix product on this GPU",
+            ("python3", "-m", "benchmarks.gpu.machine", "ceilings"),
+            limit=60,
+            expected=20,
+            after=("machine",),
+        ),
+        Step(
+            "targets",
+            "ours beside the others on the shapes of the targets, each after a check of its results",
+            (*COMPARE, "--first", "3", *known, *WITHOUT),
+            limit=330,
+            expected=240,
+            after=seen,
+            continues=True,
+            peers=True,
+            unless_ok=WITHOUT_GLUON,
+        ),
+        Step(
+            "tune",
+            "the fastest tiles at head dimension 128, each tried in a process of its own",
+            ("python3", "-m", "benchmarks.tune", "--out", "{out}/tiles.json", "--minutes", "{minutes}", "--head-dims",
+             "128", "--most", "16", *known),
+            limit=240,
+            expected=180,
+            after=seen,
+            continues=True,
+        ),
+    ]  # fmt: skip
+
+
+def correctness() -> list[Step]:
+    """All tests that need a GPU."""
+    return [
+        Step(
+            "compile-rest",
+            "all other kernels compile",
+            AHEAD,
             limit=300,
             expected=120,
-            after=("launch",),
-            environment=UNPOOLED,
-        ),
-        Step(
-            "small",
-            "small cases in three dtypes",
-            (*PYTEST, GPU, "-k", "test_small_cases"),
-            limit=360,
-            expected=120,
-            after=("launch",),
-        ),
-        Step(
-            "large",
-            "cases of models' sizes in both 16-bit dtypes",
-            (*PYTEST, GPU, "-k", "test_large_cases"),
-            limit=240,
-            after=("launch",),
+            after=("machine",),
+            continues=True,
+            serves=("repeats", "graphs", "rest", "gluon-tests", "large", "small", "memory", "gluon-memory",
+                    "gluon-races"),
         ),
         Step(
             "repeats",
             "200 equal results of the same call",
             (*PYTEST, GPU, "-k", "test_repeats"),
-            limit=300,
+            limit=150,
             after=("launch",),
         ),
         Step(
             "graphs",
             "one CUDA graph serves other documents, too",
             (*PYTEST, GPU, "tests/gpu/test_flash_attn.py", "-k", "graph"),
-            limit=180,
+            limit=120,
+            expected=30,
             after=("launch",),
         ),
         Step(
@@ -91,112 +148,122 @@ def steps(commit: str) -> list[Step]:
             "memory, waiting, offsets beyond 2**31, pack_invariant, FlashAttention's functions",
             (*PYTEST, GPU, "tests/gpu/test_flash_attn.py", "tests/gpu/test_benchmark.py", "-k",
              "not test_small_cases and not test_large_cases and not test_repeats and not graph"),
-            limit=360,
-            expected=120,
-            after=("launch",),
-        ),
-        Step(
-            "gluon",
-            "one small case of the kernels for Hopper",
-            (*PYTEST, f"{HOPPER}::test_small_cases[causal-128-bf16]"),
-            limit=90,
-            after=("launch",),
-        ),
-        Step(
-            "gluon-memory",
-            "no access outside of memory, with the kernels for Hopper",
-            (*MEMORY, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
             limit=240,
             expected=90,
-            after=("gluon",),
-            environment=UNPOOLED,
-        ),
-        Step(
-            "gluon-races",
-            "no race in shared memory, in the kernels for Hopper",
-            (*RACES, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
-            limit=240,
-            expected=90,
-            after=("gluon",),
+            after=("launch",),
         ),
         Step(
             "gluon-tests",
             "results, gradients and 200 equal repeats of the kernels for Hopper",
             (*PYTEST, HOPPER),
-            limit=300,
-            expected=90,
+            limit=240,
+            expected=75,
             after=("gluon",),
+        ),
+        Step(
+            "large",
+            "cases of models' sizes in float16",
+            (*PYTEST, GPU, "-k", "test_large_cases and fp16"),
+            limit=120,
+            expected=45,
+            after=("launch",),
+        ),
+        Step(
+            "small",
+            "small cases in three dtypes",
+            (*PYTEST, GPU, "-k", "test_small_cases"),
+            limit=240,
+            expected=90,
+            after=("launch",),
         ),
         Step(
             "models",
             "documents of patched models stay apart",
             (*PYTEST, "tests/gpu/test_models.py"),
-            limit=300,
+            limit=240,
             expected=90,
             after=("launch",),
         ),
         Step(
-            "ceilings",
-            "the rates of a copy and of a matrix product on this GPU",
-            ("python3", "-m", "benchmarks.gpu.machine", "ceilings"),
-            limit=90,
-            expected=30,
-            after=("machine",),
+            "gluon-races",
+            "no race in shared memory, in the kernels for Hopper",
+            (*RACES, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
+            limit=180,
+            expected=75,
+            after=("gluon",),
         ),
+        Step(
+            "memory",
+            "no access outside of memory, in small cases",
+            (*MEMORY, *PYTEST, GPU, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
+            limit=240,
+            expected=90,
+            after=("launch",),
+            environment=UNPOOLED,
+        ),
+        Step(
+            "gluon-memory",
+            "no access outside of memory, with the kernels for Hopper",
+            (*MEMORY, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
+            limit=180,
+            expected=75,
+            after=("gluon",),
+            environment=UNPOOLED,
+        ),
+    ]  # fmt: skip
+
+
+def measurements(seen: tuple[str, ...], known: tuple[str, ...]) -> list[Step]:
+    """Figures of more shapes, of masks and of training, and tiles at head dimension 64."""
+    return [
         Step(
             "others",
             "which other implementations are there",
             ("python3", "-m", "benchmarks.gpu.machine", "others"),
             limit=90,
-            expected=30,
+            expected=20,
             after=("machine",),
             peers=True,
         ),
         Step(
             "compare",
             "ours beside the others on the first shapes, each after a check of its results",
-            ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}", "--first", "9", "--without",
-             "xformers", "sdpa, dense mask", *known),
-            limit=720,
+            (*COMPARE, "--first", "9", *known, *WITHOUT),
+            limit=480,
+            expected=360,
             after=seen,
             continues=True,
             peers=True,
+            unless_ok=WITHOUT_GLUON,
         ),
         Step(
             "masks",
             "how long masks take to build and to write out",
             ("python3", "-m", "benchmarks.gpu.masks", "--out", "{out}", *known),
-            limit=180,
+            limit=120,
+            expected=45,
             after=seen,
-        ),
-        Step(
-            "tune",
-            "the fastest tiles, each tried in a process of its own",
-            ("python3", "-m", "benchmarks.tune", "--out", "{out}/tiles.json", "--minutes", "{minutes}", "--most", "32",
-             *known),
-            limit=600,
-            after=seen,
-            continues=True,
         ),
         Step(
             "training",
             "steps of a model on padded and packed batches",
             ("python3", "-m", "benchmarks.training", "--model", "llama-2-7b", "--layers", "2", "--steps", "12",
              "--lengths", "flan", "orcamath", "--out", "{out}", *known),
-            limit=420,
-            expected=180,
+            limit=300,
+            expected=150,
             after=seen,
         ),
         Step(
-            "predict",
-            "what a model of the machine code predicts for these kernels",
-            ("python3", "-m", "benchmarks.instruction_model", "--kernels", "forward", "dq", "dkdv", "--gluon",
-             "--head-dims", "64", "128", "--jobs", "8", "--csv", "{out}/predicted.csv"),
-            limit=180,
-            after=("machine",),
+            "tune-rest",
+            "the fastest tiles, more of them, and at head dimension 64",
+            ("python3", "-m", "benchmarks.tune", "--out", "{out}/tiles.json", "--minutes", "{minutes}", "--most", "32",
+             *known),
+            limit=420,
+            expected=300,
+            after=seen,
+            continues=True,
         ),
     ]  # fmt: skip
-    return [replace(first, serves=tuple(step.name for step in others if not step.serves)), *others]
 
 
 def dry_steps(commit: str) -> list[Step]:
@@ -205,15 +272,17 @@ def dry_steps(commit: str) -> list[Step]:
         "machine": ("--device", "cpu"),
         "others": ("--device", "cpu"),
         "compile": ("--without-gpu", "sm_90"),
+        "compile-rest": ("--without-gpu", "sm_90"),
+        "targets": ("--device", "cpu"),
         "compare": ("--device", "cpu"),
         "masks": ("--device", "cpu", "--tokens", "2048", "--dense-tokens", "512"),
         "training": ("--model", "tiny", "--steps", "3", "--documents", "2", "--lengths", "flan"),
-        "predict": ("--jobs", "2"),
     }
     found = []
     for step in steps(commit):
         command = step.command[step.command.index("python3") :]  # without compute-sanitizer
         tests = command[: len(PYTEST)] == PYTEST
-        command += ("--collect-only",) if tests else on_cpu.get(step.name, ("--help",))
+        more = ("--collect-only",) if tests else on_cpu.get(step.name, ("--help",))
+        command = (*command[:3], *more, *command[3:]) if step.unless_ok else (*command, *more)  # --without comes last
         found.append(replace(step, command=command, limit=3600, expected=5))
     return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.first_day.runner import OK, SKIPPED, Day
+from benchmarks.first_day.runner import OK, ROOT, SKIPPED, Day, Platform
 from tritonpack.cli.bench.peers import OURS, PEERS
 
 
@@ -41,7 +42,10 @@ class Target(NamedTuple):
 
 GLUON = "tritonpack, gluon"
 FLASH_2 = "FlashAttention-2 (torch)"
-MODELS = {OURS: "", GLUON: "gluon "}  # what precedes the names of their kernels in predicted.csv
+MODELS = {OURS: "", GLUON: "gluon "}  # what precedes the names of their kernels in PREDICTED
+# Written by `python -m benchmarks.instruction_model --kernels forward dq dkdv --gluon --head-dims 64 128 --csv FILE`.
+PREDICTED = ROOT / "benchmarks" / "results" / "predicted.csv"
+HOPPER = "9.0"
 AT_128, AT_64 = Place("one", 16384, 16, 16, 128, True), Place("one", 16384, 32, 32, 64, True)
 TARGETS = (
     Target(OURS, AT_128, "forward", 480.0),
@@ -56,20 +60,30 @@ PACKED = 1.5  # times the speed of FlashAttention-2, forward and backward of pac
 
 
 class Figures:
-    """The rows of attention.csv: for each shape, implementation and pass the TFLOP/s, or why there are none."""
+    """The rows of attention.csv that a platform has: for each shape, implementation and pass the newest TFLOP/s, or why
+    there are none.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        commits: those of the rows, in the order of the file.
+    """
+
+    def __init__(self, path: Path, platform: Platform) -> None:
         self.tflops: dict[tuple[Place, str, str], float] = {}
         self.failed: dict[tuple[Place, str], str] = {}
+        self.commits: list[str] = []
         for row in _rows(path):
-            if row["window"] or row["trees"] == "True":
+            if row["window"] or row["trees"] == "True" or (row["device"], row["triton"]) != platform[:2]:
                 continue
             tokens, heads, kv_heads, head_dim = (int(row[x]) for x in ("tokens", "heads", "kv_heads", "head_dim"))
             place = Place(row["distribution"], tokens, heads, kv_heads, head_dim, row["causal"] == "True")
             if row["status"] == OK:
                 self.tflops[place, row["implementation"], row["op"]] = float(row["tflops"])
+                self.failed.pop((place, row["implementation"]), None)
             else:
+                self.tflops.pop((place, row["implementation"], row["op"]), None)
                 self.failed[place, row["implementation"]] = row["status"]
+            if row["commit"] not in self.commits:
+                self.commits.append(row["commit"])
 
     @property
     def places(self) -> list[Place]:
@@ -90,15 +104,15 @@ def report(day: Day) -> str:
          (last.reason or last.last_line)[:160] if last else "")
         for step, last in results
     ]  # fmt: skip
+    figures = Figures(day.out / "attention.csv", day.platform)
     parts = [
-        f"# The first day\n\n{summary(day)}",
+        f"# The first day on {day.platform}\n\nCommit {day.commit}. {summary(day)}",
         table(("step", "what it shows", "verdict", "seconds", "result"), rows),
     ]
-    figures = Figures(day.out / "attention.csv")
     if figures.places:
-        parts += ["## TFLOP/s, and how many times as fast as others", compared(figures)]
-        parts += ["## Targets", targets(figures)]
-        parts += ["## Predicted by the model of the machine code, and measured", predicted(figures, day.out)]
+        parts += ["## TFLOP/s, and how many times as fast as others", f"Commits: {', '.join(figures.commits)}."]
+        parts += [compared(figures)]
+        parts += on_hopper(figures, day.platform) if day.platform.capability == HOPPER else []
     for step, last in results:
         if last is not None and last.verdict not in (OK, SKIPPED):
             parts.append(f"## The end of {step.name}\n\n```text\n{last.output[-4000:].strip()}\n```")
@@ -137,24 +151,43 @@ def compared(figures: Figures) -> str:
     return table(("shape", "forward", "backward", *others), map(cells, figures.places))
 
 
-def targets(figures: Figures) -> str:
-    """Each target beside the figure."""
+def on_hopper(figures: Figures, platform: Platform) -> list[str]:
+    """The targets and the predictions, which are for Hopper GPUs."""
+    known = _rows(PREDICTED)
+    versions = list(dict.fromkeys(row["triton"] for row in known))
+    version = platform.triton if platform.triton in versions else versions[-1]
+    return [
+        "## Targets",
+        targets(figures, judged=re.search(r"\bH200\b", platform.device) is not None),
+        f"## Predicted by the model of the machine code of Triton {version}, and measured",
+        predicted(figures, [row for row in known if row["triton"] == version]),
+    ]
+
+
+def targets(figures: Figures, *, judged: bool) -> str:
+    """Each target beside the figure; on another GPU than an H200 the share of the target is no verdict."""
+
+    def verdict(value: float | None, wanted: float, why: str = "not measured") -> str:
+        if value is None:
+            return why
+        return "met" if judged and value >= wanted else f"{value / wanted:.2f} of it"
+
     rows = []
     for target in TARGETS:
         rate = figures.tflops.get((target.place, target.implementation, target.op))
         why = figures.failed.get((target.place, target.implementation), "not measured")
-        rows.append((str(target), f"{target.tflops:.0f} TFLOP/s", _number(rate), _met(rate, target.tflops, why)))
+        rows.append((str(target), f"{target.tflops:.0f} TFLOP/s", _number(rate), verdict(rate, target.tflops, why)))
     for place in figures.places:
         if place.distribution != "one" and place.tokens >= 32768 and place.head_dim == 128 and place.causal:
             ratio = figures.ratio(place, FLASH_2)
             got = f"{ratio:.2f}x" if ratio else ""
-            rows.append((f"{OURS}: {place}, both", f"{PACKED} times {FLASH_2}", got, _met(ratio, PACKED)))
-    return table(("what", "target", "measured", ""), rows)
+            rows.append((f"{OURS}: {place}, both", f"{PACKED} times {FLASH_2}", got, verdict(ratio, PACKED)))
+    return table(("what", "target on one H200", "measured", ""), rows)
 
 
-def predicted(figures: Figures, out: Path) -> str:
+def predicted(figures: Figures, known: Iterable[Mapping[str, str]]) -> str:
     """The bounds of the model beside the figures, on batches that both have."""
-    model = {(row["kernel"], int(row["head_dim"])): row for row in _rows(out / "predicted.csv")}
+    model = {(row["kernel"], int(row["head_dim"])): row for row in known}
     rows = []
     for place in figures.places:
         batch = "one 16k" if place[:2] == ("one", 16384) else place.distribution
@@ -187,10 +220,6 @@ def _bound(
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
-
-
-def _met(value: float | None, wanted: float, why: str = "not measured") -> str:
-    return why if value is None else "met" if value >= wanted else f"{value / wanted:.2f} of it"
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

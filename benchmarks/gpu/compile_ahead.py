@@ -1,10 +1,11 @@
 """Compile the kernels of the tests and benchmarks in parallel, without running them.
 
-    python3 -m benchmarks.gpu.compile_ahead [--jobs 16] [--minutes 5] [--only NAME ...] [--without-gpu sm_90]
+    python3 -m benchmarks.gpu.compile_ahead [--jobs 16] [--minutes 5] [--only PATTERN ...] [--without-gpu sm_90]
 
 Triton keeps the binaries in its cache, where later processes find them. With --without-gpu the kernels are launched,
 too, by Triton's own driver over a libcuda that runs nothing: so signatures, specialisations, descriptors and launches
-are tried on a machine without a GPU. The calls are those of tests/kernels/launches.py.
+are tried on a machine without a GPU. The calls are those of tests/kernels/launches.py, and more for the heads that
+benchmarks/gpu/shapes.py and tests/gpu/test_hopper.py have. The kernels for Hopper are left out on other GPUs.
 
 The exit status is 1 if a call failed, and 3 if calls are left.
 """
@@ -20,6 +21,8 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from queue import Empty, Queue
 from typing import Any
 
@@ -27,8 +30,22 @@ import torch
 import triton
 
 from benchmarks.gpu.ledger import CONTINUE, Budget
+from benchmarks.gpu.shapes import shapes
+from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE, is_plain
+from tests.kernels.launches import Call, attention, calls, hopper_attention
+from tritonpack.backends import launch as launching
+from tritonpack.testing import CASES, Case
+from tritonpack.testing.cases import TREES
 
+HOPPER = "sm_90"
 DONE = "compiled"  # the first word of a worker's answer to a call that didn't fail
+
+
+class _Forgetful(dict[Any, Any]):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 @contextmanager
@@ -39,24 +56,63 @@ def compile_only() -> Iterator[None]:
     """
     from triton.runtime.jit import JITFunction
 
-    original = JITFunction.run
+    original, kept = JITFunction.run, launching._binaries
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
         return original(self, *arguments, grid=grid, warmup=True, **keywords)
 
-    JITFunction.run = run
+    JITFunction.run, launching._binaries = run, _Forgetful()  # a binary that is kept would be run
     try:
         yield
     finally:
-        JITFunction.run = original
+        JITFunction.run, launching._binaries = original, kept
+
+
+def calls_for(arch: str) -> list[Call]:
+    """The calls that an architecture has kernels for."""
+    every = (*calls(), *calls_of_shapes(), *calls_of_groups())
+    return [call for call in every if arch == HOPPER or not call.for_hopper]
+
+
+def calls_of_groups() -> list[Call]:
+    """Calls of the kernels for Hopper with the numbers of query heads per key head that their tests have."""
+    cases = [case for case in CASES if is_plain(case)]
+    groups = sorted({case.heads // case.kv_heads for case in cases} - {LARGE[1].heads // LARGE[1].kv_heads})
+    return [
+        hopper_attention(
+            f"gluon-group-{group}-{head_dim}-{dtype}",
+            replace(LARGE[1], heads=2 * group, kv_heads=2, head_dim=head_dim),
+            dtype,
+        )
+        for group in groups
+        for head_dim in HOPPER_HEAD_DIMS
+        for dtype in ("bf16", "fp16")
+    ]
+
+
+def calls_of_shapes() -> list[Call]:
+    """A call for each combination of heads and of documents or trees among the shapes that are measured."""
+    found: dict[str, Call] = {}
+    for shape in shapes():
+        name = f"{shape.heads}/{shape.kv_heads}x{shape.head_dim}" + "-tree" * shape.trees
+        documents = TREES[0] if shape.trees else Case("", (300, 20))
+        case = replace(documents, name=name, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+        found[f"shape-{name}"] = attention(f"shape-{name}-bf16", case, "bf16", {})
+        if shape.head_dim in HOPPER_HEAD_DIMS and not shape.trees:
+            found[f"gluon-shape-{name}"] = hopper_attention(f"gluon-shape-{name}-bf16", case, "bf16")
+    return list(found.values())
+
+
+def this_arch() -> str:
+    """The architecture of the GPU, as --without-gpu takes it."""
+    return "" if torch.version.hip else "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def work(arch: str | None) -> None:
     """Read names of calls from the standard input; compile each and answer in a line."""
     from tests.kernels.fake_driver import fake_gpu
-    from tests.kernels.launches import calls
 
-    known = {call.name: call for call in calls()}
+    known = {call.name: call for call in calls_for(arch or this_arch())}
     for name in map(str.strip, sys.stdin):
         began = time.monotonic()
         try:
@@ -131,7 +187,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="processes")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no further call")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of calls begin with this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PATTERN", help="names of calls begin so; * is any text"
+    )
     parser.add_argument("--without-gpu", metavar="ARCH", help="launch for this architecture on a machine without a GPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -140,9 +198,8 @@ def main() -> None:
         return
     if options.without_gpu is None and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.compile_ahead needs a GPU, or --without-gpu sm_90.")
-    from tests.kernels.launches import calls
-
-    names = [call.name for call in calls() if not options.only or call.name.startswith(tuple(options.only))]
+    offered = [call.name for call in calls_for(options.without_gpu or this_arch())]
+    names = [name for name in offered if any(fnmatchcase(name, f"{pattern}*") for pattern in options.only)]
     arguments = [] if options.without_gpu is None else ["--without-gpu", options.without_gpu]
     answers = compile_all(names, min(options.jobs, len(names)), Budget(options.minutes), arguments)
     failed = [name for name, answer in answers.items() if not answer.startswith(DONE)]

@@ -45,10 +45,10 @@ def tree_shapes() -> list[Shape]:
 def shapes() -> list[Shape]:
     """The shapes in order of importance.
 
-    1. A packed batch of 32k tokens, and one long document.
-    2. The other distributions at 32k tokens.
-    3. Shapes of published figures: one causal document of 16k, 2,048 columns, head dimensions 128 and 64. Then trees
-       and the same sequences without sharing, and the shapes of published figures that aren't causal.
+    1. Shapes of published figures: one causal document of 16k, 2,048 columns, head dimensions 128 and 64. A packed
+       batch of 32k tokens.
+    2. One long document, and the other distributions at 32k tokens.
+    3. Trees and the same sequences without sharing, and the shapes of published figures that aren't causal.
     4. Head dimensions 64 and 256.
     5. 128k tokens; one document of 64k.
     6. Windows and bidirectional batches.
@@ -57,10 +57,10 @@ def shapes() -> list[Shape]:
     k32 = [Shape(name, 32768) for name in ORDINARY]
     long = Shape("one", 16384)
     return [
+        *(replace(long, **sizes) for sizes in PUBLISHED),  # type: ignore[arg-type]
         k32[0],
         long,
         *k32[1:],
-        *(replace(long, **sizes) for sizes in PUBLISHED),  # type: ignore[arg-type]
         *tree_shapes(),
         *(replace(long, causal=False, **sizes) for sizes in PUBLISHED),  # type: ignore[arg-type]
         *(replace(shape, head_dim=64) for shape in (k32[0], long, Shape("flan", 32768))),

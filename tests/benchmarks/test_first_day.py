@@ -1,15 +1,14 @@
 """The first day on a GPU: order, time limits, continuing, failing and hanging steps, the verdict, the dry run."""
 
 import os
-import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -18,6 +17,7 @@ from benchmarks.first_day.__main__ import main
 from benchmarks.first_day.runner import (
     BEGUN,
     FAILED,
+    NO_PLATFORM,
     OK,
     ROOT,
     SKIPPED,
@@ -25,26 +25,15 @@ from benchmarks.first_day.runner import (
     UNFINISHED,
     Day,
     Journal,
+    Platform,
     Result,
     Step,
+    make_writable,
+    this_machine,
+    this_platform,
 )
-from benchmarks.first_day.steps import dry_steps, steps
-from benchmarks.first_day.verdict import (
-    FLASH_2,
-    GLUON,
-    MODELS,
-    TARGETS,
-    Figures,
-    Place,
-    Target,
-    report,
-    summary,
-    targets,
-)
-from benchmarks.gpu.ledger import ABOUT, CONTINUE, Ledger
-from benchmarks.gpu.shapes import shapes
-from tritonpack.cli.bench.batch import Shape
-from tritonpack.cli.bench.peers import OURS, PEERS
+from benchmarks.first_day.steps import steps
+from benchmarks.gpu.ledger import CONTINUE, environment
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +47,8 @@ def python(name: str, program: str = "print('fine')", limit: float = 30.0, **fie
     return Step(name, f"what {name} shows", ("python3", "-c", program), limit, fields.pop("expected", 0.0), **fields)
 
 
-def day(out: Path, *todo: Step, commit: str = "abc1234", **fields: Any) -> Day:
-    return Day(todo, Journal(out / "steps.jsonl"), out, commit, **fields)
+def day(out: Path, *todo: Step, commit: str = "abc1234", platform: Platform = NO_PLATFORM, **fields: Any) -> Day:
+    return Day(todo, Journal(out / "steps.jsonl", platform), out, commit, platform=platform, **fields)
 
 
 def verdicts(of: Day) -> dict[str, str]:
@@ -212,6 +201,21 @@ class TestContinue:
         assert day(tmp_path, *todo, machine="x").run(60)
         assert day(tmp_path, *todo, machine="y").pending() == []
 
+    def test_step_that_starts_over_has_all_of_its_time(self, tmp_path: Path) -> None:
+        """Only the time that is left serves a step that continues."""
+        for continues, left in ((False, 30.0), (True, 1.0)):
+            step = python("a", limit=30.0, continues=continues)
+            cut = day(tmp_path / str(continues), step)
+            cut.journal.write(Result("a", UNFINISHED, seconds=29.0))
+            assert cut._left(step) == left
+            assert cut.pending() == [step]
+
+    def test_step_whose_time_of_all_calls_ends_does_not_begin(self, tmp_path: Path) -> None:
+        long = python("a", expected=20.0)
+        assert not day(tmp_path, long).run(10, whole=False)
+        assert day(tmp_path, long).journal.results == []
+        assert day(tmp_path, long).run(10)
+
     def test_half_a_line_is_ignored(self, tmp_path: Path) -> None:
         day(tmp_path, python("a")).run(60)
         with (tmp_path / "steps.jsonl").open("a") as file:
@@ -220,121 +224,53 @@ class TestContinue:
         assert [r.step for r in Journal(tmp_path / "steps.jsonl").results] == ["a", "a", "c", "c"]
 
 
-class TestSteps:
-    def test_correct_before_fast(self) -> None:
-        names = [step.name for step in steps("abc1234")]
-        assert names[:3] == ["machine", "compile", "launch"]
-        for checked in ("memory", "small", "large", "repeats", "graphs", "gluon-races", "gluon-tests"):
-            for timed in ("ceilings", "compare", "tune", "training"):
-                assert names.index(checked) < names.index(timed)
+class TestDevices:
+    first, second = Platform("NVIDIA H100", "3.6.0", "9.0"), Platform("NVIDIA H200", "3.6.0", "9.0")
 
-    @pytest.mark.parametrize("todo", [steps("abc1234"), dry_steps("abc1234")], ids=["real", "dry"])
-    def test_steps_need_earlier_ones(self, todo: list[Step]) -> None:
-        seen: set[str] = set()
-        for step in todo:
-            assert seen.issuperset(step.after)
-            assert step.name not in seen
-            assert step.expected <= step.limit
-            seen.add(step.name)
+    def test_all_steps_run_again_on_another_device(self, tmp_path: Path) -> None:
+        todo = (python("a", serves=("b",)), python("b"), python("c", FAILS))
+        assert day(tmp_path, *todo, platform=self.first).run(60)
+        again = day(tmp_path, *todo, platform=self.second)
+        assert [step.name for step in again.pending()] == ["a", "b", "c"]
+        assert (verdicts(again), again.journal.seconds()) == ({}, 0.0)
+        assert again.run(60)
+        assert verdicts(day(tmp_path, *todo, platform=self.first)) == {"a": OK, "b": OK, "c": FAILED}
+        assert day(tmp_path, *todo, platform=self.first).pending() == []
 
-    def test_each_machine_is_looked_at(self, tmp_path: Path) -> None:
-        """So a machine without a GPU doesn't keep the steps from running on another one."""
-        todo = steps("abc1234")
-        first = day(tmp_path, *todo, machine="x")
-        first.journal.write(Result("machine", FAILED, commit="abc1234", machine="x"))
-        assert "machine" not in {step.name for step in first.pending()}
-        assert [step.name for step in day(tmp_path, *todo, machine="y").pending()] == [step.name for step in todo]
-        for step in todo[1:]:
-            first.journal.write(Result(step.name, OK, commit="abc1234", machine="x"))
-        assert day(tmp_path, *todo, machine="y").pending() == []
+    def test_another_triton_is_another_platform(self, tmp_path: Path) -> None:
+        assert day(tmp_path, python("a"), platform=self.first).run(60)
+        assert day(tmp_path, python("a"), platform=self.first._replace(triton="3.9.0")).pending()
 
-    def test_targets_are_compared(self) -> None:
-        (first,) = (int(s.command[s.command.index("--first") + 1]) for s in steps("abc1234") if s.name == "compare")
-        compared = shapes()[:first]
-        for target in TARGETS:
-            assert any(Place(s.distribution, s.tokens, s.heads, s.kv_heads, s.head_dim, s.causal) == target.place
-                       for s in compared)  # fmt: skip
+    def test_new_cache_is_another_machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A new container on the same host has the host's boot id, and no kernel in Triton's cache."""
+        ids = []
+        for name in ("one", "two", "one"):
+            monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
+            ids.append(this_machine())
+        assert ids[0] == ids[2] != ids[1]
 
-    def test_no_step_needs_more_than_a_call(self) -> None:
-        assert max(step.limit for step in steps("abc1234") if not step.continues) < 9 * 60
-        assert sum(min(step.expected, step.limit) for step in steps("abc1234") if not step.continues) < 25 * 60
+    def test_platform_of_a_dry_run_is_that_of_its_rows(self) -> None:
+        about = environment(torch.device("cpu"))
+        assert this_platform(dry=True)[:2] == (about["device"], about["triton"])
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("step", [s for s in dry_steps("abc1234") if s.name != "compile"], ids=lambda s: s.name)
-    @pytest.mark.swept(every=3)
-    def test_dry_run(self, step: Step, tmp_path: Path) -> None:
-        """Each command finds its tests, and accepts its options."""
-        done = day(tmp_path, replace(step, after=(), serves=()))
-        assert done.run(600)
-        last = done.journal.last(step)
-        assert last
-        assert last.verdict == OK, last.output
+    def test_platform_of_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The process that asks the GPU is replaced."""
+        program = tmp_path / "python"
+        program.write_text("#!/bin/sh\necho chatter; echo NVIDIA H200; echo 9; echo 0\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(runner.sys, "executable", str(program))
+        assert this_platform()[::2] == ("NVIDIA H200", "9.0")
+        program.write_text("#!/bin/sh\nexit 1\n")
+        assert this_platform()[::2] == ("no GPU", "")
 
-
-class TestVerdict:
-    def test_report(self, tmp_path: Path) -> None:
-        done = day(tmp_path, python("a"), python("b", FAILS), python("c", after=("b",)), python("d"))
-        done.run(60)
-        text = report(done)
-        assert summary(done).startswith("2 of 4 steps are ok, in 0.")
-        assert summary(done).endswith("failed: b; skipped: c")
-        assert "| a | what a shows | ok | 0 | fine |" in text
-        assert "| c | what c shows | skipped | 0 | after b, which is failed |" in text
-        assert text.endswith("## The end of b\n\n```text\nfirst\nbroken\n```\n")
-        assert "TFLOP/s" not in text
-
-    def test_figures_beside_targets_and_predictions(self, tmp_path: Path) -> None:
-        ledger = Ledger(tmp_path / "attention.csv", dict.fromkeys(ABOUT, "x"))
-        rates = {OURS: 500, GLUON: 525, FLASH_2: 250}
-        for shape in (Shape("one", 16384), Shape("stdlib", 32768), Shape("one", 16384, heads=16, kv_heads=16)):
-            for name, tflops in rates.items():
-                for op in ("forward", "backward", "both"):
-                    about = {"documents": 1, "op": op, "implementation": name}
-                    ledger.write({**shape.columns(), **about, "status": "ok", "tflops": tflops})
-            missing = {"op": "forward", "implementation": "xformers", "status": "not installed: xformers"}
-            ledger.write({**shape.columns(), "documents": 1, **missing})
-        (tmp_path / "predicted.csv").write_text(
-            "kernel,head_dim,one 16k slow,one 16k fast\nforward,128,400,600\ndq,128,600,900\ndkdv,128,400,800\n"
-            "gluon forward,128,530,700\ngluon dq,128,400,500\ngluon dkdv,128,400,500\n"
-        )
-        text = report(day(tmp_path, python("a")))
-        assert "| stdlib, 32768 tokens, 32/8x128 | 500 | 500 | 0.95x | 2.00x | not installed: xformers |" in text
-        at_128 = "one, 16384 tokens, 16/16x128"
-        assert f"| {OURS}: {at_128}, forward | 480 TFLOP/s | 500 | met |" in text
-        assert f"| {GLUON}: {at_128}, forward | 550 TFLOP/s | 525 | 0.95 of it |" in text
-        assert f"| {GLUON}: {at_128}, backward | 420 TFLOP/s | 525 | met |" in text
-        assert f"| {OURS}: stdlib, 32768 tokens, 32/8x128, both | 1.5 times {FLASH_2} | 2.00x | met |" in text
-        assert f"| {OURS}: one, 16384 tokens, 32/32x64, forward | 400 TFLOP/s |  | not measured |" in text
-        assert f"| {GLUON}: one, 16384 tokens, 32/32x64, backward | 340 TFLOP/s |  | not measured |" in text
-        place = "one, 16384 tokens, 32/8x128"
-        assert f"| {OURS}: {place}, forward | 400 to 600 | 500 | within |" in text
-        assert f"| {GLUON}: {place}, forward | 530 to 700 | 525 | below |" in text
-        # 5 useful products in the time of 3 at one rate and 4 at another.
-        low, high = 5 / (3 / 600 + 4 / 400), 5 / (3 / 900 + 4 / 800)
-        assert f"| {OURS}: {place}, backward | {low:.0f} to {high:.0f} | 500 | within |" in text
-        low, high = 5 / (7 / 400), 5 / (7 / 500)
-        assert f"| {GLUON}: {place}, backward | {low:.0f} to {high:.0f} | 525 | above |" in text
-
-    def test_why_a_target_has_no_figure(self, tmp_path: Path) -> None:
-        shape = Shape("one", 16384, heads=16, kv_heads=16)
-        wrong = {"documents": 1, "op": "forward", "implementation": GLUON, "status": "wrong results: dq"}
-        Ledger(tmp_path / "attention.csv", dict.fromkeys(ABOUT, "x")).write({**shape.columns(), **wrong})
-        line = f"| {GLUON}: one, 16384 tokens, 16/16x128, forward | 550 TFLOP/s |  | wrong results: dq |"
-        assert line in targets(Figures(tmp_path / "attention.csv"))
-
-    def test_names_are_those_of_the_peers(self) -> None:
-        names = {peer.name for peer in PEERS}
-        assert {target.implementation for target in TARGETS} == MODELS.keys() == {OURS, GLUON}
-        assert names.issuperset({*MODELS, FLASH_2})
-
-    @pytest.mark.parametrize("target", TARGETS, ids=str)
-    def test_targets_are_those_of_the_page(self, target: Target) -> None:
-        """docs/figures.md has a row for each implementation."""
-        kernels = {OURS: "Triton's kernels", GLUON: "kernels in Gluon"}[target.implementation]
-        page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
-        (row,) = re.findall(rf"^\| one causal document of 16k, {kernels}: (.*?) \|", page, re.M)
-        (of_op,) = (part for part in row.split("; ") if part.startswith(target.op))
-        assert re.search(rf"\b{target.tflops:.0f}( TFLOP/s)? at (head dimension )?{target.place.head_dim}\b", of_op)
+    def test_results_that_came_back_read_only(self, tmp_path: Path) -> None:
+        out = tmp_path / "results"
+        day(out, python("a")).run(60)
+        for path in (out / "steps.jsonl", out):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        make_writable(out)
+        assert [oct(path.stat().st_mode & 0o700) for path in (out, out / "steps.jsonl")] == ["0o700", "0o600"]
+        make_writable(tmp_path / "absent")
 
 
 class TestMain:
@@ -371,14 +307,20 @@ class TestMain:
             f"{folder}/steps.jsonl", f"{folder}/verdict.md",
         }  # fmt: skip
 
-    def test_total_time_bounds_all_calls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_total_time_bounds_all_calls(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         from benchmarks.first_day import steps as module
 
-        monkeypatch.setattr(module, "steps", lambda commit: [python("a"), python("b")])
-        Journal(tmp_path / "steps.jsonl").write(Result("a", OK, seconds=44.9999 * 60, commit="abc1234"))
+        monkeypatch.setattr(module, "steps", lambda commit: [python("a"), python("b", expected=20.0)])
+        journal = Journal(tmp_path / "steps.jsonl", this_platform())
+        journal.write(Result("a", OK, seconds=27.9999 * 60, commit="abc1234"))
+        common = ["--out", str(tmp_path), "--commit", "abc1234"]
         with pytest.raises(SystemExit) as exit:
-            main(["--out", str(tmp_path), "--commit", "abc1234"])
+            main(common)
         assert exit.value.code == CONTINUE
+        assert "The 28 minutes of all calls end here; --total-minutes names more." in capsys.readouterr().out
+        main([*common, "--total-minutes", "38"])
 
     @pytest.mark.slow
     def test_step_ends_with_the_call(self, tmp_path: Path) -> None:

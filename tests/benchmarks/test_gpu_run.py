@@ -34,10 +34,14 @@ def missing(batch: Batch) -> Any:
 
 class TestShapes:
     def test_first_shapes_are_the_targets(self) -> None:
-        """Real lengths and one long document, grouped heads of 128, causal."""
-        first = shapes()[:7]
-        assert {s.distribution for s in first} == {"stdlib", "one", "flan", "openchat", "skewed", "orca", "tiny"}
-        assert all((s.heads, s.kv_heads, s.head_dim, s.causal) == (32, 8, 128, True) for s in first)
+        """One document of 16k in two head dimensions, and a packed batch; then real lengths, grouped heads of 128."""
+        first, packed = shapes()[:2], shapes()[2:9]
+        assert {(s.distribution, s.tokens, s.heads, s.kv_heads, s.head_dim, s.causal) for s in first} == {
+            ("one", 16384, 16, 16, 128, True), ("one", 16384, 32, 32, 64, True),
+        }  # fmt: skip
+        assert packed[0].distribution == "stdlib"
+        assert {s.distribution for s in packed} == {"stdlib", "one", "flan", "openchat", "skewed", "orca", "tiny"}
+        assert all((s.heads, s.kv_heads, s.head_dim, s.causal) == (32, 8, 128, True) for s in packed)
 
     def test_sizes_and_kinds_in_the_list(self) -> None:
         listed = shapes()

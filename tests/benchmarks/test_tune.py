@@ -1,6 +1,9 @@
 """The tuner: its candidates, their order, its choice, and a process for each."""
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from tritonpack.kernels.tile_shapes import Kernel, TileShape, select_tile
 
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
 WANTED = TileShape(64, 32, 4, 3)
-PYTHON = sys.executable
+PYTHON, ROOT = sys.executable, Path(__file__).parents[2]
 TODO = tuple(Candidate("forward", 128, tile) for tile in in_order("forward", 128, "sm_90")[:4])
 
 
@@ -101,6 +104,22 @@ class TestProcess:
         self.replace(monkeypatch, tmp_path, "import time; time.sleep(60)")
         monkeypatch.setattr(tune, "PATIENCE", 0.5)
         assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("not ready after 0 seconds", None)
+
+    @pytest.mark.heavy
+    def test_process_that_hangs_on_the_device_loses_its_turn(self, tmp_path: Path) -> None:
+        lock = tmp_path / "lock"
+        program = (
+            "import time; from pathlib import Path; from benchmarks import tune; tune.TURN = 1\n"
+            f"with tune.turn(Path({str(lock)!r})): time.sleep(60)"
+        )
+        assert subprocess.run([PYTHON, "-c", program], cwd=ROOT, timeout=50).returncode == -signal.SIGALRM
+        with tune.turn(lock):
+            pass
+
+    @pytest.mark.parametrize(("cores", "jobs"), [(2, 2), (16, 16), (192, 16)])
+    def test_a_process_for_each_core(self, cores: int, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        assert tune.make_parser().get_default("jobs") == jobs
 
     def replace(self, monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
         """Let a program of these lines stand for Python and the module."""

@@ -10,6 +10,7 @@ def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGrap
     """A graph of a step, and the tensors that its replays write. Before the capture the step runs on another stream, so
     that kernels are compiled and lasting memory is allocated there."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # offsets that aren't written yet would fail an assertion
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()

@@ -9,8 +9,9 @@ import torch
 import tritonpack
 import tritonpack.testing
 from tests import invariance
-from tests.gpu.cases import LARGE
+from tests.gpu.cases import LARGE, shared_bytes, why_too_large
 from tests.gpu.graphs import capture
+from tests.gpu.programs import goes_on
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
@@ -31,6 +32,8 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_small_cases(case: Case, dtype: torch.dtype) -> None:
+    if reason := why_too_large(case, dtype, shared_bytes()):
+        pytest.skip(reason)
     check_backend(make_inputs(case, dtype, "cuda", slack_value=float("nan")), "triton")
 
 
@@ -154,7 +157,9 @@ def test_backward_memory_is_gradients_and_row_statistics() -> None:
 def test_nothing_waits_for_the_host() -> None:
     cu_seqlens = torch.tensor([0, 100, 100, 600], dtype=torch.int32, device="cpu").to("cuda", non_blocking=True)
     q, k, v = (torch.randn(640, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    rows = torch.arange(640, device="cuda", dtype=torch.int32)
     masks = (
+        BlockDiagonalMask(rows.div(50, rounding_mode="floor").mul(50), rows + 1, 640),  # whose bounds are checked
         BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=640),
         BlockDiagonalMask.from_position_ids(torch.arange(640, device="cuda") % 50),
         BlockDiagonalMask.from_segment_ids((torch.arange(640, device="cuda") // 50).clamp(max=9)),
@@ -185,22 +190,44 @@ def test_new_lengths_do_not_recompile() -> None:
 
 
 def test_more_than_2_to_the_31_elements() -> None:
-    tokens, heads, head_dim = 2**31 // (32 * 128) + 1000, 32, 128
+    """The last document, whose rows begin beyond 2**31 elements, has the bits that it has alone."""
+    tokens, heads, head_dim, tail = 2**31 // (32 * 128) + 1000, 32, 128, 500
     q = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(tokens, 1, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert q.numel() > 2**31
-    tail = 500
-    lengths = [*[1000] * ((tokens - tail) // 1000), (tokens - tail) % 1000, tail]
-    out = varlen_attention(q, k, v, BlockDiagonalMask.from_seqlens(lengths, device="cuda"))
-    alone = varlen_attention(q[-tail:], k[-tail:], v[-tail:], BlockDiagonalMask.from_seqlens([tail], device="cuda"))
-    assert float((out[-tail:] - alone).abs().max()) < 2e-2
-    assert torch.isfinite(out[::1001]).all()
+
+    def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = varlen_attention(q, k, v, BlockDiagonalMask.from_seqlens(lengths, device="cuda"), pack_invariant=True)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())
+
+    packed = outputs(q, k, v, [*[1000] * ((tokens - tail) // 1000), (tokens - tail) % 1000, tail])
+    alone = outputs(q[-tail:], k[-tail:], v[-tail:], [tail])
+    for of_all, expected in zip(packed, alone, strict=True):
+        assert torch.equal(of_all[-tail:], expected)
+        assert torch.isfinite(of_all[::1001]).all()
 
 
-def test_validate_finds_bad_offsets_on_the_device() -> None:
-    start = torch.tensor([0, 0, 2], dtype=torch.int32, device="cuda")
+UNSOUND = torch.tensor([[0, 0, 2], [1, 2, 9]], dtype=torch.int32)  # the bounds of three queries; there are three keys
+
+
+def test_validate_finds_bad_bounds_on_the_device() -> None:
+    """`trusted`, because an assertion of the constructor would end all work of this process."""
+    mask = BlockDiagonalMask(*UNSOUND.to("cuda"), 3, trusted=True)
     with pytest.raises(ValueError, match="row 2"):
-        BlockDiagonalMask(start, torch.tensor([1, 2, 9], dtype=torch.int32, device="cuda"), 3).validate()
+        mask.validate()
+
+
+BOUNDS = """
+import torch
+from tritonpack import BlockDiagonalMask
+BlockDiagonalMask(*torch.tensor([[0, 0, 2], {stop}], dtype=torch.int32, device="cuda"), 3)
+"""
+
+
+@pytest.mark.parametrize("stop", [[1, 2, 3], UNSOUND[1].tolist()], ids=["sound", "unsound"])
+def test_bad_bounds_fail_an_assertion(stop: list[int]) -> None:
+    assert goes_on(BOUNDS.format(stop=stop)) is (stop == [1, 2, 3])
 
 
 def test_a_patched_model() -> None:

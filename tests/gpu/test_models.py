@@ -13,6 +13,8 @@ KINDS = (
     "llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "falcon", "gptj", "bart",
     "opt", "qwen3_moe", "bamba", "qwen3_next", "lfm2",
 )  # fmt: skip
+# No document is longer than the tables of positions: a place beyond them would end all work on the GPU.
+LENGTHS = (90, 1, 33, 120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -20,7 +22,7 @@ KINDS = (
 def test_documents_stay_apart(name: str, dtype: torch.dtype) -> None:
     model = zoo.tiny_model(name).to("cuda", dtype)
     with tritonpack.patch(model):
-        check_isolation(model, lengths=(90, 1, 33, 140))
+        check_isolation(model, lengths=LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4_text"])

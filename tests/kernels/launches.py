@@ -48,6 +48,11 @@ class Call:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def for_hopper(self) -> bool:
+        """Whether only a Hopper GPU has its kernels."""
+        return any(kernel.startswith("hopper_") for kernel in self.kernels)
+
 
 def calls() -> list[Call]:
     """All calls; of the cases that differ in lengths and masks alone, and so share their kernels, the first."""
@@ -64,15 +69,15 @@ def calls() -> list[Call]:
     ]
     # Dimensions of size 1, whose strides torch leaves open.
     one_token = Case("one-token", (1,), heads=1, kv_heads=1, head_dim=128)
-    attention: dict[Any, Call] = {}
+    found: dict[Any, Call] = {}
     for prefix, case, keywords, dtype in (*cases, ("", one_token, {}, "bf16")):
         features = (bool(case.softcap), case.sinks, case.alibi, bool(case.dropout_p), bool(case.parents), *keywords)
         sizes = (case.heads, case.kv_heads, case.head_dim, case.head_dim_v, case is one_token)
-        attention.setdefault((dtype, sizes, features), _attention(f"{prefix}{case}-{dtype}", case, dtype, keywords))
-    return [*attention.values(), *hopper_calls(), *mask_calls()]
+        found.setdefault((dtype, sizes, features), attention(f"{prefix}{case}-{dtype}", case, dtype, keywords))
+    return [*found.values(), *hopper_calls(), *mask_calls()]
 
 
-def _attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> Call:
+def attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> Call:
     """Forward and backward of the backend "triton"."""
 
     def prepare(device: str) -> Inputs:
@@ -87,21 +92,18 @@ def _attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> C
 
 def hopper_calls() -> list[Call]:
     """Forward and backward of the backend "gluon"."""
-
-    def kernels(head_dim: int) -> frozenset[str]:
-        of_gradients = ("hopper_dq_kernel", "hopper_dkdv_kernel") if head_dim in HOPPER_DQ_TILES else ("dq_kernel",)
-        return frozenset({"hopper_forward_kernel", *of_gradients})
-
     return [
-        Call(
-            f"gluon-{head_dim}-{dtype}",
-            partial(make_inputs, replace(LARGE[1], head_dim=head_dim), DTYPES[dtype]),
-            partial(run, backend="gluon"),
-            kernels(head_dim),
-        )
+        hopper_attention(f"gluon-{head_dim}-{dtype}", replace(LARGE[1], head_dim=head_dim), dtype)
         for head_dim in HOPPER_HEAD_DIMS
         for dtype in ("bf16", "fp16")
     ]
+
+
+def hopper_attention(name: str, case: Case, dtype: str) -> Call:
+    """Forward and backward of the backend "gluon"."""
+    gradients = ("hopper_dq_kernel", "hopper_dkdv_kernel") if case.head_dim in HOPPER_DQ_TILES else ("dq_kernel",)
+    kernels = frozenset({"hopper_forward_kernel", *gradients})
+    return Call(name, partial(make_inputs, case, DTYPES[dtype]), partial(run, backend="gluon"), kernels)
 
 
 def mask_calls() -> list[Call]:

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from tritonpack.cli.demo.corpus import Corpus
 from tritonpack.cli.demo.measuring import WARMUP_STEPS
@@ -28,6 +26,9 @@ from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.words import count
 from tritonpack.errors import IsolationError
 from tritonpack.testing import check_isolation
+
+if TYPE_CHECKING:  # so that benchmarks/training.py runs where rich is absent
+    from rich.table import Table
 
 NUM_VALIDATION = 64
 
@@ -77,6 +78,8 @@ def run_demo(settings: Settings, corpus: Corpus, num_steps: int, documents: int 
         Whether packed documents are isolated, and unpadded and packed training stayed closer to padded training than
         naive did.
     """
+    from rich.console import Console
+
     from tritonpack.cli.demo.figure import draw
 
     console = Console(highlight=False)
@@ -111,6 +114,9 @@ def run_demo(settings: Settings, corpus: Corpus, num_steps: int, documents: int 
 
 def table(runs: Mapping[Way, Run]) -> Table:
     """One row per way."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     padded = runs["padded"]
     result = Table(
         title="The same documents in the same order, four ways",

@@ -1,0 +1,160 @@
+"""The steps of the first day: their order, their minutes, what they import; the dry run."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks.first_day.__main__ import make_parser
+from benchmarks.first_day.runner import FAILED, OK, ROOT, Result, Step
+from benchmarks.first_day.steps import dry_steps, steps
+from benchmarks.first_day.verdict import GLUON, TARGETS, Place
+from benchmarks.gpu.compile_ahead import calls_for
+from benchmarks.gpu.shapes import shapes
+from tests.benchmarks.test_first_day import FAILS, day, python
+from tests.gpu.cases import LARGE
+
+HIDDEN = ("accelerate", "matplotlib", "numba", "pytest_benchmark", "rich", "typer", "xdist")
+HIDES = f"""
+from importlib.machinery import PathFinder
+original = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *more: None if name.split(".")[0] in {HIDDEN} else original(name, *more)
+)
+"""
+
+
+class TestSteps:
+    def test_most_valuable_first(self) -> None:
+        """A result, then the figures of the targets and tiles; then the rest."""
+        todo = steps("abc1234")
+        names = [step.name for step in todo]
+        first = names[: names.index("tune") + 1]
+        assert first == ["machine", "compile", "launch", "gluon", "quick", "ceilings", "targets", "tune"]
+        for checked in ("memory", "small", "large", "repeats", "graphs", "gluon-races", "gluon-tests"):
+            for timed in ("compare", "masks", "training"):
+                assert names.index(checked) < names.index(timed)
+        limits = {step.name: step.limit for step in todo}
+        assert sum(limits[name] for name in first) < 28 * 60 - 3 * 60
+
+    def test_all_fits_45_minutes(self) -> None:
+        todo = steps("abc1234")
+        assert sum(step.expected for step in todo) < 43 * 60
+        of_28 = list(itertools.takewhile(lambda seconds: seconds < 28 * 60, itertools.accumulate(
+            step.expected for step in todo)))  # fmt: skip
+        assert todo[len(of_28)].name == "compare"
+
+    def test_page_has_all_steps_with_their_minutes(self) -> None:
+        page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+        _, *rows = re.findall(r"^\| ([a-z, -]+) \| ([0-9.]+|minutes) \|", page, re.M)
+        todo = {step.name: step.expected / 60 for step in steps("abc1234")}
+        assert [name for names, _ in rows for name in names.split(", ")] == list(todo)
+        for names, minutes in rows:
+            assert float(minutes) == pytest.approx(sum(todo[name] for name in names.split(", ")), abs=0.3)
+        assert sum(todo.values()) == pytest.approx(40, abs=1)
+        assert f"for\n{make_parser().get_default('total_minutes'):.0f} minutes in all (`--total-minutes`)" in page
+
+    def test_gluon_is_not_compared_if_its_kernels_failed(self, tmp_path: Path) -> None:
+        shows = Step("b", "", ("python3", "-c", "import sys; print(sys.argv[1:])", "--without", "x"), 30.0, 0.0,
+                     unless_ok=(("a", "y z"),))  # fmt: skip
+        for name, program, expected in (("ok", "print()", []), ("failed", FAILS, ["y z"])):
+            done = day(tmp_path / name, python("a", program), shows)
+            done.run(60)
+            last = done.journal.last(shows)
+            assert last
+            assert last.last_line == str(["--without", "x", *expected])
+        for step in (step for step in steps("abc1234") if step.name in ("targets", "compare")):
+            assert step.unless_ok == (("gluon", GLUON),)
+            assert step.command[-3] == "--without"
+        assert all(s.command[-3] == "--without" for s in dry_steps("abc1234") if s.unless_ok)
+
+    def test_kernels_compile_before_the_steps_that_launch_them(self) -> None:
+        todo = steps("abc1234")
+        served = {name for step in todo if step.name.startswith("compile") for name in step.serves}
+        tests = {s.name for s in todo if "pytest" in s.command and s.name != "models"}
+        assert served == tests | {"targets"}
+        (first,) = (step for step in todo if step.name == "compile")
+        patterns = first.command[first.command.index("--only") + 1 :]
+        names = [c.name for c in calls_for("sm_90") if any(fnmatchcase(c.name, f"{p}*") for p in patterns)]
+        assert "causal-bf16" in names
+        assert {"shape-16/16x128-bf16", "gluon-shape-32/8x128-bf16", "gluon-128-bf16"} <= set(names)
+        assert {f"large-{case}-bf16" for case in LARGE} & {c.name for c in calls_for("sm_90")} <= set(names)
+        assert not any(name.endswith(("fp16", "fp32")) for name in names if name.startswith(("large-", "gluon-")))
+
+    def test_only_steps_that_compare_import_the_folder_of_peers(self, tmp_path: Path) -> None:
+        assert {step.name for step in steps("abc1234") if step.peers} == {"targets", "others", "compare"}
+        shows = "import os; print(os.environ['PYTHONPATH'])"
+        done = day(tmp_path, python("a", shows), python("b", shows, peers=True), peers=tmp_path / "peers")
+        done.run(60)
+        found = [str(tmp_path / "peers") in last.output for s in done.steps if (last := done.journal.last(s))]
+        assert found == [False, True]
+
+    @pytest.mark.parametrize("todo", [steps("abc1234"), dry_steps("abc1234")], ids=["real", "dry"])
+    def test_steps_need_earlier_ones(self, todo: list[Step]) -> None:
+        seen: set[str] = set()
+        for step in todo:
+            assert seen.issuperset(step.after)
+            assert step.name not in seen
+            assert step.expected <= step.limit
+            seen.add(step.name)
+
+    def test_each_machine_is_looked_at(self, tmp_path: Path) -> None:
+        """So a machine without a GPU doesn't keep the steps from running on another one."""
+        todo = steps("abc1234")
+        first = day(tmp_path, *todo, machine="x")
+        first.journal.write(Result("machine", FAILED, commit="abc1234", machine="x"))
+        assert "machine" not in {step.name for step in first.pending()}
+        assert [step.name for step in day(tmp_path, *todo, machine="y").pending()] == [step.name for step in todo]
+        for step in todo[1:]:
+            first.journal.write(Result(step.name, OK, commit="abc1234", machine="x"))
+        assert day(tmp_path, *todo, machine="y").pending() == []
+
+    def test_targets_are_compared(self) -> None:
+        (first,) = (int(s.command[s.command.index("--first") + 1]) for s in steps("abc1234") if s.name == "targets")
+        compared = shapes()[:first]
+        assert [shape.distribution for shape in compared] == ["one", "one", "stdlib"]
+        for target in TARGETS:
+            assert any(Place(s.distribution, s.tokens, s.heads, s.kv_heads, s.head_dim, s.causal) == target.place
+                       for s in compared)  # fmt: skip
+
+    def test_no_step_needs_more_than_a_call(self) -> None:
+        assert make_parser().get_default("minutes") <= 9
+        assert make_parser().get_default("total_minutes") <= 28
+        assert max(step.limit for step in steps("abc1234")) < 9 * 60
+
+    @pytest.mark.heavy
+    def test_modules_of_steps_need_few_packages(self, tmp_path: Path) -> None:
+        """Such as on a machine with torch, Triton, transformers and pytest alone."""
+        modules = {"benchmarks.first_day.__main__"}
+        for step in steps("abc1234"):
+            names = [part for part in step.command if part.startswith(("benchmarks.", "tests/"))]
+            modules |= {name.split("::")[0].removesuffix(".py").replace("/", ".") for name in names}
+        modules = {f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in modules}
+        assert {"benchmarks.gpu.__main__", "benchmarks.training", "tests.gpu.test_models"} < modules
+        program = "\n".join(f"import {name}" for name in sorted(modules))
+        (tmp_path / "sitecustomize.py").write_text(HIDES)
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("step", [s for s in dry_steps("abc1234") if not s.serves], ids=lambda s: s.name)
+    @pytest.mark.swept("training", every=3)
+    def test_dry_run(self, step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each command finds its tests, and accepts its options, without packages that a machine may lack."""
+        (tmp_path / "sitecustomize.py").write_text(HIDES)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        done = day(tmp_path, replace(step, after=(), serves=(), unless_ok=()))
+        assert done.run(600)
+        last = done.journal.last(step)
+        assert last
+        assert last.verdict == OK, last.output
