@@ -110,7 +110,8 @@ class BlockDiagonalMask(Bounds):
             spans: (T,) or (B, T) integers >= 0, one per token. Neighbours in one document with the same id other than 0
                 form a span, such as an image in a causal text (Gemma 3). Its tokens see the whole span, too, also
                 beyond windows and chunks. Only for self-attention.
-            device: where the mask lies; None means the CPU. `spans` must lie there, too.
+            device: where the mask lies; None means the CPU. `spans` must lie there, too. Offsets are copied to an
+                accelerator, once, without waiting.
 
         Raises:
             ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents;

@@ -56,6 +56,8 @@ class Bounds:
             return
         if on_host(self.key_start):
             self.validate()
+        elif kernels.serve(self.key_start):
+            self._assert_by_kernel()
         else:
             self._assert_valid()
 
@@ -306,6 +308,18 @@ class Bounds:
                 + (", and neither their begins nor their ends may decrease. " if ascending else ". ")
                 + "mask.validate() names the first wrong one, on a copy of the bounds in host memory.",
             )
+
+    def _assert_by_kernel(self) -> None:
+        """`_assert_valid` in one launch, which also builds the transpose: every kernel of attention reads it."""
+        if self.query_start is not None and self.query_stop is not None:
+            from tritonpack.kernels.trees import assert_bounds
+
+            assert_bounds(self.key_start, self.key_stop, self.query_start, self.query_stop)
+        else:
+            from tritonpack.kernels.intervals import transposed_intervals
+
+            bounds = self.key_start, self.key_stop, self.num_keys
+            self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
 
     def _check_sides(self) -> None:
         """Raise ValueError unless the places and the bounds of the keys, if any, have the right types and shapes."""
