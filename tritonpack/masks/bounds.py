@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tritonpack import kernels
 from tritonpack.checks import check_device, check_indices, describe, is_length, on_host, require
@@ -37,6 +38,7 @@ class Bounds:
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
     _versions: ClassVar[tuple[tuple[str, Tensor, int], ...]]
+    _values: ClassVar[tuple[tuple[str, Tensor, Tensor], ...]]
     _captured: ClassVar[bool]
     _origin: ClassVar[Any]
 
@@ -73,6 +75,7 @@ class Bounds:
                     object.__setattr__(self, f.name, outside_inference_mode(value.clone))
         object.__setattr__(self, "_computed", {})
         object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
+        object.__setattr__(self, "_values", ())
         object.__setattr__(self, "_captured", self._stream().capturing)
         object.__setattr__(self, "_origin", None)
 
@@ -126,6 +129,8 @@ class Bounds:
             return outside_inference_mode(build)
         place = (stream.handle, key)
         if place not in self._computed:
+            if not self._computed:
+                object.__setattr__(self, "_values", self._copy_bounds())
             self._computed[place] = outside_inference_mode(build)
         return self._computed[place]
 
@@ -133,8 +138,12 @@ class Bounds:
         """The mask itself, or a new one with the same fields if `cached` would keep nothing now.
 
         So one call of attention computes each value once, also in a CUDA graph whose capture the mask precedes.
+
+        Raises:
+            ValueError: tensors of the mask were overwritten since it was made; see also `compare_bounds`.
         """
         self._check_unwritten()
+        self.compare_bounds()
         return self if self._stream().capturing == self._captured else replace(self, trusted=True)
 
     def _stream(self) -> Stream:
@@ -150,7 +159,27 @@ class Bounds:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        written = [name for name, x, version in self._versions if x._version != version]
+        self._refuse([name for name, x, version in self._versions if x._version != version])
+
+    def compare_bounds(self) -> None:
+        """Raise ValueError if bounds in host memory differ from those for which values are kept.
+
+        It finds writes that torch doesn't count. Bounds on a device aren't compared, which would take launches.
+        """
+        if self._values and _eager():
+            self._refuse([name for name, x, value in self._values if not torch.equal(x, value)])
+
+    def _copy_bounds(self) -> tuple[tuple[str, Tensor, Tensor], ...]:
+        """What `compare_bounds` compares: the bounds and copies of them."""
+        if not on_host(self.key_start) or not _eager():
+            return ()
+        names = ("key_start", "key_stop", "query_start", "query_stop")
+        bounds = [(name, getattr(self, name)) for name in names]
+        return tuple((name, x, x.clone()) for name, x in bounds if x is not None)
+
+    @staticmethod
+    def _refuse(written: list[str]) -> None:
+        """Raise ValueError if any tensor was overwritten."""
         if written:
             raise ValueError(
                 f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
@@ -375,6 +404,11 @@ def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascend
     if ascending:
         faults += [(_falls(start) | _falls(stop), f"begins or ends before the interval of the {own} above")]
     return faults
+
+
+def _eager() -> bool:
+    """Whether no tracer and no mode of torch's dispatcher watches, which a comparison could disturb."""
+    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def outside_inference_mode(build: Callable[[], T]) -> T:
