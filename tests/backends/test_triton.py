@@ -206,6 +206,7 @@ LAYOUTS = {
     "one-column-packed": ((5, 2, 1), (2, 1, 1), 0, False),
     "columns-apart": ((5, 2, 24), (96, 48, 2), 0, False),
     "odd-address": ((1, 1, 24), (24, 24, 1), 1, False),
+    "odd-address-and-strides": ((1, 1, 24), (61, 7, 1), 1, False),
     "odd-width": ((5, 2, 20), (42, 21, 1), 0, False),
 }
 
