@@ -129,7 +129,7 @@ class Bounds:
             return outside_inference_mode(build)
         place = (stream.handle, key)
         if place not in self._computed:
-            if not self._computed:
+            if not self._computed and on_host(self.key_start) and _eager():
                 object.__setattr__(self, "_values", self._copy_bounds())
             self._computed[place] = outside_inference_mode(build)
         return self._computed[place]
@@ -166,13 +166,11 @@ class Bounds:
 
         It finds writes that torch doesn't count. Bounds on a device aren't compared, which would take launches.
         """
-        if self._values and _eager():
+        if _eager() and self._values:
             self._refuse([name for name, x, value in self._values if not torch.equal(x, value)])
 
     def _copy_bounds(self) -> tuple[tuple[str, Tensor, Tensor], ...]:
         """What `compare_bounds` compares: the bounds and copies of them."""
-        if not on_host(self.key_start) or not _eager():
-            return ()
         names = ("key_start", "key_stop", "query_start", "query_stop")
         bounds = [(name, getattr(self, name)) for name in names]
         return tuple((name, x, x.clone()) for name, x in bounds if x is not None)
