@@ -37,7 +37,12 @@ binary is clean if it
   tile has one stage),
 - spills no registers.
 
-A cell counts clean binaries, then these and those that spill only outside of their loops, then all."""
+A cell counts clean binaries, then these and those that spill only outside of their loops, then all.
+
+Of gfx908, gfx1151 and gfx1200, which use the tiles of gfx942, gfx1100 and gfx1201, only plain attention in bfloat16 at
+head dimensions 64 and 128 is compiled. Other GPUs use the tiles of a relative and aren't compiled here: sm_87 and
+sm_110 (sm_80; Triton 3.6 has no assembler for sm_110), sm_121 (sm_120), gfx1101 to gfx1103, gfx1150, gfx1152 and
+gfx1153 (gfx1100)."""
 
 LOOPS = """\
 The 16-bit kernels at head dimensions 64 and 128. A tile is queries x keys, w warps, s stages, h heads; d sums outputs

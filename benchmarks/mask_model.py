@@ -40,7 +40,7 @@ LAUNCH_S, FIRST_CYCLES, ACCESS_CYCLES, REDUCTION_CYCLES = 1e-6, 700, 350, 150
 LANES, INSTRUCTIONS = 128, 3  # instructions that a multiprocessor starts per cycle, and those of a comparison
 ALL_REGISTERS = 65536  # of a multiprocessor
 # Bounds of the registers of a thread, which a test compares with the binaries.
-REGISTERS = {"offsets": 64, "edges": 48, "runs": 80, "transpose": 64, "chunks": 72, "begins": 64, "order": 64}
+REGISTERS = {"offsets": 64, "edges": 64, "runs": 104, "transpose": 64, "chunks": 72, "begins": 64, "order": 64}
 # By head dimension the cuts of forward, dQ, and the gradients of keys; equal ones share a table.
 CUTS = {
     64: (Cut(32, 64, 128), Cut(16, 64, 64), Cut(64, of_keys=True)),
@@ -101,10 +101,10 @@ def runs(lengths: Sequence[int], *, checked: bool) -> list[Launch]:
     programs = triton.cdiv(total, intervals.RUN_ROWS)
     slots = triton.next_power_of_2(2 * total) if checked else 0
     steps = triton.cdiv(programs, intervals.LOOK)  # the others before a program, and those after it
-    edges = Launch("edges", programs, 128, ID * total + 2 * INT * programs + INT * slots, accesses=1, reductions=2)
-    read = ID * total + 2 * INT * programs * programs
-    written = (5 * INT + 1) * total
-    accesses, reductions = 2 + steps, 3 + steps
+    edges = Launch("edges", programs, 128, ID * total + 3 * INT * programs + INT * slots, accesses=1, reductions=3)
+    read = ID * total + 3 * INT * programs * programs
+    written = 6 * INT * total
+    accesses, reductions = 2 + steps, 4 + 2 * steps
     if checked:
         # An exchange with the table, of 32 bytes a row, and a look at the entry. If entries are taken at random, the
         # slowest of n searches finds about log(n) / log(slots / n) that are taken.
@@ -116,10 +116,11 @@ def runs(lengths: Sequence[int], *, checked: bool) -> list[Launch]:
 
 
 def transpose(total: int) -> Launch:
-    """The kernel of transposes, for masks of given bounds and for copies."""
+    """The kernel of transposes, which checks given bounds, too."""
     steps, programs = total.bit_length(), triton.cdiv(total, intervals.OFFSET_ROWS)
     read = 2 * steps * 64 * triton.cdiv(total, 32)  # keys of a warp read neighbouring bounds
-    return Launch("transpose", programs, 128, read + 2 * INT * total, accesses=steps, reductions=0)
+    checked = 2 * INT * total
+    return Launch("transpose", programs, 128, read + checked + 2 * INT * total, accesses=steps + 1, reductions=1)
 
 
 def tile_tables(lengths: Sequence[int], cuts: Sequence[Cut]) -> list[Launch]:

@@ -280,13 +280,13 @@ class TestPackInvariance:
         assert not invariance.moved_outputs(longer, torch.float32, "blocked", pack_invariant=True, poison=poison)
 
     @pytest.mark.parametrize("value", [NAN, INF])
-    @pytest.mark.parametrize("backend", ["blocked", pytest.param("triton", marks=pytest.mark.interpreter)])
+    @pytest.mark.parametrize("backend", ["blocked", "reference", pytest.param("triton", marks=pytest.mark.interpreter)])
     def test_what_is_not_finite_reaches_neighbours_without_pack_invariant(self, backend: Any, value: float) -> None:
-        """docs/backends.md promises containment for pack_invariant alone. With softcap both backends use tiles."""
+        """docs/backends.md promises containment for pack_invariant alone. With softcap "blocked" uses tiles, too."""
         q, k, v = torch.randn(3, 40, 1, 16)
         v[25] = value
         mask = BlockDiagonalMask.from_seqlens([20, 20])
-        for contained in (False, True):
+        for contained in (False, True) if backend != "reference" else (False,):
             out = varlen_attention(q, k, v, mask, softcap=5.0, backend=backend, pack_invariant=contained)
             assert bool(out[:20].isfinite().all()) == contained
 

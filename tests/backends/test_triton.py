@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import Backend
 from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, tile_tables
+from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.tile_shapes import INTERPRETER_TILE, TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
@@ -206,6 +208,7 @@ LAYOUTS = {
     "one-column-packed": ((5, 2, 1), (2, 1, 1), 0, False),
     "columns-apart": ((5, 2, 24), (96, 48, 2), 0, False),
     "odd-address": ((1, 1, 24), (24, 24, 1), 1, False),
+    "odd-address-and-strides": ((1, 1, 24), (61, 7, 1), 1, False),
     "odd-width": ((5, 2, 20), (42, 21, 1), 0, False),
 }
 
@@ -325,6 +328,44 @@ def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.stride(0) == grads[0].stride(0) == apart
     for name, got in zip(OUTPUTS, (out, lse, *grads), strict=True):
         assert torch.equal(expected[name], got), name
+
+
+@pytest.mark.parametrize(
+    ("kib", "head_dim", "backward", "message"),
+    [
+        (
+            99,
+            300,
+            True,
+            "head dimension 512 .* needs 160 KiB of shared memory in backward; this GPU has 99, .* up to 256",
+        ),
+        (99, 300, False, None),
+        (99, 256, True, None),
+        (64, 80, True, "dimension 128 .* needs 80 KiB of shared memory in backward; this GPU has 64, .* up to 64"),
+        (
+            64,
+            300,
+            False,
+            "head dimension 512 .* needs 96 KiB of shared memory in forward; this GPU has 64, .* up to 256",
+        ),
+        (None, 512, True, None),
+    ],
+)
+def test_float32_is_refused_where_it_does_not_fit(
+    kib: int | None, head_dim: int, backward: bool, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is launched, with the remedy."""
+    monkeypatch.setattr(triton_backend, "small_shared_kib", lambda device: kib)
+    q = torch.empty(5, 1, head_dim, requires_grad=backward)
+    mask = BlockDiagonalMask.from_seqlens([5])
+    plan = partial(triton_backend.plan_tiles, mask=mask, options=make_options(q, mask), backward=backward)
+    if message is None:
+        plan(q, q, q)
+        return
+    with pytest.raises(BackendUnavailableError, match=f"{message}. Use backend='blocked', or a 16-bit type"):
+        plan(q, q, q)
+    half = q.to(torch.float16)
+    plan(half, half, half)
 
 
 def test_no_queries_and_no_keys() -> None:

@@ -15,7 +15,7 @@ from benchmarks.compile_matrix import PAGE, VERSIONS, is_common, page
 from benchmarks.compile_report import make_row, read_rows, stale
 from tests.kernels.aot import Configuration, HopperConfiguration, compile_configuration
 from tests.kernels.lint import launchable
-from tritonpack.kernels.tile_shapes import TILES
+from tritonpack.kernels.tile_shapes import FLOAT32_KIB, TILES
 
 ROWS = {(row["triton"], row["configuration"]): row for row in read_rows()}
 
@@ -103,6 +103,17 @@ def test_whole_rows_of_512_spill_in_two_loops_at_most() -> None:
         ("3.6.0", "forward-sm_80-d512-bf16-tree"): "2 spills in loops",
         ("3.6.0", "dq-sm_120-d512-bf16"): "1 spills in loops",
     }
+
+
+def test_shared_memory_of_float32() -> None:
+    """What a call needs is what its kernels take on NVIDIA GPUs."""
+    taken: dict[tuple[int, str], int] = {}
+    for row in ROWS.values():
+        kernel, gpu, head_dim, dtype = row["configuration"].split("-")[:4]
+        if dtype == "fp32" and gpu.startswith("sm_"):
+            place = int(head_dim[1:]), "forward" if kernel == "forward" else "backward"
+            taken[place] = max(taken.get(place, 0), -(-int(row["shared_bytes"]) // 1024))
+    assert taken == {(row, direction): kib for row, needed in FLOAT32_KIB.items() for direction, kib in needed.items()}
 
 
 def test_gluon_kernels_spill_one_number_in_loops_at_most() -> None:

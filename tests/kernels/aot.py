@@ -50,9 +50,12 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
     "gfx1201": GPUTarget("hip", "gfx1201", 32),
-    # AMD GPUs that use gfx942's tiles
+    # AMD GPUs that use others' tiles
+    "gfx908": GPUTarget("hip", "gfx908", 64),
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1151": GPUTarget("hip", "gfx1151", 32),
+    "gfx1200": GPUTarget("hip", "gfx1200", 32),
 }
 
 _KERNELS = {

@@ -156,6 +156,12 @@ def mask_calls() -> list[Call]:
             for rule in ("positions", "segments", "padding", "codes")
         ),
         Call("transpose", mask, BlockDiagonalMask.transpose, frozenset({"transpose_kernel"})),
+        Call(
+            "bounds",
+            mask,
+            lambda mask: intervals.transposed_intervals(mask.key_start, mask.key_stop, mask.num_keys, checked=True),
+            frozenset({"transpose_kernel"}),
+        ),
         write("dense-bool", partial(_dense, torch.bool)),
         write("dense-bf16", partial(_dense, torch.bfloat16)),
         write("dense-fp32", partial(_dense, torch.float32)),
@@ -172,6 +178,7 @@ def mask_calls() -> list[Call]:
             lambda values: trees.bounds_of_rows(values, "ends", 5, 7),
             frozenset({"ends_kernel", "depths_kernel", "starts_kernel"}),
         ),
+        Call("bounds-tree", tree, _check_tree, frozenset({"check_kernel"})),
         Call(
             "tables",
             mask,
@@ -195,6 +202,12 @@ def mask_calls() -> list[Call]:
 
 def _intervals(rule: str, reach: tuple[int, int, int], ids: Tensor) -> object:
     return intervals.intervals_of_ids(ids, rule, *reach)
+
+
+def _check_tree(mask: BlockDiagonalMask) -> None:
+    assert mask.query_start is not None
+    assert mask.query_stop is not None
+    trees.assert_bounds(mask.key_start, mask.key_stop, mask.query_start, mask.query_stop)
 
 
 def _dense(dtype: torch.dtype, mask: BlockDiagonalMask) -> Tensor:

@@ -3,8 +3,8 @@
 A kernel's binary depends on the GPU, the padded head dimensions, the dtype, the query heads per key head and the
 features in use. Binaries that resemble others are left out. Head dimensions 16 and 32, float16, and 192 with 128 have
 plain softmax alone, and float32, whose tiles are the same everywhere, has one head dimension except on sm_80. Features
-with trees have the head dimensions of their models. GPUs that use another's tiles have one feature at a time at head
-dimensions 64 and 128.
+with trees have the head dimensions of their models. Of some GPUs that use another's tiles only plain attention in
+bfloat16 is compiled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ KERNELS = Path(__file__).parents[2] / "tritonpack" / "kernels"
 # Shared memory that a program can have, in KiB.
 SHARED_KIB = {
     "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
-    "gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64, "gfx1201": 64,
+    "gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64, "gfx1151": 64, "gfx1200": 64, "gfx1201": 64,
 }  # fmt: skip
 
 # GPUs without tiles of their own, and whose they use (`tile_shapes.current_arch`).
-USES_TILES_OF = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942"}
+USES_TILES_OF = {
+    "sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100", "gfx908": "gfx942", "gfx90a": "gfx942",
+    "gfx950": "gfx942", "gfx1151": "gfx1100", "gfx1200": "gfx1201",
+}  # fmt: skip
+
+# Of these, the GPUs of which plain attention at head dimensions 64 and 128 in bfloat16 is compiled, and nothing else.
+PLAIN_ALONE = frozenset({"gfx908", "gfx1151", "gfx1200"})
 
 # Features that run together, with the query heads per key head of models that have them, and head dimensions. Without
 # features there are 4 (Llama 3) or 1.
@@ -92,6 +98,10 @@ def launchable() -> list[Configuration | HopperConfiguration]:
 
 def _of_gpu(gpu: str) -> Iterator[Configuration]:
     bf16 = torch.bfloat16
+    if gpu in PLAIN_ALONE:
+        for head_dim in (64, 128):
+            yield from _kernels(gpu, head_dim, bf16)
+        return
     for head_dim in (64, 128, 256):
         yield from _kernels(gpu, head_dim, bf16)
         yield from _kernels(gpu, head_dim, bf16, group=1)

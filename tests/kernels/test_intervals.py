@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ pytest.importorskip("triton")
 from tests.kernels.assertions import assertions, fails
 from tests.masks.test_block_diagonal import WINDOWS, random_lengths, random_multimodal_document
 from tritonpack import BlockDiagonalMask, kernels
-from tritonpack.kernels import intervals
+from tritonpack.kernels import intervals, trees
+from tritonpack.masks import bounds
 from tritonpack.masks.block_diagonal import mask_from_runs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -92,6 +94,65 @@ def test_offsets_are_checked(cu_q: list[int], cu_k: list[int], message: str) -> 
         BlockDiagonalMask.from_cu_seqlens(cu_q, cu_k, total_q=5, total_k=4)
     with assertions():
         BlockDiagonalMask.from_cu_seqlens([0, 2, 5], [0, 2, 4], total_q=5, total_k=4)
+
+
+BAD_BOUNDS = {
+    "before the keys": ([-1, 0, 0], [1, 1, 1], 3),
+    "behind the keys": ([0, 0, 2], [1, 4, 4], 3),
+    "ends before it begins": ([0, 2, 2], [1, 1, 3], 3),
+    "begins before the row above": ([0, 2, 1], [3, 3, 3], 3),
+    "ends before the row above": ([0, 0, 0], [1, 3, 2], 3),
+    "in another program": ([0] * 79 + [1, 0], [2] * 81, 2),
+    "in a program without keys": ([0] * 79 + [0, 0], [1] * 80 + [2], 1),
+    "no keys": ([0, 0], [0, 1], 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BOUNDS)
+@pytest.mark.usefixtures("small_blocks")
+def test_given_bounds_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the mask is made, before any kernel reads them, as in host memory."""
+    start, stop, num_keys = BAD_BOUNDS[name]
+    given = [torch.tensor(bound, dtype=torch.int32) for bound in (start, stop)]
+    with pytest.raises(ValueError, match="the mask sees keys"):
+        BlockDiagonalMask(*given, num_keys)
+    monkeypatch.setattr(bounds, "on_host", lambda x: False)
+    with assertions(), fails("a mask's intervals must lie within its keys and end at or after their begin, and neith"):
+        BlockDiagonalMask(*given, num_keys)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_given_bounds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more queries than keys, more keys than queries, and none of either; and the transpose is kept."""
+    monkeypatch.setattr(bounds, "on_host", lambda x: False)
+    for mask in (
+        BlockDiagonalMask.from_seqlens([40, 3], [2, 5]),
+        BlockDiagonalMask.from_seqlens([2, 5], [40, 3], causal=False),
+        BlockDiagonalMask.from_seqlens([5], [0]),
+        BlockDiagonalMask.from_seqlens([0], [5]),
+        BlockDiagonalMask.from_seqlens([0]),
+    ):
+        with assertions():
+            given = BlockDiagonalMask(mask.key_start, mask.key_stop, mask.num_keys)
+        expected, found = mask.transpose(), given.transpose()
+        assert torch.equal(found.key_start, expected.key_start)
+        assert torch.equal(found.key_stop, expected.key_stop)
+
+
+@pytest.mark.parametrize("name", ["key_start", "key_stop", "query_start", "query_stop"])
+@pytest.mark.parametrize("row", [0, 299])
+def test_given_bounds_of_a_tree_are_checked(name: str, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BlockDiagonalMask.from_tree([-1, *[0] * 299])
+    assert row < 300 > trees.ROWS
+    wrong = getattr(mask, name).clone()
+    wrong[row] = -1 if name.endswith("start") else 301
+    with pytest.raises(ValueError, match="of the mask has"):
+        replace(mask, **{name: wrong})
+    monkeypatch.setattr(bounds, "on_host", lambda x: False)
+    with assertions():
+        replace(mask)
+    with assertions(), fails("a tree's intervals must lie within its keys and within its queries, and end at or after"):
+        replace(mask, **{name: wrong})
 
 
 BAD_SEGMENTS = {

@@ -58,7 +58,8 @@ TABLES = {
 }
 KERNELS = {
     **TABLES,
-    "transpose": (intervals.transpose_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
+    "transpose": (intervals.transpose_kernel, {"CHECKED": True, "ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
+    "transpose-unchecked": (intervals.transpose_kernel, {"CHECKED": False, "ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets-int64": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i64", 4),
     "edges": (intervals.edges_kernel, {"RULE": "segments", **ROWS}, "*i64", 4),
@@ -73,6 +74,7 @@ KERNELS = {
     "tree-depths": (trees.depths_kernel, TREES, "*i64", trees.WARPS),
     "tree-depths-of-ends": (trees.depths_kernel, {"parents_ptr": None, **TREES}, "*i64", trees.WARPS),
     "tree-starts": (trees.starts_kernel, TREES, "*i64", trees.WARPS),
+    "tree-check": (trees.check_kernel, {"ROWS": trees.ROWS}, "*i32", 4),
     **{
         f"dense-{per_word}": (
             dense_mask.dense_mask_kernel,
@@ -144,7 +146,7 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
         assert len(re.findall(wide, code.assembly)) == len(re.findall(any_store, code.assembly))
 
 
-ASSERTING = ("offsets", "segments", "padding", "tree-parents", "tree-ends", "tree-depths")
+ASSERTING = ("offsets", "segments", "padding", "transpose", "tree-parents", "tree-ends", "tree-depths", "tree-check")
 
 
 @pytest.mark.parametrize("name", ASSERTING)

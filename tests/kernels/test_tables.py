@@ -20,6 +20,7 @@ from tritonpack.backends import tile_table
 from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, TileTables, capacity, tile_tables
 from tritonpack.kernels import tables
+from tritonpack.masks import bounds
 from tritonpack.options import make_options
 from tritonpack.testing.cases import parents_of
 
@@ -142,10 +143,13 @@ IDS = torch.arange(90) % 31
 SEGMENTS = IDS.eq(0).cumsum(0)
 PADDED = torch.arange(90) > 3
 PARENTS = torch.tensor(parents_of([(-1, 30), (0, 20), (0, 14)]))
+CU = torch.tensor([0, 40, 90])
+KEY_START = torch.tensor([0, 0, 1, 3, 3], dtype=torch.int32)
+TREE = BlockDiagonalMask.from_tree(PARENTS)
 IDS_KERNELS = ["edges_kernel", "runs_kernel"]
 BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
     "offsets": (
-        lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 40, 90]), total_q=95),
+        lambda: BlockDiagonalMask.from_cu_seqlens(CU, total_q=95),
         ["offsets_kernel"],
     ),
     "other keys": (
@@ -155,47 +159,60 @@ BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
     "position ids": (lambda: BlockDiagonalMask.from_position_ids(IDS, window=(9, 0)), IDS_KERNELS),
     "segment ids": (lambda: BlockDiagonalMask.from_segment_ids(SEGMENTS), IDS_KERNELS),
     "padding": (lambda: BlockDiagonalMask.from_padding_mask(PADDED), IDS_KERNELS),
+    "bounds": (lambda: BlockDiagonalMask(KEY_START, KEY_START, 4), ["transpose_kernel"]),
     "parents": (
         lambda: BlockDiagonalMask.from_tree(PARENTS),
         ["parents_kernel", "depths_kernel", "starts_kernel"],
     ),
+    "bounds of a tree": (lambda: replace(TREE), ["check_kernel"]),
 }
 TABLES = ["chunks_kernel", "begins_kernel", "order_kernel"]
 TREE_TABLES = ["chunks_kernel", "begins_kernel", "extremes_kernel", "count_kernel", "fill_kernel"]
-NUMBERS = ["aten.cumsum.default", "aten.sub.Tensor", "aten.clamp.default"]  # of documents, from where they begin
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let bounds seem to lie on a GPU, so that kernels check them."""
+    monkeypatch.setattr(bounds, "on_host", lambda x: False)
+    with served(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.sampled("offsets-backward", "position ids-forward", "segment ids-backward", "parents-backward")
-def test_operations_from_the_constructor_to_the_tables(
-    name: str, backward: bool, operations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.sampled(
+    "offsets-backward", "position ids-forward", "segment ids-backward", "bounds-forward", "bounds-backward",
+    "parents-backward",
+)  # fmt: skip
+@pytest.mark.usefixtures("on_a_device")
+def test_operations_from_the_constructor_to_the_tables(name: str, backward: bool, operations: list[str]) -> None:
     """At most five, the transpose and all assertions counted in; eight in a mask of trees. None waits or copies."""
     build, expected = BUILDERS[name]
-    with served(monkeypatch), Recorded(operations):
+    with Recorded(operations):
         mask = build()
         plan(mask, backward=backward)
     assert operations == expected + (TREE_TABLES if mask.is_tree else TABLES)
     assert len(operations) <= (8 if mask.is_tree else 5)
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("offsets", []), ("position ids", NUMBERS), ("segment ids", NUMBERS)])
-@pytest.mark.sampled("position ids-numbers1")
-def test_operations_with_pack_invariant(
-    name: str, numbers: list[str], operations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("parents", "bounds of a tree")])
+@pytest.mark.sampled("position ids")
+@pytest.mark.usefixtures("on_a_device")
+def test_operations_with_pack_invariant(name: str, operations: list[str]) -> None:
+    """The same, because kernels number the documents, too."""
     build, expected = BUILDERS[name]
-    with served(monkeypatch), Recorded(operations):
+    with Recorded(operations):
         plan(build(), backward=True, pack_invariant=True)
-    assert operations == [*expected, *numbers, *TABLES]
+    assert operations == [*expected, *TABLES]
 
 
-def test_operations_for_a_mask_without_its_transpose(operations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask of given bounds, or a copy."""
-    mask = BlockDiagonalMask.from_seqlens([100, 30, 70])
-    with served(monkeypatch), Recorded(operations):
-        plan(mask, backward=True)
+@pytest.mark.usefixtures("on_a_device")
+def test_operations_for_a_copy(operations: list[str]) -> None:
+    """A copy without a check builds its transpose when it is needed."""
+    mask = BlockDiagonalMask.from_cu_seqlens(CU, total_q=95)
+    operations.clear()
+    with Recorded(operations):
+        plan(replace(mask, trusted=True), backward=True)
     assert operations == ["transpose_kernel", *TABLES]
 
 

@@ -143,6 +143,19 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("capability", "kib"), [((8, 0), None), ((8, 6), 99), ((8, 9), 99), ((9, 0), None), ((12, 0), 99), ((7, 5), 64)]
+)
+def test_gpus_with_little_shared_memory(
+    capability: tuple[int, int], kib: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert tiles.small_shared_kib.__wrapped__(torch.device("cuda", 0)) == kib
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert tiles.small_shared_kib.__wrapped__(torch.device("cuda", 0)) is None
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_file_loads_no_tile(name: str, tmp_path: Path) -> None:
     content, message = BAD[name]

@@ -24,18 +24,60 @@ def a_mask() -> BlockDiagonalMask:
 TENSORS = ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places")
 
 
+FIRST, SECOND = (BlockDiagonalMask.from_seqlens(lengths) for lengths in ([8, 8], [3, 13]))
+
+
 class TestOverwritten:
     @pytest.mark.parametrize("backend", ["blocked", "reference", pytest.param("triton", marks=pytest.mark.interpreter)])
     def test_attention_refuses(self, backend: Backend) -> None:
         """The bounds, then other documents in the same tensors: dK and dV would follow the old transpose."""
-        first, second = (BlockDiagonalMask.from_seqlens(lengths) for lengths in ([8, 8], [3, 13]))
-        mask = BlockDiagonalMask(first.key_start.clone(), first.key_stop.clone(), 16)
+        mask = BlockDiagonalMask(FIRST.key_start.clone(), FIRST.key_stop.clone(), 16)
         x = torch.randn(16, 1, 16, requires_grad=True)
         varlen_attention(x, x, x, mask, backend=backend)
-        mask.key_start.copy_(second.key_start)
-        mask.key_stop.copy_(second.key_stop)
+        mask.key_start.copy_(SECOND.key_start)
+        mask.key_stop.copy_(SECOND.key_stop)
         with pytest.raises(ValueError, match=r"not be overwritten, but key_start, key_stop of .* Make a new mask"):
             varlen_attention(x, x, x, mask, backend=backend)
+
+    @pytest.mark.parametrize("backend", ["blocked", "reference", pytest.param("triton", marks=pytest.mark.interpreter)])
+    @pytest.mark.parametrize("how", ["data", "numpy"])
+    def test_attention_refuses_writes_that_torch_does_not_count(self, how: str, backend: Backend) -> None:
+        """In host memory. The backend "blocked" would write outside of its outputs."""
+        mask = BlockDiagonalMask(*(x.clone() for x in (FIRST.key_start, FIRST.key_stop)), 16)
+        x = torch.randn(16, 1, 16, requires_grad=True)
+        varlen_attention(x, x, x, mask, backend=backend)
+        mask.transpose()  # the backend "reference" keeps nothing
+        if how == "data":
+            mask.key_start.data.copy_(SECOND.key_start)
+        else:
+            mask.key_start.numpy()[:] = SECOND.key_start.numpy()
+        with pytest.raises(ValueError, match=r"not be overwritten, but key_start of .* Make a new mask"):
+            varlen_attention(x, x, x, mask, backend=backend)
+
+    def test_backward_refuses_writes_that_torch_does_not_count(self) -> None:
+        mask = BlockDiagonalMask(*(x.clone() for x in (FIRST.key_start, FIRST.key_stop)), 16)
+        x = torch.randn(16, 1, 16, requires_grad=True)
+        mask.transpose()
+        out = varlen_attention(x, x, x, mask, backend="reference")
+        mask.key_start.data.copy_(SECOND.key_start)
+        with pytest.raises(ValueError, match="not be overwritten, but key_start of"):
+            out.sum().backward()
+
+    @pytest.mark.parametrize("name", ["key_start", "key_stop", "query_start", "query_stop"])
+    def test_each_bound_is_compared(self, name: str) -> None:
+        mask = a_mask()
+        mask.transpose()
+        getattr(mask, name).data[2:].add_(1)
+        with pytest.raises(ValueError, match=f"overwritten, but {name} of this one changed"):
+            mask.for_call()
+
+    def test_bounds_on_a_device_are_not_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each call of each layer would launch more."""
+        monkeypatch.setattr(bounds, "on_host", lambda x: False)
+        mask = BlockDiagonalMask.from_seqlens([3, 2])
+        mask.transpose()
+        monkeypatch.setattr(torch, "equal", None)
+        mask.for_call()
 
     @pytest.mark.parametrize("name", TENSORS)
     def test_each_tensor_is_watched(self, name: str) -> None:

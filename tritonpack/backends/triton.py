@@ -20,6 +20,7 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import (
+    FLOAT32_KIB,
     WITHOUT_TMA,
     Kernel,
     TileShape,
@@ -27,6 +28,7 @@ from tritonpack.kernels.tile_shapes import (
     heads_per_tile,
     key_gradient_kernels,
     select_tile,
+    small_shared_kib,
 )
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
@@ -297,6 +299,8 @@ def _tiles(
     options: AttentionOptions,
 ) -> dict[Kernel, TileShape]:  # fmt: skip
     """The tile of each kernel of a direction, in the order of the launches; `block_d` as in `select_tile`."""
+    if q.dtype == torch.float32:
+        _check_float32(direction, block_d, q.device)
     arch = current_arch(q.device)
     in_use = {
         "softcap": options.softcap,
@@ -310,6 +314,19 @@ def _tiles(
     if direction == "backward":
         kernels = ("dq", *key_gradient_kernels(block_d, q.dtype, arch))
     return {kernel: select_tile(kernel, block_d, q.dtype, arch, features) for kernel in kernels}
+
+
+def _check_float32(direction: Literal["forward", "backward"], block_d: int, device: torch.device) -> None:
+    """Refuse a head dimension whose float32 tiles don't fit into the shared memory of the GPU."""
+    limit = small_shared_kib(device)
+    needed = FLOAT32_KIB[max(block_d, 64)][direction]
+    if limit is not None and needed > limit:
+        fitting = max(row for row, kib in FLOAT32_KIB.items() if kib[direction] <= limit)
+        raise BackendUnavailableError(
+            f"backend='triton' in float32 at head dimension {block_d} (a power of two that holds that of queries and "
+            f"values) needs {needed} KiB of shared memory in {direction}; this GPU has {limit}, which are enough for "
+            f"head dimensions up to {fitting}. Use backend='blocked', or a 16-bit type."
+        )
 
 
 def _padded(x: Tensor) -> int:

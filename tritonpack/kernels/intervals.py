@@ -1,6 +1,6 @@
 """The kernels that build intervals, from offsets, from the other side's, and in two launches from ids.
 
-Those of offsets and of ids also store the intervals of the transpose, and assert that their input is valid.
+Those of offsets and of ids also store the intervals of the transpose. All assert that their input is valid.
 tritonpack/masks/intervals.py, and for the other side bounds.py, compute the same in torch.
 
 Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
@@ -182,16 +182,19 @@ def check_pieces(ids_ptr, table_ptr, offs, ids, begins, row_length, slots, RULE:
 
 @triton.jit(do_not_specialize=["num_rows", "row_length", "slots"])
 def edges_kernel(
-    ids_ptr, table_ptr, first_begin_ptr, last_begin_ptr, num_rows, row_length, slots, RULE: tl.constexpr,
+    ids_ptr, table_ptr, first_begin_ptr, last_begin_ptr, documents_ptr, num_rows, row_length, slots, RULE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The first and the last row of each block in which a run begins; `num_rows` and -1 if none does.
+    """The first and the last row of each block at which a run begins, and how many documents begin in the block.
 
-    Grid (blocks of ROWS,). Fills `table` [slots] with zeros, unless it is None.
+    If no run begins, the rows are `num_rows` and -1. Grid (blocks of ROWS,). Fills `table` [slots] with zeros, unless
+    it is None.
     """
     block = tl.program_id(0)
     offs = block * ROWS + tl.arange(0, ROWS)
-    starts = load_runs(ids_ptr, offs, num_rows, row_length, RULE)[0] & (offs < num_rows)
+    starts, live, _ = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
+    starts = starts & (offs < num_rows)
+    tl.store(documents_ptr + block, tl.sum((starts & live).to(tl.int32), 0))
     tl.store(first_begin_ptr + block, tl.min(tl.where(starts, offs, num_rows), 0))
     tl.store(last_begin_ptr + block, tl.max(tl.where(starts, offs, -1), 0))
     if table_ptr is not None:
@@ -207,11 +210,12 @@ def runs_kernel(
     start_ptr,
     stop_ptr,
     diagonal_ptr,
+    document_ptr,
     query_start_ptr,
     query_stop_ptr,
-    first_ptr,
     first_begin_ptr,
     last_begin_ptr,
+    documents_ptr,
     num_rows,
     row_length,
     slots,
@@ -222,10 +226,11 @@ def runs_kernel(
     ROWS: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """Five numbers per row [T] and `first` [T], whether a document begins there; grid (blocks of ROWS,).
+    """Six numbers per row [T]; grid (blocks of ROWS,).
 
-    A program finds the runs within its rows by two scans. `edges_kernel` told where the first run began, and where the
-    last one ends. `table` [slots], a power of two of at least 2 T, holds zeros; it is None if nothing is to be checked.
+    A program finds the runs within its rows by two scans, and numbers documents by a third. `edges_kernel` told where
+    the first run began, where the last one ends, and how many documents begin in each block. `table` [slots], a power
+    of two of at least 2 T, holds zeros; it is None if nothing is to be checked.
     """
     begin_row = tl.program_id(0) * ROWS
     offs = begin_row + tl.arange(0, ROWS)
@@ -233,10 +238,12 @@ def runs_kernel(
     starts, live, ids = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
     begin = tl.associative_scan(tl.where(starts, offs, -1), 0, larger)
     before = -1
+    document = -1  # of the row before the program's first one
     for step in range(0, tl.program_id(0), LOOK):
         blocks = step + tl.arange(0, LOOK)
         found = tl.load(last_begin_ptr + blocks, mask=blocks < tl.program_id(0), other=-1)
         before = tl.maximum(before, tl.max(found, 0))
+        document += tl.sum(tl.load(documents_ptr + blocks, mask=blocks < tl.program_id(0), other=0), 0)
     begin = tl.maximum(begin, before)
 
     ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
@@ -256,7 +263,8 @@ def runs_kernel(
     store_interval(query_start_ptr, query_stop_ptr, offs, offs, seen, end, begin, inside, right, left, chunk)
     tl.store(diagonal_ptr + offs, offs, mask=inside)
     first = starts & live & inside
-    tl.store(first_ptr + offs, first.to(tl.int8), mask=inside)
+    number = document + tl.cumsum(first.to(tl.int32), 0)
+    tl.store(document_ptr + offs, tl.maximum(number, 0), mask=inside)
     if table_ptr is not None:
         sound = check_pieces(ids_ptr, table_ptr, offs, ids, first, row_length, slots, RULE)
         if RULE == "segments":
@@ -270,13 +278,30 @@ def runs_kernel(
             tl.device_assert(sound > 0, "attention_mask has padding between the tokens of a row")
 
 
+@triton.jit
+def check_bounds(start_ptr, stop_ptr, offs, num_rows, size, ASCENDING: tl.constexpr):
+    """1 if the intervals of rows `offs` lie within [0, size), end at or after their begin and, if ASCENDING, neither
+    begin nor end before the interval of the row above."""
+    inside = offs < num_rows
+    start = tl.load(start_ptr + offs, mask=inside, other=0)
+    stop = tl.load(stop_ptr + offs, mask=inside, other=0)
+    good = (start >= 0) & (start <= stop) & (stop <= size)
+    if ASCENDING:
+        above = inside & (offs > 0)
+        good &= start >= tl.load(start_ptr + offs - 1, mask=above, other=0)
+        good &= stop >= tl.load(stop_ptr + offs - 1, mask=above, other=0)
+    return tl.min((good | ~inside).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "top"])
 def transpose_kernel(
-    key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys, top, ROWS: tl.constexpr
-):
+    key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys, top, CHECKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """The first query that sees each key and one past the last, [T_k]; grid (blocks of ROWS keys,).
 
-    They are found by halving steps from `top`, the largest power of two up to `num_queries`.
+    They are found by halving steps from `top`, the largest power of two up to `num_queries`. With CHECKED the grid
+    covers the queries, too, and the kernel asserts that their intervals are valid.
     """
     offs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.zeros([ROWS], dtype=tl.int32)
@@ -291,6 +316,14 @@ def transpose_kernel(
         step //= 2
     tl.store(query_start_ptr + offs, start, mask=offs < num_keys)
     tl.store(query_stop_ptr + offs, stop, mask=offs < num_keys)
+    if CHECKED:
+        sound = check_bounds(key_start_ptr, key_stop_ptr, offs, num_queries, num_keys, True)
+        tl.device_assert(
+            sound > 0,
+            "a mask's intervals must lie within its keys and end at or after their begin, and neither their begins nor "
+            "their ends may decrease. mask.validate() names the first wrong one, on a copy of the bounds in host "
+            "memory",
+        )
 
 
 def intervals_of_offsets(
@@ -333,7 +366,7 @@ def intervals_of_offsets(
 def intervals_of_ids(
     ids: Tensor, rule: str, left: int, right: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """start, stop and diagonal, (B * T,) int32, whether a document begins at each row, bool, and who sees each, int32.
+    """start, stop, diagonal and document, each (B * T,) int32, and the queries that see each key, (B * T,) int32.
 
     For "segments" and "padding" the kernel asserts what `BlockDiagonalMask.from_segment_ids` and `from_padding_mask`
     ask for.
@@ -346,8 +379,9 @@ def intervals_of_ids(
         left, right, chunk: see `intervals_of_offsets`.
     """
     total = ids.numel()
-    start, stop, diagonal, query_start, query_stop = (ids.new_empty(total, dtype=torch.int32) for _ in range(5))
-    first = ids.new_empty(total, dtype=torch.bool)
+    start, stop, diagonal, document, query_start, query_stop = (
+        ids.new_empty(total, dtype=torch.int32) for _ in range(6)
+    )
     if total:
         ids = ids.contiguous()
         is_checked = ASSERTIONS["debug"] and rule in ("segments", "padding")
@@ -358,6 +392,7 @@ def intervals_of_ids(
             "table_ptr": ids.new_empty(slots, dtype=torch.int32) if slots else None,
             "first_begin_ptr": ids.new_empty(blocks, dtype=torch.int32),
             "last_begin_ptr": ids.new_empty(blocks, dtype=torch.int32),
+            "documents_ptr": ids.new_empty(blocks, dtype=torch.int32),
             "num_rows": total,
             "row_length": ids.shape[1],
             "slots": slots,
@@ -370,9 +405,9 @@ def intervals_of_ids(
                 start_ptr=start,
                 stop_ptr=stop,
                 diagonal_ptr=diagonal,
+                document_ptr=document,
                 query_start_ptr=query_start,
                 query_stop_ptr=query_stop,
-                first_ptr=first.view(torch.int8),
                 left=left,
                 right=right,
                 chunk=chunk,
@@ -381,16 +416,21 @@ def intervals_of_ids(
                 **arguments,
                 **ASSERTIONS,
             )
-    return start, stop, diagonal, first, (query_start, query_stop)
+    return start, stop, diagonal, document, (query_start, query_stop)
 
 
-def transposed_intervals(key_start: Tensor, key_stop: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """(start, stop), each (num_keys,) int32, of the queries that see each key; both bounds of the queries ascend."""
+def transposed_intervals(
+    key_start: Tensor, key_stop: Tensor, num_keys: int, *, checked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(start, stop), each (num_keys,) int32, of the queries that see each key; both bounds of the queries ascend.
+
+    With `checked` the kernel asserts that they do, and what else `Bounds.validate` asks for.
+    """
     num_queries = key_start.shape[0]
     start, stop = key_start.new_empty(num_keys), key_start.new_empty(num_keys)
-    if num_keys:
+    if rows := max(num_keys, num_queries if checked else 0):
         with torch.cuda.device_of(key_start):
-            transpose_kernel[(triton.cdiv(num_keys, OFFSET_ROWS),)](
+            transpose_kernel[(triton.cdiv(rows, OFFSET_ROWS),)](
                 key_start_ptr=key_start.contiguous(),
                 key_stop_ptr=key_stop.contiguous(),
                 query_start_ptr=start,
@@ -398,6 +438,8 @@ def transposed_intervals(key_start: Tensor, key_stop: Tensor, num_keys: int) -> 
                 num_queries=num_queries,
                 num_keys=num_keys,
                 top=1 << num_queries.bit_length() >> 1,
+                CHECKED=checked,
                 ROWS=OFFSET_ROWS,
+                **ASSERTIONS,
             )
     return start, stop

@@ -101,8 +101,8 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(32, 32, 8, 1),
         },
     },
-    # Ampere and Ada: no TMA. Tiles fit 99 KiB of shared memory (sm_86, sm_89). With two stages dK and dV at 128 would
-    # take 105 KiB with 64 x 64, or spill.
+    # Ampere and Ada: no TMA. These tiles, for 16 bits, fit 99 KiB of shared memory (sm_86, sm_89). With two stages dK
+    # and dV at 128 would take 105 KiB with 64 x 64, or spill.
     "sm_80": {
         "forward": {
             64: TileShape(128, 64, 8, 2, heads=8),
@@ -240,14 +240,25 @@ FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
 # descriptors into pointers there, and load each element alone, because it doesn't know that rows are aligned.
 WITHOUT_TMA = frozenset({"sm_80", "gfx942", "gfx1100", "gfx1201"})
 
-# float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take up to 160
-# KiB of shared memory; on the smallest GPUs, which have less, the launch fails with that message.
+# float32 products are exact ("ieee"), without matrix instructions, so all tiles are small.
 FLOAT32_TILES = {
     64: TileShape(32, 32, 4, 1, by_pointers=True),
     128: TileShape(32, 32, 8, 1, by_pointers=True),
     256: TileShape(16, 16, 8, 1, by_pointers=True),
     512: TileShape(16, 16, 8, 1, by_pointers=True),
 }
+
+# The shared memory in KiB that these tiles take on NVIDIA GPUs, the most of forward and of the kernels of backward; a
+# test compares it with the compile report. On AMD GPUs they take 32 at most.
+FLOAT32_KIB: dict[int, dict[str, int]] = {
+    64: {"forward": 24, "backward": 40},
+    128: {"forward": 48, "backward": 80},
+    256: {"forward": 48, "backward": 80},
+    512: {"forward": 96, "backward": 160},
+}
+
+# The shared memory of a program in KiB on NVIDIA GPUs that have less than 160, by compute capability.
+SMALL_SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 6): 99, (8, 9): 99, (12, 0): 99, (12, 1): 99}
 
 # The interpreter's time is the number of blocks. The two sizes differ, so that tests notice if they are confused.
 INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4, deferred=True)
@@ -408,11 +419,20 @@ def heads_per_tile(tile: TileShape | HopperTileShape, group: int) -> int:
 
 
 @cache
+def small_shared_kib(device: torch.device) -> int | None:
+    """The shared memory of a program in KiB, for a GPU on which not all float32 tiles fit; None for others."""
+    if device.type == "cpu" or torch.version.hip:
+        return None
+    return SMALL_SHARED_KIB.get(torch.cuda.get_device_capability(device))
+
+
+@cache
 def current_arch(device: torch.device) -> str:
     """The architecture whose tiles a device uses.
 
-    A GPU without its own uses those of sm_80 (NVIDIA) or of its family (AMD): gfx1100 for RDNA 3, gfx1201 for RDNA 4,
-    gfx942 for CDNA. AMD's older GPUs run float32 alone, whose tiles are the same everywhere.
+    A GPU without its own uses those of its major version or else of sm_80 (NVIDIA), or of its family (AMD): gfx1100 for
+    RDNA 3 and 3.5, gfx1201 for RDNA 4, gfx942 for CDNA. Of GPUs that use others' tiles, docs/compile-matrix.md says
+    which ones are compiled. AMD's older GPUs run float32 alone, whose tiles are the same everywhere.
     """
     if device.type == "cpu":
         return "interpreter"

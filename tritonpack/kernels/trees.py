@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonpack.kernels.intervals import ASSERTIONS, smaller
+from tritonpack.kernels.intervals import ASSERTIONS, check_bounds, smaller
 
 ROWS = 256
 PIECE = 16
@@ -242,6 +242,38 @@ def starts_kernel(
         start = tl.where(found < NONE, -found, start)
         limits = tl.where(found < NONE, -1, limits)
     tl.store(key_start_ptr + token, start, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def check_kernel(
+    key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys, ROWS: tl.constexpr
+):
+    """Asserts that the given bounds of a tree are valid; grid (blocks of ROWS queries and keys,)."""
+    offs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    of_queries = check_bounds(key_start_ptr, key_stop_ptr, offs, num_queries, num_keys, False)
+    of_keys = check_bounds(query_start_ptr, query_stop_ptr, offs, num_keys, num_queries, False)
+    tl.device_assert(
+        tl.minimum(of_queries, of_keys) > 0,
+        "a tree's intervals must lie within its keys and within its queries, and end at or after their begin. "
+        "mask.validate() names the first wrong one, on a copy of the bounds in host memory",
+    )
+
+
+def assert_bounds(key_start: Tensor, key_stop: Tensor, query_start: Tensor, query_stop: Tensor) -> None:
+    """Assert in one launch that the bounds of a mask of trees are what `Bounds.validate` asks for."""
+    num_queries, num_keys = key_start.shape[0], query_start.shape[0]
+    if ASSERTIONS["debug"] and (rows := max(num_queries, num_keys)):
+        with torch.cuda.device_of(key_start):
+            check_kernel[(triton.cdiv(rows, ROWS),)](
+                key_start_ptr=key_start.contiguous(),
+                key_stop_ptr=key_stop.contiguous(),
+                query_start_ptr=query_start.contiguous(),
+                query_stop_ptr=query_stop.contiguous(),
+                num_queries=num_queries,
+                num_keys=num_keys,
+                ROWS=ROWS,
+                **ASSERTIONS,
+            )
 
 
 def bounds_of_rows(values: Tensor, kind: str, left: int, chunk: int) -> tuple[Tensor, ...]:

@@ -63,9 +63,11 @@ class BlockDiagonalMask(Bounds):
     values on an accelerator by a device-side assertion. `validate()` checks any mask, waiting.
 
     A mask's tensors must not be overwritten: calls raise ValueError if torch counted a write to one of them. It counts
-    none through `.data`, NumPy or another library's kernel. The transpose and the tile tables are kept for each CUDA
-    stream. In a CUDA graph make the mask within the capture, so that all layers share them; those of another mask are
-    computed again in each call of the capture.
+    none through `.data`, NumPy, a collective in place or another library's kernel. In host memory bounds are compared,
+    too. On a GPU calls return wrong gradients without an error after such a write, because the transpose and the tile
+    tables are kept and belong to the old values. They are kept for each CUDA stream. In a CUDA graph make the mask
+    within the capture, so that all layers share them; those of another mask are computed again in each call of the
+    capture.
 
     Attributes:
         key_start: (num_queries,) int32, the first key that each query sees; never decreases.
@@ -110,7 +112,8 @@ class BlockDiagonalMask(Bounds):
             spans: (T,) or (B, T) integers >= 0, one per token. Neighbours in one document with the same id other than 0
                 form a span, such as an image in a causal text (Gemma 3). Its tokens see the whole span, too, also
                 beyond windows and chunks. Only for self-attention.
-            device: where the mask lies; None means the CPU. `spans` must lie there, too.
+            device: where the mask lies; None means the CPU. `spans` must lie there, too. Offsets are copied to an
+                accelerator, once, without waiting.
 
         Raises:
             ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents;

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tritonpack import kernels
 from tritonpack.checks import check_device, check_indices, describe, is_length, on_host, require
@@ -37,6 +38,7 @@ class Bounds:
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
     _versions: ClassVar[tuple[tuple[str, Tensor, int], ...]]
+    _values: ClassVar[tuple[tuple[str, Tensor, Tensor], ...]]
     _captured: ClassVar[bool]
     _origin: ClassVar[Any]
 
@@ -56,6 +58,8 @@ class Bounds:
             return
         if on_host(self.key_start):
             self.validate()
+        elif kernels.serve(self.key_start):
+            self._assert_by_kernel()
         else:
             self._assert_valid()
 
@@ -71,6 +75,7 @@ class Bounds:
                     object.__setattr__(self, f.name, outside_inference_mode(value.clone))
         object.__setattr__(self, "_computed", {})
         object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
+        object.__setattr__(self, "_values", ())
         object.__setattr__(self, "_captured", self._stream().capturing)
         object.__setattr__(self, "_origin", None)
 
@@ -124,6 +129,8 @@ class Bounds:
             return outside_inference_mode(build)
         place = (stream.handle, key)
         if place not in self._computed:
+            if not self._computed and on_host(self.key_start) and _eager():
+                object.__setattr__(self, "_values", self._copy_bounds())
             self._computed[place] = outside_inference_mode(build)
         return self._computed[place]
 
@@ -131,8 +138,12 @@ class Bounds:
         """The mask itself, or a new one with the same fields if `cached` would keep nothing now.
 
         So one call of attention computes each value once, also in a CUDA graph whose capture the mask precedes.
+
+        Raises:
+            ValueError: tensors of the mask were overwritten since it was made; see also `compare_bounds`.
         """
         self._check_unwritten()
+        self.compare_bounds()
         return self if self._stream().capturing == self._captured else replace(self, trusted=True)
 
     def _stream(self) -> Stream:
@@ -148,7 +159,25 @@ class Bounds:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        written = [name for name, x, version in self._versions if x._version != version]
+        self._refuse([name for name, x, version in self._versions if x._version != version])
+
+    def compare_bounds(self) -> None:
+        """Raise ValueError if bounds in host memory differ from those for which values are kept.
+
+        It finds writes that torch doesn't count. Bounds on a device aren't compared, which would take launches.
+        """
+        if _eager() and self._values:
+            self._refuse([name for name, x, value in self._values if not torch.equal(x, value)])
+
+    def _copy_bounds(self) -> tuple[tuple[str, Tensor, Tensor], ...]:
+        """What `compare_bounds` compares: the bounds and copies of them."""
+        names = ("key_start", "key_stop", "query_start", "query_stop")
+        bounds = [(name, getattr(self, name)) for name in names]
+        return tuple((name, x, x.clone()) for name, x in bounds if x is not None)
+
+    @staticmethod
+    def _refuse(written: list[str]) -> None:
+        """Raise ValueError if any tensor was overwritten."""
         if written:
             raise ValueError(
                 f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
@@ -307,6 +336,18 @@ class Bounds:
                 + "mask.validate() names the first wrong one, on a copy of the bounds in host memory.",
             )
 
+    def _assert_by_kernel(self) -> None:
+        """`_assert_valid` in one launch, which also builds the transpose: every kernel of attention reads it."""
+        if self.query_start is not None and self.query_stop is not None:
+            from tritonpack.kernels.trees import assert_bounds
+
+            assert_bounds(self.key_start, self.key_stop, self.query_start, self.query_stop)
+        else:
+            from tritonpack.kernels.intervals import transposed_intervals
+
+            bounds = self.key_start, self.key_stop, self.num_keys
+            self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
+
     def _check_sides(self) -> None:
         """Raise ValueError unless the places and the bounds of the keys, if any, have the right types and shapes."""
         start, stop, places = self.query_start, self.query_stop, self.key_places
@@ -361,6 +402,11 @@ def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascend
     if ascending:
         faults += [(_falls(start) | _falls(stop), f"begins or ends before the interval of the {own} above")]
     return faults
+
+
+def _eager() -> bool:
+    """Whether no tracer and no mode of torch's dispatcher watches, which a comparison could disturb."""
+    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def outside_inference_mode(build: Callable[[], T]) -> T:

@@ -197,8 +197,7 @@ def number_documents(first: Tensor) -> Tensor:
 def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
     from tritonpack.kernels.intervals import intervals_of_ids
 
-    start, stop, diagonal, first, seen_by = intervals_of_ids(ids, rule, *reach)
-    return Intervals(start, stop, diagonal, partial(number_documents, first), seen_by)
+    return Intervals(*intervals_of_ids(ids, rule, *reach))
 
 
 def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
