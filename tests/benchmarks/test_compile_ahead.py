@@ -128,7 +128,7 @@ def test_status(only: str, status: int | None, monkeypatch: pytest.MonkeyPatch, 
 # Launches of all kernels for sm_90; `python -m benchmarks.first_day --dry-run` has all calls.
 SAMPLE = (
     "large-long-bf16", "large-softcap-bf16", "gluon-64-bf16", "gluon-128-bf16", "gluon-256-bf16", "offsets", "ids",
-    "transpose", "dense", "bits", "parents", "ends", "tables",
+    "transpose", "dense", "bits", "parents", "ends", "bounds-tree", "tables",
 )  # fmt: skip
 
 
