@@ -142,5 +142,5 @@ def test_calls_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
             layer()
         assert launches.kernels == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
         assert (len(searches), len(descriptors)) == (0, 11)
-        # 456 when this was written, with Triton 3.9. About 50 of them compare bounds, which lie in host memory here alone.
+        # 456 when this was written, with Triton 3.9; about 50 compare bounds, which only here lie in host memory.
         assert _calls(layer) < 500
