@@ -19,8 +19,8 @@ WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transforme
 # Arguments that tell a layer about its row: a layer that takes one of them may mix the row's documents.
 ROW_ARGUMENTS = frozenset(
     {
-        "alibi", "attention_bias", "attention_mask", "cache_params", "causal_mask", "cu_seq_lens_q", "cu_seqlens",
-        "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
+        "alibi", "attention_bias", "attention_mask", "cache", "cache_params", "causal_mask", "cu_seq_lens_q",
+        "cu_seqlens", "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
         "position_ids", "seq_idx", "state",
     }
 )  # fmt: skip
