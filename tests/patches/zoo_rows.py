@@ -118,9 +118,19 @@ CAUSAL = _rows(
       "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 2}),
     ("lfm2 lfm2_moe", {"layer_types": ["conv", FULL]}),
     ("lfm3", {"layer_types": ["conv", SLIDING, FULL], "num_hidden_layers": 3}),
-    ("inkling_text inkling2_text",
+    ("inkling_text inkling2_text inkling2_loop_text",
      {"layer_types": ["hybrid_sliding", "hybrid"], "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
       "swa_head_dim": 8, "d_rel": 4, "rel_extent": 6, "log_scaling_n_floor": 3, "unpadded_vocab_size": VOCAB}),
+    # Two layers of both kinds run twice, between two that run once and one that does.
+    ("inkling2_loop_text",
+     {"layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid_sliding"], "num_hidden_layers": 5,
+      "n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2,
+      "loop_gate_rank": 8}),
+    # Its scales are stored in units of the initializer's range. Random ones would be too large in the default units.
+    ("dory",
+     {"layer_types": [SLIDING, FULL] * 2, "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2,
+      "n_output_layers": 1, "initializer_range": 1.0, "ngpt_alpha_init": 0.2}),
+    ("lara_mini", {"layer_types": [LINEAR, SLIDING, FULL], "num_hidden_layers": 3}),
     ("zaya", {"layer_types": ["hybrid_sliding", "hybrid"], "num_experts_per_tok": 1, "router_hidden_size": 8}),
     ("bamba", {"attn_layer_indices": [1]}),
     ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
@@ -217,7 +227,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 # A constant or a cast in the model's own code fails in float64, or gives NaN.
-FLOAT32_ONLY = frozenset({"inkling2_text", "prophetnet", "xglm"})
+FLOAT32_ONLY = frozenset({"inkling2_loop_text", "inkling2_text", "prophetnet", "xglm"})
 
 # Its backward runs only in training mode, which takes only documents whose length is a multiple of its chunks.
 FORWARD_ONLY = frozenset({"reformer"})
