@@ -174,8 +174,8 @@ def test_continuing_from_the_cache_of_a_packed_row(name: str) -> None:
     more = documents((5,))[0]
     expected = model(torch.cat([documents()[-1], more], 1)).logits[:, -5:]
     with tritonpack.patch(model):
-        cache = model(torch.cat(documents(), 1), position_ids=positions(), use_cache=True).past_key_values
-        got = model(more, position_ids=torch.arange(LENGTHS[-1], LENGTHS[-1] + 5)[None], past_key_values=cache).logits
+        cache = model(torch.cat(documents(), 1), position_ids=positions(), use_cache=True)[name]
+        got = model(more, position_ids=torch.arange(LENGTHS[-1], LENGTHS[-1] + 5)[None], **{name: cache}).logits
     assert float((expected - got).abs().max() / expected.abs().max()) < EXACT
 
 
@@ -225,6 +225,15 @@ def test_forward_called_without_hooks(name: str, form: str) -> None:
         batch = sweep.FORMS[form](pieces)
         got = model.forward(batch.ids, **batch.arguments).logits
     assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
+
+
+@pytest.mark.parametrize("name", ["codegen", "gptj"])
+def test_dense_masks_are_for_attention_outside_of_the_interface(name: str) -> None:
+    """Since transformers 5.24 these types use the interface, so no layer takes a dense mask."""
+    model = zoo.tiny_model(name, dtype=torch.float64)
+    asks = any("ALL_ATTENTION_FUNCTIONS" in type(m).forward.__code__.co_names for m in model.modules())
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == ("tritonpack" if asks else "dense")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

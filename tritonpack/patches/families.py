@@ -7,7 +7,8 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory.
+# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory. CodeGen and GPT-J
+# use the interface since transformers 5.24.
 DENSE = _names(
     "big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr xglm"
 )
