@@ -254,7 +254,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
             "call the model, not its layers."
         )
     if takes_tokens(module) and not mask.claimed:
-        raise ValueError(
+        raise OpenMaskError(
             f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
             f"documents would not be told apart. {SHARED_CONFIG} Models that are loaded with "
             "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "
