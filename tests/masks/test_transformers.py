@@ -11,6 +11,8 @@ from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_m
 
 from tritonpack import BlockDiagonalMask
 
+NO_CACHE = None  # given by position, because versions of transformers name the argument differently
+
 PADDING = {
     "none": [[1] * 12, [1] * 12],
     "left": [[0] * 3 + [1] * 9, [1] * 12],
@@ -32,9 +34,7 @@ def assert_rows_see(mask: BlockDiagonalMask, theirs: torch.Tensor, live: torch.T
 def test_llama_4(chunk: int, padding: str) -> None:
     live = torch.tensor(PADDING[padding])
     config = Llama4TextConfig(attention_chunk_size=chunk, attn_implementation="sdpa")
-    theirs = create_chunked_causal_mask(
-        config, torch.zeros(2, 12, 8), live, past_key_values=None, allow_is_causal_skip=False
-    )
+    theirs = create_chunked_causal_mask(config, torch.zeros(2, 12, 8), live, NO_CACHE, allow_is_causal_skip=False)
     ours = BlockDiagonalMask.from_padding_mask(live, chunk_size=chunk)
     assert_rows_see(ours, theirs, live.bool())
 
@@ -48,7 +48,7 @@ def test_gemma_3(window: int, padding: str) -> None:
     config = Gemma3TextConfig(sliding_window=window, attn_implementation="sdpa")
     spans = get_block_sequence_ids_for_mask(images) + 1
     theirs = create_masks_for_vision_model(
-        config, torch.zeros(2, 12, 8), live, past_key_values=None, position_ids=None, block_sequence_ids=spans - 1
+        config, torch.zeros(2, 12, 8), live, NO_CACHE, position_ids=None, block_sequence_ids=spans - 1
     )
     full = BlockDiagonalMask.from_padding_mask(live, spans=spans)
     assert_rows_see(full, theirs["full_attention"], live.bool())
@@ -63,7 +63,7 @@ def test_packed_images() -> None:
         Gemma3TextConfig(attn_implementation="sdpa"),
         torch.zeros(1, 12, 8),
         None,
-        past_key_values=None,
+        NO_CACHE,
         position_ids=positions,
         block_sequence_ids=spans - 1,
     )

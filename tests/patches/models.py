@@ -1,12 +1,16 @@
 """Tiny random models of the families with the most tests. Their windows are shorter than the documents."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
 VOCAB = 64
+
+# The names by which models take a cache and return it: "cache" since transformers 5.24.
+NAMES_OF_CACHE = ("past_key_values", *({"cache"} & signature(LlamaModel.forward).parameters.keys()))
 
 FAMILIES = (
     "gemma", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2",

@@ -55,7 +55,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "umt5": BUCKETS | {"decoder_start_token_id": 0},
 }
 
-# Forms that fail in stock transformers 5.23.
+# Forms that fail in stock transformers 5.24.
 STOCK_FAILS = {"switch_transformers": {"with_cache"}}  # it tells its encoder to use a cache, too
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import tritonpack
 from tests.patches import sweep, zoo
+from tests.patches.models import NAMES_OF_CACHE
 from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.unpacking.document_places import batches_of, lay_back
@@ -182,15 +183,16 @@ def test_a_cache_after_padding_on_the_left(model_type: str) -> None:
         torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits[:, 3:], expected)
 
 
-def test_a_packed_batch_leaves_no_cache() -> None:
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_a_packed_batch_leaves_no_cache(name: str) -> None:
     model, documents = zoo.tiny_model("bamba"), zoo.documents(sweep.LENGTHS)
     ids, told = torch.cat(documents, 1), sweep.FORMS["position_ids"](documents).arguments
     with tritonpack.patch(model):
-        assert model(ids, use_cache=True, **told).past_key_values is None
-        assert model(documents[0], use_cache=True).past_key_values is not None
+        assert model(ids, use_cache=True, **told).get(name) is None
+        assert model(documents[0], use_cache=True)[name] is not None
         cache = DynamicCache(config=model.config)
-        with pytest.raises(ValueError, match=r"can't use a cache\. Pass past_key_values=None"):
-            model(ids, past_key_values=cache, **told)
+        with pytest.raises(ValueError, match=r"can't use a cache\. Leave the cache out"):
+            model(ids, **{name: cache}, **told)
 
 
 def test_a_layer_called_outside_of_its_model_is_refused() -> None:
@@ -203,12 +205,13 @@ def test_a_layer_called_outside_of_its_model_is_refused() -> None:
 
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["jamba", "nemotron_h", "qwen3_next"])
-def test_one_more_token_without_a_mask(model_type: str, attention: Any) -> None:
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_one_more_token_without_a_mask(name: str, model_type: str, attention: Any) -> None:
     """The first layer has no keys, but transformers takes the length of the cache from it."""
     model, ids = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents((9,))[0]
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, -2:]
         with tritonpack.patch(model, attention=attention):
-            cache = model(ids[:, :7], use_cache=True).past_key_values
-            got = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in (7, 8)]
+            cache = model(ids[:, :7], use_cache=True)[name]
+            got = [model(ids[:, i : i + 1], **{name: cache}, use_cache=True).logits for i in (7, 8)]
     assert float((torch.cat(got, 1) - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tests.patches.models import COMMON, FAMILIES, VOCAB, generate, tiny_model
+from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, VOCAB, generate, tiny_model
 
 LENGTHS = (7, 1, 3, 11)
 # Relative, in float64; a leak is 1e-2 or more. transformers computes norms and rotary angles in float32 all the same,
@@ -167,15 +167,28 @@ def test_generate(family: str, cache: str, padding: int) -> None:
     assert float((want - have).abs().max() / want.abs().max()) < EXACT
 
 
-def test_continuing_from_the_cache_of_a_packed_row() -> None:
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_continuing_from_the_cache_of_a_packed_row(name: str) -> None:
     """The last document of a packed row continues; its positions separate it from those before."""
     model = tiny_model("mistral")
     more = documents((5,))[0]
     expected = model(torch.cat([documents()[-1], more], 1)).logits[:, -5:]
     with tritonpack.patch(model):
-        cache = model(torch.cat(documents(), 1), position_ids=positions(), use_cache=True).past_key_values
-        got = model(more, position_ids=torch.arange(LENGTHS[-1], LENGTHS[-1] + 5)[None], past_key_values=cache).logits
+        cache = model(torch.cat(documents(), 1), position_ids=positions(), use_cache=True)[name]
+        got = model(more, position_ids=torch.arange(LENGTHS[-1], LENGTHS[-1] + 5)[None], **{name: cache}).logits
     assert float((expected - got).abs().max() / expected.abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon-alibi", "mpt"])
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_continuing_without_the_mask_that_makes_alibi(name: str, family: str) -> None:
+    """The biases of all keys are made from a mask, which must cover the cache, too."""
+    model, ids = zoo.tiny_model(family, dtype=torch.float64), zoo.documents((9,))[0]
+    expected = model(ids).logits[:, -2:]
+    with tritonpack.patch(model):
+        cache = model(ids[:, :7], use_cache=True)[name]
+        got = model(ids[:, 7:], **{name: cache}).logits
+    assert float((expected - got).abs().max() / expected.abs().max()) < sweep.tolerance(model)
 
 
 def test_inner_model_and_classification_head() -> None:
@@ -212,6 +225,15 @@ def test_forward_called_without_hooks(name: str, form: str) -> None:
         batch = sweep.FORMS[form](pieces)
         got = model.forward(batch.ids, **batch.arguments).logits
     assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
+
+
+@pytest.mark.parametrize("name", ["codegen", "gptj"])
+def test_dense_masks_are_for_attention_outside_of_the_interface(name: str) -> None:
+    """Since transformers 5.24 these types use the interface, so no layer takes a dense mask."""
+    model = zoo.tiny_model(name, dtype=torch.float64)
+    asks = any("ALL_ATTENTION_FUNCTIONS" in type(m).forward.__code__.co_names for m in model.modules())
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == ("tritonpack" if asks else "dense")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

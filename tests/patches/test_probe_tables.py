@@ -14,8 +14,8 @@ from tritonpack.patches.layers import choose, positions
 LEAKING = (
     "bailing_hybrid", "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "camembert",
     "cpmant", "data2vec-text", "deepseek_v4", "doge-experts", "falcon_h1", "falcon_mamba",
-    "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm3", "llama4", "llama4_text", "mamba", "mamba2", "marian", "mbart", "minimax",
+    "granitemoehybrid", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lara_mini",
+    "lfm2", "lfm2_moe", "lfm3", "llama4", "llama4_text", "mamba", "mamba2", "marian", "mbart", "minimax",
     "minimax_m3_vl_text", "musicgen", "musicgen_melody", "mvp", "nemotron_h", "olmo_hybrid", "openai-gpt",
     "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "roberta", "roberta-prelayernorm",

@@ -182,7 +182,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no ends": ({"start_positions": START}, "start_positions without end_positions; pass both"),
     "a cache": (
         {**ANSWERS, "past_key_values": transformers.DynamicCache()},
-        r"packed rows can't use a cache.*Pass past_key_values=None, or.* Documents in each row: \[4\]",
+        r"packed rows can't use a cache.*Leave the cache out, or.* Documents in each row: \[4\]",
     ),
 }
 

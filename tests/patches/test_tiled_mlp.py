@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
-from tests.patches.test_every_model import BUILT, state
+from tests.patches.test_every_model import BUILT, build, state
 from tests.patches.test_tiled_loss import Largest, packed
 from tests.patches.test_unpad import LIMIT, padded, results
 from tritonpack.patches.tile_recompute import RowTiles, map_tiles
@@ -24,14 +24,14 @@ QUICK = ("gpt2", "llama", "mixtral", "opt")
 # of the layer itself), and those that give each document a row of its own.
 REFUSED = {
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small",
-    "bloom", "blt", "camembert", "cpmant", "data2vec-text", "dbrx", "deepseek_v4", "electra", "ernie",
-    "falcon_mamba", "flex_olmo", "gemma4_unified_assistant", "git", "gpt_oss", "granitemoe", "inkling2_text",
-    "jetmoe", "kolibri1", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m2",
-    "minimax_m3_vl_text", "mixtral", "moshi", "mpt", "musicgen", "musicgen_melody", "mvp", "olmoe", "opt",
-    "pegasus", "phimoe", "plbart", "prophetnet", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
-    "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta",
-    "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "solar_open", "trocr", "whisper", "xglm", "xlm",
-    "xlm-roberta", "xlm-roberta-xl", "xlstm", "xmod", "zamba2", "zaya",
+    "bloom", "blt", "camembert", "cpmant", "data2vec-text", "dbrx", "deepseek_v4", "electra", "ernie", "falcon_mamba",
+    "flex_olmo", "gemma4_unified_assistant", "git", "gpt_oss", "granitemoe", "inkling2_loop_text", "inkling2_text",
+    "jetmoe", "kolibri1", "lara_mini", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m2",
+    "minimax_m3_vl_text", "mixtral", "moshi", "mpt", "musicgen", "musicgen_melody", "mvp", "olmoe", "opt", "pegasus",
+    "phimoe", "plbart", "prophetnet", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm",
+    "roc_bert", "roformer", "rwkv", "solar_open", "trocr", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl",
+    "xlstm", "xmod", "zamba2", "zaya",
 }  # fmt: skip
 SLOW = pytest.mark.slow
 SHARED = pytest.param({"share_prefixes": True}, marks=SLOW)
@@ -53,7 +53,7 @@ def equal_as_untiled(model: PreTrainedModel, batch: dict[str, Any], rows: int = 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in BUILT])
 @pytest.mark.swept(every=2)
 def test_every_type_is_exact_or_refused(name: str) -> None:
-    model = zoo.tiny_model(name)
+    model = build(name)
     if name in REFUSED:
         with pytest.raises(tritonpack.UnsupportedModelError, match=r"tiled_mlp|document per row|Train it on one"):
             tritonpack.patch(model, tiled_mlp=True)

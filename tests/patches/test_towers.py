@@ -1,4 +1,4 @@
-"""Multimodal models that are patched by name: their towers give the same as with transformers' own attention."""
+"""Attention without documents: of towers in models that are patched by name, and among the states of one token."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel, Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Qwen2_5_VL
 
+import tritonpack
+from tests.patches import sweep, zoo
 from tests.patches.models import COMMON
 from tests.patches.test_patching import EXACT
 
@@ -62,3 +64,16 @@ def test_towers_loaded_by_name_compute_what_sdpa_computes(make: Any) -> None:
     expected, got = (x.detach() for x in results)
     assert torch.isfinite(expected).all()
     assert float((expected - got).abs().max() / expected.abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "eager"])
+@pytest.mark.parametrize("name", ["inkling2_text", "inkling2_loop_text"])
+def test_attention_among_the_states_of_one_token(name: str, attention: Any) -> None:
+    """It gets no mask, from the same function that layers call with one. Packed documents stay in one row."""
+    model, pieces = zoo.tiny_model(name), zoo.documents(sweep.LENGTHS)
+    expected = torch.cat([model(piece).logits for piece in pieces], dim=1)
+    batch = sweep.FORMS["position_ids"](pieces)
+    with tritonpack.patch(model, attention=attention) as handle:
+        assert handle.report.attention == attention
+        got = model(batch.ids, **batch.arguments).logits
+    assert float((expected - got).abs().max() / expected.abs().max()) < sweep.tolerance(model)

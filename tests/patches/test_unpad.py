@@ -19,9 +19,10 @@ from transformers import (
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tests.patches.models import COMMON, VOCAB, generate, tiny_model
+from tests.patches.models import COMMON, NAMES_OF_CACHE, VOCAB, generate, tiny_model
 from tests.patches.test_every_model import OWN_ROWS, REFUSED
 from tests.patches.test_patching import state
+from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.probe import _alike
@@ -79,7 +80,7 @@ def equal_as_stock(model: PreTrainedModel, batch: dict[str, Any], options: dict[
     assert handle.saved is not None
     assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given
     assert apart(gradients, found) < LIMIT
-    for name in (name for name in want if name != "past_key_values"):
+    for name in (name for name in want if name not in CACHES):
         ones, others = ([x[name]] if hasattr(x[name], "shape") else list(x[name]) for x in (want, got))
         assert apart([real(x, batch) for x in ones], [real(x, batch) for x in others]) < LIMIT, name
     return got
@@ -304,7 +305,8 @@ class _Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{}, {"unpad": True}], ids=["packed", "unpad"])
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-def test_a_cache_is_continued_without_position_ids(left: bool, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
+def test_a_cache_is_continued_without_position_ids(name: str, left: bool, options: dict[str, bool]) -> None:
     """As in a loop of one's own: the mask covers the cache, and says where documents begin."""
     model = tiny_model("llama", initializer_range=0.3)
     ids = torch.randint(3, VOCAB, (2, 8))
@@ -314,10 +316,9 @@ def test_a_cache_is_continued_without_position_ids(left: bool, options: dict[str
     alone = [model(row[live.bool()][None]).logits[0, -2:] for row, live in zip(ids, mask, strict=True)]
     for cache in (None, DynamicCache()):
         with tritonpack.patch(model, **options):
-            kept = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True, past_key_values=cache).past_key_values
+            kept = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True, **{name: cache})[name]
             steps = [
-                model(ids[:, n : n + 1], attention_mask=mask[:, : n + 1], past_key_values=kept).logits[:, 0]
-                for n in (6, 7)
+                model(ids[:, n : n + 1], attention_mask=mask[:, : n + 1], **{name: kept}).logits[:, 0] for n in (6, 7)
             ]
         assert apart(alone, list(torch.stack(steps, 1))) < LIMIT
 

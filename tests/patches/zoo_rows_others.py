@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.patches.zoo_rows import FULL, SLIDING, _rows
+from tests.patches.zoo_rows import FULL, INDEXED, SLIDING, _rows
 
 # fmt: off
 # One key per line would be hundreds of lines.
@@ -24,6 +24,9 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     # One layer with a window, one without
     ("t5gemma2_text t5gemma2_decoder ultrabert", {"layer_types": [SLIDING, FULL]}),
     # Latent keys and values
+    ("hy_v4_vl_text",
+     {**SECTIONS, "head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": 4,
+      "layer_types": [INDEXED, INDEXED], "indexer_types": ["full", "shared"], "mlp_layer_types": ["dense", "sparse"]}),
     ("mistral4", {"head_dim": 12, "num_key_value_heads": 4}),
     ("mistral_large4_text", {"head_dim": 4, "num_key_value_heads": 4}),
     ("t5 mt5 umt5", {"d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0}),
@@ -50,6 +53,12 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
       "num_res_blocks": 1}),
     ("janus_vqgan janus_vision_model", {"projection_dim": 32}),
     ("janus_vqgan", {"image_token_embed_dim": 32}),
+    # Tokens of images, then tokens of sounds, at the end of the vocabulary
+    ("apertus1p5",
+     {"image_token_id": 3, "audio_token_id": 4, "image_token_offset": 32, "audio_token_offset": 48,
+      "vision_config": {"codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32,
+                        "channel_multiplier": (1, 2), "num_res_blocks": 1}}),
+    ("wavtokenizer_encoder", {"codebook_size": 16, "codebook_dim": 32, "num_filters": 2}),
     ("glm_image_vqmodel", {"embed_dim": 8, "num_embeddings": 16, "latent_channels": 8}),
     ("glm_image_text", {"vision_vocab_size": 64}),
     ("muse_spark", {"projector_hidden_size": 32}),

@@ -20,7 +20,7 @@ from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
-from tritonpack.patches.call_arguments import CACHES, TREE, in_form
+from tritonpack.patches.call_arguments import TREE, cache_of, in_form
 from tritonpack.patches.labels import IGNORED
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
@@ -173,9 +173,9 @@ def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
 
 def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> None:
     """Raise for arguments that can't be divided into rows of tokens."""
-    if arguments.get("use_cache") or any(arguments.get(name) is not None for name in CACHES):
+    if arguments.get("use_cache") or cache_of(arguments) is not None:
         raise ValueError(
-            "sequence parallelism computes whole sequences without a cache; leave out past_key_values and use_cache. "
+            "sequence parallelism computes whole sequences without a cache; leave out the cache and use_cache. "
             "To generate, leave the context, or pause it: `with context.paused(): model.generate(...)`."
         )
     if wants_router_loss(arguments, module):

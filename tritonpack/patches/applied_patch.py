@@ -18,8 +18,7 @@ from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.exact_classes import Layout
-from tritonpack.patches.families import DENSE
-from tritonpack.patches.forwards import holds_both_sides
+from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.interface import NAMES, stock_name
 from tritonpack.patches.layers.choose import forward_for
@@ -156,10 +155,10 @@ class AppliedPatch:
         width = getattr(text_config(config), "hidden_size", 0)
         # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
         once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
-        runs = "dense" if config.model_type in DENSE else attention
+        runs = "dense" if takes_dense_mask(modules[-1]) else attention
         self.report = make_report(model, modules, runs, backend, config._attn_implementation_internal, once)
         for module in modules:
-            own = "dense" if module.config.model_type in DENSE else attention
+            own = "dense" if takes_dense_mask(module) else attention
             self.hooks.append(
                 PackingHook(
                     module,

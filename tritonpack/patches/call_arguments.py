@@ -30,8 +30,8 @@ TARGET = {
     "cu_seq_lens_q": "cu_seq_lens_q",
 }
 
-# The arguments that pass a cache.
-CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
+# The arguments that pass a cache. Since transformers 5.24 "cache" replaces "past_key_values" and "cache_params".
+CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
 # Set on a cache whose first tokens had positions that a patch counted in each document, not the model along the row.
 COUNTED = "tritonpack_counted"
@@ -68,6 +68,11 @@ FORMS = {
         lambda x: isinstance(x, Tensor),
     ),
 }
+
+
+def cache_of(values: Mapping[str, Any]) -> Any:
+    """The cache among the arguments or the outputs of a call, under any of its names; None without one."""
+    return next((value for name, value in values.items() if name in CACHES and value is not None), None)
 
 
 def is_paged(cache: Any) -> bool:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options
 from tritonpack.patches.exact_classes import LAYOUTS, Layout
-from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
-from tritonpack.patches.forwards import takes_tokens_and_mask
+from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
+from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.probe import require_evidence, require_tree_evidence
 from tritonpack.patches.report import holds
@@ -95,7 +95,7 @@ def _require_one_row(modules: list[PreTrainedModel]) -> None:
     """Refuse modules for which one row of all tokens of a batch costs more than the batch, or isn't exact."""
     for module in modules:
         kind = f"{type(module).__name__} (model type {module.config.model_type!r})"
-        if module.config.model_type in DENSE:
+        if takes_dense_mask(module):
             raise UnsupportedModelError(
                 f"{kind} takes a dense mask, which grows with the square of a row. unpad and share_prefixes would put "
                 "all tokens of a batch into one row; leave both out."
@@ -194,7 +194,7 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
                 "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
-        if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
+        if attention == "sdpa" and not module._supports_sdpa and not takes_dense_mask(module):
             raise SettingError(
                 f"{type(module).__name__} (model type {kind!r}) doesn't support sdpa; use attention='eager' or "
                 "'tritonpack'."

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, tokens_of
+from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
 from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
@@ -143,7 +143,7 @@ class EncoderDecoderForward(ModelForward):
             packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
         except ValueError as error:
             raise ValueError(f"documents of the {side}: {error}") from error
-        cached = side == "decoder" and arguments.get("past_key_values") is not None
+        cached = side == "decoder" and cache_of(arguments) is not None
         arguments[names["attention_mask"]] = packed_batch = packed_batch.replace(cached=cached)
         return packed_batch
 

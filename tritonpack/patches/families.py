@@ -7,7 +7,8 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory.
+# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory. CodeGen and GPT-J
+# use the interface since transformers 5.24.
 DENSE = _names(
     "big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr xglm"
 )
@@ -47,8 +48,9 @@ POSITION_TABLES = _names(
 # Layers that mix tokens along the row by recurrence or convolution: each document runs by itself.
 MIXERS = _names(
     "BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer "
-    "Inkling2DynamicShortConvolution Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer "
-    "KimiLinearDeltaAttention Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer "
+    "Inkling2DynamicShortConvolution Inkling2LoopDynamicShortConvolution Inkling2LoopShortConvolution "
+    "Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer KimiLinearDeltaAttention LaraMiniGatedDeltaNet "
+    "Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer "
     "MiniMaxLightningAttention NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet "
     "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer "
     "RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention Zamba2MambaMixer ZambaMambaMixer "
@@ -78,6 +80,11 @@ OWN_MASKS = {
     ("modeling_switch_transformers", "SwitchTransformersAttention"): "mask",
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
+
+# Attention among a token's own states, which needs no mask. It is called through transformers' interface.
+WITHIN_TOKENS = _names(
+    "Inkling2BlockAttentionResidual Inkling2LoopBlockAttentionResidual Inkling2LoopMessageAttentionResidual"
+)
 
 # Layers that mix documents with any arguments, and why.
 REFUSED_LAYERS = {

@@ -7,26 +7,21 @@ used. Later calls cost nothing. Code that torch.compile traces isn't watched.
 
 from __future__ import annotations
 
-import inspect
 import re
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
-from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.forwards import by_class, forward_of, is_own, mixes, takes_tokens_and_mask
+from tritonpack.patches.forwards import by_class, forward_of, inside, is_own, mixes, uses_interface
 from tritonpack.patches.towers import takes_tokens
 
 if TYPE_CHECKING:
     from tritonpack.patches.packed_batch import PackedBatch
-
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
 
 # Parts of names that FSDP, checkpointing and torch.compile add to the modules that they wrap.
 _WRAPPED = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
@@ -46,8 +41,8 @@ class FirstCall:
     """
 
     def __init__(self, module: nn.Module, dense: bool) -> None:
-        layers = dict(_inside(module))
-        attends, mixing = by_class(_attends), by_class(mixes)
+        layers = dict(inside(module))
+        attends, mixing = by_class(uses_interface), by_class(mixes)
         self.attending = frozenset(
             name for name, layer in layers.items() if attends(type(layer)) and takes_tokens(layer)
         )
@@ -98,7 +93,7 @@ class Watch:
         self.running: list[tuple[str, int]] = []
         self.entered: set[str] = set()
         self.missing: set[str] = set()
-        self.layers = dict(_inside(module))
+        self.layers = dict(inside(module))
         attending = {name for name in self.layers if _unwrapped(name) in first_call.attending}
         self.watched = attending | {_layer_of(name) for name in attending} - {""}
         self.handles = [module.register_forward_hook(self, always_call=True)]
@@ -168,20 +163,6 @@ def _described(layers: dict[str, nn.Module]) -> str:
         code = f"{forward.__module__}.{getattr(forward, '__qualname__', type(forward).__name__)}"
         shown.append(f"{name or 'the model itself'} ({type(layer).__name__}, which runs {code})")
     return ", ".join(shown) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
-
-
-def _inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those in it, by name, without towers: models that turn images or sounds into embeddings."""
-    yield name, module
-    for child_name, child in module.named_children():
-        if not isinstance(child, PreTrainedModel) or takes_tokens_and_mask(child):
-            yield from _inside(child, f"{name}.{child_name}" if name else child_name)
-
-
-def _attends(kind: Any) -> bool:
-    """Whether layers of a class take their attention from transformers' interface: its name is in their code."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and INTERFACE in code.co_names
 
 
 def _unwrapped(name: str) -> str:

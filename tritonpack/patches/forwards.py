@@ -11,16 +11,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from tritonpack.patches.families import MIXERS, OWN_MASKS, POSITION_TABLES
+from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
 
 # Packages that may wrap transformers' forwards: the tests of `tests/ecosystem` train with each.
 WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
 
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
+
 # Arguments that tell a layer about its row: a layer that takes one of them may mix the row's documents.
 ROW_ARGUMENTS = frozenset(
     {
-        "alibi", "attention_bias", "attention_mask", "cache_params", "causal_mask", "cu_seq_lens_q", "cu_seqlens",
-        "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
+        "alibi", "attention_bias", "attention_mask", "cache", "cache_params", "causal_mask", "cu_seq_lens_q",
+        "cu_seqlens", "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
         "position_ids", "seq_idx", "state",
     }
 )  # fmt: skip
@@ -57,6 +59,28 @@ def takes_tokens_and_mask(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
     tokens = "input_ids" in parameters or "inputs_embeds" in parameters
     return tokens and "attention_mask" in parameters and not holds_both_sides(module)
+
+
+def inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those in it, by name, without towers: models that turn images or sounds into embeddings."""
+    yield name, module
+    for child_name, child in module.named_children():
+        if not isinstance(child, PreTrainedModel) or takes_tokens_and_mask(child):
+            yield from inside(child, f"{name}.{child_name}" if name else child_name)
+
+
+def uses_interface(kind: Any) -> bool:
+    """Whether layers of a class take their attention from transformers' interface: its name is in their code."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and INTERFACE in code.co_names
+
+
+def takes_dense_mask(module: PreTrainedModel) -> bool:
+    """Whether the attention of a module lies outside of transformers' interface, so that it gets a dense mask.
+
+    Some of the types in `DENSE` use the interface in newer versions of transformers.
+    """
+    return module.config.model_type in DENSE and not any(uses_interface(type(layer)) for _, layer in inside(module))
 
 
 def holds_both_sides(module: nn.Module) -> bool:

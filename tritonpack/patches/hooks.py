@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.attention_names import AttentionName
-from tritonpack.patches.call_arguments import CACHES, COUNTED, HANDED, TREE, in_form, is_paged, tokens_of
+from tritonpack.patches.call_arguments import COUNTED, HANDED, TREE, cache_of, in_form, is_paged, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.cross_attention import meet
@@ -187,17 +187,17 @@ class PackingHook(PreHook):
             )
         if isinstance(mask, PackedBatch):
             arguments["attention_mask"] = mask = mask.to_tensor()
-        cache = arguments.get("past_key_values")
+        cache = cache_of(arguments)
         if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         pad_token = getattr(self.text_config, "pad_token_id", None)
         packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token, reads_pairs=pairs)
-        packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
+        packed_batch = packed_batch.replace(cached=cache_of(arguments) is not None)
         if pairs and packed_batch.cached and not _is_empty(arguments):
             raise ValueError(
                 "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
-                "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or past_key_values=None."
+                "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or no cache."
             )
         return self._without_padding(packed_batch, arguments)
 
@@ -259,7 +259,7 @@ class PackingHook(PreHook):
         if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
             arguments["position_ids"] = self.positions(packed_batch, arguments.get("input_ids"))
             packed_batch.counted = True
-        counted = getattr(arguments.get("past_key_values"), COUNTED, False)
+        counted = getattr(cache_of(arguments), COUNTED, False)
         if wanting and self.gives_positions and counted and packed_batch.attention_mask is not None:
             arguments["position_ids"] = packed_batch.continued_positions()
         if self.mixes:
@@ -302,7 +302,7 @@ class PackingHook(PreHook):
         if cached and not padded:
             raise ValueError(
                 "layers of this model mix tokens along the row and keep one state for it, so packed rows can't use a "
-                "cache. Pass past_key_values=None."
+                "cache. Leave the cache out."
             )
         keeps_state = padded and (cached or arguments.get("use_cache"))
         if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
@@ -322,12 +322,11 @@ def _padding_place(module: Any) -> int:
 
 def _is_empty(arguments: dict[str, Any]) -> bool:
     """Whether the cache of a call is known to be empty. A cache of fixed size keeps its count on the device."""
-    for name in CACHES:
-        cache = arguments.get(name)
-        if cache is not None:
-            try:
-                length = cache.get_seq_length()
-            except (AttributeError, ValueError):  # no keys are kept: states of recurrent layers
-                return False
-            return isinstance(length, int) and length == 0
-    return True
+    cache = cache_of(arguments)
+    if cache is None:
+        return True
+    try:
+        length = cache.get_seq_length()
+    except (AttributeError, ValueError):  # no keys are kept: states of recurrent layers
+        return False
+    return isinstance(length, int) and length == 0

@@ -22,8 +22,8 @@ from tritonpack.patches.foreign_parallelism import require_masks_kept
 from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
-from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask
-from tritonpack.patches.towers import attend_in_tower, takes_tokens
+from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
+from tritonpack.patches.towers import attend_in_tower, attends_within_tokens, takes_tokens
 
 # The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
@@ -163,6 +163,8 @@ def attend_eager(
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    if attends_within_tokens(module):
+        return own(module, query, key, value, None, **kwargs)
     query, position_bias = _tuned(module, query, position_bias, attention_mask)
     mask = _dense(module, attention_mask, key, query.dtype, kwargs, "eager")
     if indices is not None:
@@ -252,7 +254,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
             "call the model, not its layers."
         )
     if takes_tokens(module) and not mask.claimed:
-        raise ValueError(
+        raise OpenMaskError(
             f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
             f"documents would not be told apart. {SHARED_CONFIG} Models that are loaded with "
             "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.after_hooks import back_in_row, has_forward_hooks
-from tritonpack.patches.call_arguments import CACHES, COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, cache_of, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
 from tritonpack.patches.hooks import PackingHook
@@ -183,8 +183,8 @@ class ModelForward(UnpackingForward):
                 targets.hooks.end()
         if outermost and targets is not None:
             output = targets.finish(output, self.module, self.path, arguments)
-        if packed_batch.counted and isinstance(output, dict) and output.get("past_key_values") is not None:
-            setattr(output["past_key_values"], COUNTED, True)
+        if packed_batch.counted and isinstance(output, dict) and (cache := cache_of(output)) is not None:
+            setattr(cache, COUNTED, True)
         if first:
             self.seen = True
         if outermost and not packed_batch.shared and not packed_batch.cached:
@@ -225,7 +225,7 @@ class ModelForward(UnpackingForward):
         if len(tokens_of(arguments)[1]) == 3:  # each row is a choice that holds one document
             return None
         # Beside a cache a mask of pairs is generate()'s, which the hook has claimed.
-        pairs = is_pair_mask(mask) and not any(arguments.get(name) is not None for name in CACHES)
+        pairs = is_pair_mask(mask) and cache_of(arguments) is None
         if mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return None
         if self.module is not self.hook.module:
@@ -250,8 +250,8 @@ class ModelForward(UnpackingForward):
         if packed_batch.shape == packed_batch.tokens:
             require_one_document_a_row(
                 packed_batch,
-                f"{self.name} gives one result a document, and packed rows can't use a cache for that. Pass "
-                "past_key_values=None.",
+                f"{self.name} gives one result a document, and packed rows can't use a cache for that. Leave "
+                "the cache out.",
             )
         return None
 

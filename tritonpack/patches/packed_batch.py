@@ -417,7 +417,7 @@ class PackedBatch(TensorLike):
         if self.boundaries is not None or self.tree_ends is not None:
             raise ValueError(
                 "cu_seq_lens_q, seq_idx and tree_ends describe a batch of whole documents, but the cache already "
-                "holds tokens. Pass position_ids alone when continuing from a cache, or past_key_values=None."
+                "holds tokens. Pass position_ids alone when continuing from a cache, or leave the cache out."
             )
         begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.device)
         if self.attention_mask is not None:

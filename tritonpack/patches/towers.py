@@ -1,7 +1,7 @@
-"""Attention of towers (the parts of a model that turn images or sounds into embeddings) that have our name.
+"""Attention without documents that has our name: of towers, and among the states of one token.
 
-A model that is loaded with our name has it in all of its parts. `patch` does not change towers, so their attention runs
-here.
+Towers are the parts of a model that turn images or sounds into embeddings. A model that is loaded with our name has it
+in all of its parts. `patch` does not change towers, so their attention runs here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.patches.families import WITHIN_TOKENS
 
 # Options of attention that no known tower uses; a tower that does is refused.
 MORE_THAN_A_TOWER = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Whether an attention layer belongs to a language model, and not to a tower.
+    """Whether an attention layer attends among tokens of text, which may be packed documents.
 
-    A tower has no vocabulary, and its rows are never packed documents.
+    A tower has no vocabulary. A few layers of language models attend among the states of one token.
     """
     config = getattr(module, "config", None)
-    return config is None or getattr(config, "vocab_size", None) is not None
+    of_text = config is None or getattr(config, "vocab_size", None) is not None
+    return of_text and not attends_within_tokens(module)
+
+
+def attends_within_tokens(module: nn.Module) -> bool:
+    """Whether an attention layer attends among the states of one token, which needs no mask."""
+    return type(module).__name__ in WITHIN_TOKENS
 
 
 def attend_in_tower(
@@ -33,7 +40,7 @@ def attend_in_tower(
 ) -> Tensor:
     """Attention of a tower that gives no mask: query, key and value (B, H, T, D) -> (B, T, H, D_v).
 
-    A token sees its whole row, or its image if the call says by `cu_seq_lens_q` and `cu_seq_lens_k` where images end.
+    A query sees its whole row, or its image if the call says by `cu_seq_lens_q` and `cu_seq_lens_k` where images end.
     """
     if unknown := [name for name in MORE_THAN_A_TOWER if kwargs.get(name) is not None]:
         raise UnsupportedModelError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.patches import zoo
 from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import alone, end_to_end
+from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.tokens import is_config, special_tokens
 from tritonpack.patches.trial.outputs import Output, UnlikeError, outputs_alone, parts_of
 from tritonpack.patches.trial.packed_forms import Batch, with_choices
@@ -27,8 +28,8 @@ DECODER_LENGTHS = {7: 5, 1: 2, 3: 6, 11: 4}
 
 # Caches, which packed batches don't return, and attention weights, which patched models don't compute.
 LEFT_OUT = (
-    "past_key_values", "cache_params", "state", "mems", "past_buckets_states", "encoder_past_key_values", "attentions",
-    "encoder_attentions", "decoder_attentions", "cross_attentions", "loss",
+    *CACHES, "past_buckets_states", "encoder_past_key_values", "attentions", "encoder_attentions", "decoder_attentions",
+    "cross_attentions", "loss",
 )  # fmt: skip
 
 # Arguments that a patched encoder-decoder model reads for each side, whatever its forward takes.

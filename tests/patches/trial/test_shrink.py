@@ -46,10 +46,10 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
-# Model types that can't be built in any size, and transformers' message.
+# Model types whose default configuration can't be built in any size, or doesn't run on tokens, and the message.
 UNBUILT = {
     "gemma4_assistant": "hidden_size_per_layer_input must be 0",
-    "gemma4_unified_assistant": "The set of layer types producing a cache is different than the set of layer types",
+    "gemma4_unified_assistant": "inputs_embeds and shared_kv_states cannot be None",
 }
 
 
@@ -69,7 +69,7 @@ def run(model: PreTrainedModel, lengths: tuple[int, ...] = (20,)) -> Tensor:
 def test_a_small_copy_of_every_default_configuration_runs(name: str) -> None:
     if name in UNBUILT:
         with pytest.raises(Exception, match=UNBUILT[name]):
-            small_copy(default(name))
+            run(small_copy(default(name)).model)
         return
     built = small_copy(default(name))
     assert sum(p.numel() for p in built.model.parameters()) < 2_500_000
@@ -130,11 +130,20 @@ def test_kinds_of_layers_stay_in_order() -> None:
     assert shrink(default("bamba")).layers_block_type == [LINEAR, FULL]
     assert shrink(default("recurrent_gemma")).num_hidden_layers == 3
     assert shrink(default("gpt_neo")).attention_layers == ["global", "local"]
+    assert shrink(default("dory")).layer_types == [SLIDING, FULL] * 3
     deepseek = shrink(default("deepseek_v3"))
     assert (deepseek.num_hidden_layers, deepseek.first_k_dense_replace) == (2, 1)
     shared = shrink(default("gemma3n_text"))
     assert shared.num_kv_shared_layers == 2
     assert shared.layer_types[-2:] == shared.layer_types[-4:-2] == [SLIDING, FULL]
+
+
+def test_layers_that_run_again_and_again_stay() -> None:
+    dory = shrink(default("dory"))
+    assert (dory.n_input_layers, dory.n_recurrent_layers, dory.n_output_layers) == (2, 2, 2)
+    inkling = shrink(default("inkling2_loop_text"))
+    assert 0 < inkling.loop_layer_index_start < inkling.loop_layer_index_end < inkling.num_hidden_layers
+    assert inkling.loop_num_passes > 1
 
 
 def test_options_of_attention_are_not_shrunk() -> None:

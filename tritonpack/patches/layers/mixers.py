@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -16,7 +17,7 @@ from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
 from tritonpack.patches.unpacking.document_places import Documents, batches_of, lay_back
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.
-ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx"}
+ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "seq_idx", *CACHES}
 ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 # Whether layers of a class keep documents apart when they get boundaries, by class, device and dtype: a model may be

@@ -56,7 +56,10 @@ def _shrunk(config: Any, tokens: dict[int, int], streams: dict[int, int], given:
 
 
 def _values(config: Any) -> Values:
-    return {name: value for name, value in config.to_dict().items() if name not in DROPPED}
+    """Return the fields of a configuration. Those of layers are its own: Dory writes two layers for each of them."""
+    values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
+    of_layers = values.keys() & {"layer_types", *LAYERS, *FIRST_LAYERS, *LAST_LAYERS} & vars(config).keys()
+    return values | {name: vars(config)[name] for name in of_layers}
 
 
 def _parts(config: Any) -> list[Any]:

@@ -58,8 +58,11 @@ STATE_HEADS = (
 LATENT_DIMS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 # Counts of layers of a kind at the beginning, and at the end.
-FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-LAST_LAYERS = ("num_kv_shared_layers",)
+FIRST_LAYERS = (
+    "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "loop_layer_index_start",
+    "loop_layer_index_end", "n_input_layers",
+)  # fmt: skip
+LAST_LAYERS = ("num_kv_shared_layers", "n_output_layers")
 
 # A kind of layer that shares its weights within the kind: two of them stay.
 SHARED = "hybrid"
@@ -120,4 +123,8 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     # It has a cache for every use of a layer, and computes their number.
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
+    # It computes how many layers run again and again.
+    "dory": {"n_recurrent_layers": None},
+    # Layers that run again and again begin and end where blocks of this many layers do.
+    "inkling2_loop_text": {"n_layers_per_attn_res_block": 1},
 }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack import notices
-from tritonpack.patches.call_arguments import CACHES, PACKING, SOURCE, TARGET, tokens_of
+from tritonpack.patches.call_arguments import PACKING, SOURCE, TARGET, cache_of, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
 from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
 from tritonpack.patches.near_misses import refuse_near_misses
@@ -78,7 +78,7 @@ class AlwaysUnpacked(UnpackingForward):
             return self.run_rows(arguments)
         if self.name in LABELS_ARE_TOKENS and arguments.get("decoder_input_ids") is None:
             arguments = {**arguments, "decoder_input_ids": arguments.get("labels")}
-        cached = any(arguments.get(name) is not None for name in CACHES)
+        cached = cache_of(arguments) is not None
         packed_batches = self._read(arguments, cached)
         taken = {name: x for name, x in arguments.items() if name not in READ or self.takes(name)}
         if cached or not any(packed_batch.tells_documents for packed_batch in packed_batches.values()):
@@ -178,8 +178,7 @@ class AlwaysUnpacked(UnpackingForward):
         if cached:
             require_one_document_a_row(
                 packed_batch,
-                f"{self.name} runs with one document a row, so packed rows can't use a cache. Pass "
-                "past_key_values=None.",
+                f"{self.name} runs with one document a row, so packed rows can't use a cache. Leave the cache out.",
             )
         return packed_batch
 

@@ -78,7 +78,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
     name = type(head).__name__
     if packed_batch.cached or packed_batch.shared:
         if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
-            why, remedy = ("use a cache for that", "Pass past_key_values=None")
+            why, remedy = ("use a cache for that", "Leave the cache out")
             if packed_batch.shared:
                 why, remedy = ("be shared between ranks for that", "Call the model without SequenceParallel")
             require_one_document_a_row(
