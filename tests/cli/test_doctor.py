@@ -20,7 +20,7 @@ from tritonpack.cli import doctor
 from tritonpack.cli.doctor import Finding, checks
 from tritonpack.parallel.dimensions import Exchange
 
-WELL = {"python": "3.11.7", "torch": "2.13.0+cpu", "triton": "3.9.0", "transformers": "5.23.0", "numpy": "2.4.6"}
+WELL = {"python": "3.11.7", "torch": "2.13.0+cpu", "triton": "3.9.0", "transformers": "5.24.0", "numpy": "2.4.6"}
 WELL |= {"numba": "0.68.1"}
 
 

@@ -26,7 +26,7 @@ from tritonpack.cli.words import count
 
 # The oldest version of each package that works, as in pyproject.toml; None where any does.
 OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": None, "numba": "0.61"}
-NEWEST_TRANSFORMERS = "5.23"  # the newest that the tests ran with
+NEWEST_TRANSFORMERS = "5.24"  # the newest that the tests ran with
 
 _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
 
