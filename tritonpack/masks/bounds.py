@@ -75,7 +75,8 @@ class Bounds:
                     object.__setattr__(self, f.name, outside_inference_mode(value.clone))
         object.__setattr__(self, "_computed", {})
         object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
-        object.__setattr__(self, "_values", ())
+        compared = on_host(self.key_start) and _eager() and type(self.key_start) is Tensor
+        object.__setattr__(self, "_values", self._copy_bounds() if compared else ())
         object.__setattr__(self, "_captured", self._stream().capturing)
         object.__setattr__(self, "_origin", None)
 
@@ -129,8 +130,6 @@ class Bounds:
             return outside_inference_mode(build)
         place = (stream.handle, key)
         if place not in self._computed:
-            if not self._computed and on_host(self.key_start) and _eager():
-                object.__setattr__(self, "_values", self._copy_bounds())
             self._computed[place] = outside_inference_mode(build)
         return self._computed[place]
 
