@@ -158,10 +158,9 @@ def test_hopper_backward_kernel(configuration: HopperConfiguration) -> None:
         assert events.count("e") == exponentials
         of_sums = [i for i in loop if i.stem == "HGMMA" and i.operands.split(",")[1].strip().startswith("R")]
         assert of_sums
-    for full, masked in (sorted(half, key=len) for half in (loops[:2], loops[2:])):
-        assert sass.events(full).split("|")[0].count("e") >= 0.8 * exponentials
-        assert _spills(full) == 0
-        assert _spills(masked) <= (str(configuration).startswith("gluon-dq-sm_90-d64"))  # one number under Triton 3.9
+        assert _spills(loop) == 0
+        overlapped = first[first.index("H") :]  # between the request of dP and the wait for it
+        assert overlapped.count("e") >= 0.8 * exponentials
 
 
 def _hopper_loops(configuration: HopperConfiguration) -> list[list[sass.Instruction]]:

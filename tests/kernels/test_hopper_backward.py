@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.kernels.gluon_emulator import Emulated, HazardError
 from tests.kernels.test_hopper import CHOSEN, LONG, PLAIN, broken_copy
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import gluon
-from tritonpack.kernels import hopper_dkdv, hopper_dq
+from tritonpack.kernels import hopper_dkdv, hopper_dq, hopper_primitives
 from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, HopperDkdvTileShape, hopper_dkdv_kernel
 from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, HopperDqTileShape, hopper_dq_kernel
 from tritonpack.options import make_options
@@ -122,8 +123,10 @@ ARRIVE = "                mbarrier.arrive(free.index(slot))\n"
 MUTATIONS = {
     "dq-keys-not-waited-for": (hopper_dq, "mbarrier.wait(k_filled.index(following), (step + 1) // STAGES & 1)", "pass",
                                "overwritten|not where|too many"),
-    "dq-values-not-waited-for": (hopper_dq, "                mbarrier.wait(v_filled.index(slot), step // STAGES & 1)\n",
-                                 "", "overwritten|not where|nobody"),
+    "dq-first-values-not-waited-for": (hopper_dq, "        mbarrier.wait(v_filled.index(0), 0)\n", "",
+                                       "overwritten|not where|nobody"),
+    "dq-values-not-waited-for": (hopper_dq, "mbarrier.wait(v_filled.index(following), (step + 1) // STAGES & 1)",
+                                 "pass", "overwritten|not where|nobody"),
     "dq-tile-not-waited-for": (hopper_dq, "    mbarrier.wait(filled, 0)\n", "", "overwritten|not where|nobody"),
     "dq-keys-freed-early": (hopper_dq, "                dq, ds = warpgroup_mma_wait(1, deps=[dq, ds])\n"
                                        "                mbarrier.arrive(k_free.index(slot))\n",
@@ -156,9 +159,14 @@ MUTATIONS = {
     "dkdv-no-fence": (hopper_dkdv, "            fence_async_shared()\n", "", "without a fence"),
     "dkdv-padding-not-cleaned": (hopper_dkdv, "if unseen > 0:", "if unseen > 1000:", "not where"),
     "dkdv-mask-left-out": (hopper_dkdv, "phase == 0,\n", "False,\n", "beyond|not where"),
-    "dkdv-columns-of-a-thread-counted-twice": (hopper_dkdv, "(offs_m & ~6)", "(offs_m)", "beyond|not where"),
-    "dkdv-columns-of-a-thread-left-out": (hopper_dkdv, "(offs_m & 6)", "(offs_m & 4)", "beyond|not where"),
 }  # fmt: skip
+
+# The same for `between`, which both kernels call
+COLUMNS = {
+    "of-a-thread-counted-twice": ("(columns & ~6)", "columns"),
+    "of-a-thread-left-out": ("(columns & 6)", "(columns & 4)"),
+    "below-the-interval": ("(constant < low[:, None] - of_thread) ^ ", ""),
+}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -177,3 +185,16 @@ def test_broken_copies_are_found(name: str, tmp_path: Path) -> None:
 
     with pytest.raises((HazardError, AssertionError, AttributeError, TypeError), match=seen):
         run()
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize(("module", "wrong"), [(hopper_dq, "dq"), (hopper_dkdv, "dk, dv")], ids=["dq", "dkdv"])
+@pytest.mark.usefixtures("poisoned_memory", "small")
+@pytest.mark.sampled(every=2)
+def test_broken_columns_are_found(
+    name: str, module: ModuleType, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "between", broken_copy(hopper_primitives, *COLUMNS[name], tmp_path).between)
+    inputs = make_inputs(replace(LONG, window=(40, 0)), torch.float16)  # both bounds hide pairs
+    with pytest.raises(AssertionError, match=f"{wrong} beyond"):
+        check_outputs(inputs, gradients(inputs))

@@ -26,6 +26,7 @@ from tritonpack.kernels.hopper_primitives import (
     ROWS,
     as_operand,
     barriers,
+    between,
     copy_block,
     copy_seen,
     count_unseen,
@@ -280,12 +281,7 @@ def _add_block(
     dp = request_product(v_rows, dout, S_LAYOUT, BLOCK_M, BLOCK_D)
     p = gl.exp2(scores * scale_log2 - lse2.load(COLUMN)[None, :])
     if MASKED:
-        # Bits 1 and 2 of a column's number depend on the thread, the others are constants of a thread. The bounds take
-        # those bits, and columns are compared as constants. Otherwise each would take a register, and some would spill.
-        offs_m = gl.arange(0, BLOCK_M, COLUMN)
-        of_thread, constant = (offs_m & 6)[None, :], (offs_m & ~6)[None, :]
-        low, high = (start - row)[:, None] - of_thread, (stop - row)[:, None] - of_thread
-        p = gl.where((constant >= low) & (constant < high), p, 0.0)
+        p = gl.where(between(start - row, stop - row, S_LAYOUT, BLOCK_M), p, 0.0)
     weights = as_operand(p, q.dtype, O_LAYOUT)
     dv = warpgroup_mma(weights, dout.reshape([BLOCK_M, BLOCK_D]), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])

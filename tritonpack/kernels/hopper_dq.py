@@ -25,6 +25,7 @@ from tritonpack.kernels.hopper_primitives import (
     ROWS,
     as_operand,
     barriers,
+    between,
     copy_block,
     copy_seen,
     count_unseen,
@@ -234,6 +235,7 @@ def _dq(
     if blocks > 0:
         mbarrier.wait(k_filled.index(0), 0)
         scores = request_product(q_rows, k.index(0), S_LAYOUT, BLOCK_N, BLOCK_D)
+        mbarrier.wait(v_filled.index(0), 0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         final = blocks - 1
         for phase in gl.static_range(2):
@@ -243,19 +245,18 @@ def _dq(
                 slot = step % STAGES
                 following = (step + 1) % STAGES
                 key = begin + masked_block(step, full, full_end) * BLOCK_N
-                mbarrier.wait(v_filled.index(slot), step // STAGES & 1)
                 dq, ds = _add_block(
                     dq, scores, dout_rows, k.index(slot), v.index(slot), v_free.index(slot), lse2, delta, scale_log2,
                     key, start, stop, S_LAYOUT, O_LAYOUT, BLOCK_N, BLOCK_D, phase == 0,
                 )  # fmt: skip
                 mbarrier.wait(k_filled.index(following), (step + 1) // STAGES & 1)
+                mbarrier.wait(v_filled.index(following), (step + 1) // STAGES & 1)
                 scores = request_product(q_rows, k.index(following), S_LAYOUT, BLOCK_N, BLOCK_D)
                 dq, ds = warpgroup_mma_wait(1, deps=[dq, ds])
                 mbarrier.arrive(k_free.index(slot))
                 scores = warpgroup_mma_wait(0, deps=[scores])
         slot = final % STAGES
         key = begin + visited_block(final, masked, full, full_end) * BLOCK_N
-        mbarrier.wait(v_filled.index(slot), final // STAGES & 1)
         dq, ds = _add_block(
             dq, scores, dout_rows, k.index(slot), v.index(slot), v_free.index(slot), lse2, delta, scale_log2, key,
             start, stop, S_LAYOUT, O_LAYOUT, BLOCK_N, BLOCK_D, True,
@@ -274,12 +275,9 @@ def _add_block(
 ):  # fmt: skip
     """Add a block with these scores [M, N] to dq; the product with the keys, of which dS is an operand, still runs."""
     dp = request_product(dout_rows, values, S_LAYOUT, BLOCK_N, BLOCK_D)
-    exponents = scores * scale_log2 - lse2[:, None]
+    p = gl.exp2(scores * scale_log2 - lse2[:, None])
     if MASKED:
-        offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-        visible = (offs_n[None, :] >= (start - key)[:, None]) & (offs_n[None, :] < (stop - key)[:, None])
-        exponents = gl.where(visible, exponents, float("-inf"))
-    p = gl.exp2(exponents)
+        p = gl.where(between(start - key, stop - key, S_LAYOUT, BLOCK_N), p, 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(values_free)
     ds = as_operand(p * (dp - delta[:, None]), keys.dtype, O_LAYOUT)

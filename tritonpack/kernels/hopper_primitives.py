@@ -93,6 +93,20 @@ def visited_block(step, masked, full, full_end):
 
 
 @gluon.jit
+def between(low, high, LAYOUT: gl.constexpr, BLOCK: gl.constexpr):
+    """Whether each column of a block lies in the interval [low, high) of each row, [M, BLOCK]; low <= high.
+
+    Bits 1 and 2 of a column's number depend on the thread, the others are constants of a thread. The bounds take those
+    bits, and columns are compared as constants. Otherwise each would take a register, and some would spill. Whatever
+    lies below `low` also lies below `high`, so the exclusive or says the same as an `and`, of which the compiler would
+    make two selections.
+    """
+    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    of_thread, constant = (columns & 6)[None, :], (columns & ~6)[None, :]
+    return (constant < low[:, None] - of_thread) ^ (constant < high[:, None] - of_thread)
+
+
+@gluon.jit
 def request_product(rows, others, LAYOUT: gl.constexpr, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr):
     """Start [M, D] @ [D, BLOCK] -> [M, BLOCK], scores or dP, without waiting for it; `others` is [1, BLOCK, D]."""
     nothing = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
