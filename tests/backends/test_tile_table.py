@@ -16,10 +16,11 @@ def tile_table(
     *,
     long: int | None = None,
     block: int | None = None,
+    even: bool = False,
     whole_documents: bool = False,
 ) -> Tensor:
     """The table of one cut."""
-    (table,) = tile_tables(mask, Cut(rows, block, long), whole_documents=whole_documents)
+    (table,) = tile_tables(mask, Cut(rows, block, long, even=even), whole_documents=whole_documents)
     return table
 
 
@@ -100,15 +101,16 @@ def test_no_rows() -> None:
     assert tile_table(BlockDiagonalMask.from_seqlens([5], [0]).transpose(), 16).shape == (0, 3)
 
 
+@pytest.mark.parametrize("even", [False, True], ids=["any", "even"])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("seed", range(10))
-def test_exposed_tiles_read_unseen_keys(seed: int, block: int) -> None:
+def test_exposed_tiles_read_unseen_keys(seed: int, block: int, even: bool) -> None:
     for mask in masks(seed):
         unseen = (~mask.to_dense().any(0)).tolist()
         start, stop = mask.key_start.tolist(), mask.key_stop.tolist()
-        for first, end, exposed in tile_table(mask, 32, block=block).tolist():
+        for first, end, exposed in tile_table(mask, 32, block=block, even=even).tolist():
             if first < end:
-                blocks = range(start[first], stop[end - 1], block)
+                blocks = range(start[first] // 2 * 2 if even else start[first], stop[end - 1], block)
                 assert bool(exposed) == any(any(unseen[key : key + block]) for key in blocks)
 
 

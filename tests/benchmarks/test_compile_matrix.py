@@ -22,7 +22,6 @@ ROWS = {(row["triton"], row["configuration"]): row for row in read_rows()}
 # Common rows that may spill in loops, with the version of Triton: tiles without spills would cost more than they save
 # (docs/decisions/kernel-forms.md). RDNA has more of them.
 OPEN = {
-    *(("3.6.0", f"dq-{gpu}-d128-bf16-group1-dropout") for gpu in ("sm_80", "sm_86", "sm_89")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group1-alibi") for gpu in ("sm_100", "sm_103")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-tree") for gpu in ("sm_100", "sm_103")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group2-softcap-tree") for gpu in ("sm_86", "sm_89", "sm_100", "sm_103")),

@@ -355,7 +355,7 @@ def plain(kernel: Any, known: dict[int, dict[str, Any]] | None = None) -> Functi
                 names[name] = plain(value, known)
             elif not isinstance(value, ModuleType):
                 names.setdefault(name, value)
-    return FunctionType(function.__code__, names, function.__name__)
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 class Emulated:

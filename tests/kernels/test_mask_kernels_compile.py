@@ -34,6 +34,7 @@ EXTREMES = BLOCKS | {"RANGES": tree_tables.RANGES, "STEP": tree_tables.STEP}
 COUNT = BLOCKS | {"ROWS_AT_ONCE": tree_tables.ROWS_AT_ONCE, "BLOCKS": tree_tables.BLOCKS}
 ORDER = {
     "BLOCK": (64, 64, 0),
+    "EVEN": (0, 0, 0),
     "GROUPS": MOST_ORDERED,
     "TILES": tables.TILES,
     "OTHERS": tables.OTHERS,
@@ -55,6 +56,7 @@ TABLES = {
     "count": (tree_tables.count_kernel, COUNT, "*i32", 4),
     "fill": (tree_tables.fill_kernel, COUNT | {"OTHERS": tree_tables.OTHERS}, "*i32", 4),
     "order": (tables.order_kernel, CUTS | ORDER, "*i32", tables.WARPS),
+    "order-even": (tables.order_kernel, CUTS | ORDER | {"EVEN": (1, 1, 0)}, "*i32", tables.WARPS),
 }
 KERNELS = {
     **TABLES,

@@ -27,7 +27,10 @@ from tritonpack.testing.cases import parents_of
 pytestmark = pytest.mark.interpreter
 
 WITHOUT_WORK = ("empty", "new_empty", "unbind", "slice", "view", "detach", "unsqueeze", "select", "alias", "lift_fresh")
-CUTS = (Cut(16, 16), Cut(4, 8, 12), Cut(8, of_keys=True), Cut(16, 40, 16, of_keys=True), Cut(3, 1, 5))
+CUTS = (
+    Cut(16, 16), Cut(4, 8, 12, even=True), Cut(8, of_keys=True), Cut(16, 40, 16, of_keys=True, even=True),
+    Cut(3, 1, 5), Cut(3, 2, 5, even=True),
+)  # fmt: skip
 LENGTHS = ([3, 0, 70, 1, 1, 12, 4], [15, 16, 17, 4, 4, 30], [90, 2, 40], [1] * 30 + [20], [9, 11, 12, 13, 8] * 2, [])
 
 
@@ -95,7 +98,8 @@ def assert_same(mask: BlockDiagonalMask, *cuts: Cut, whole: bool, monkeypatch: p
 def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents short and long, windows, chunks, slack, padding, other lengths of keys, some of the keys."""
     for number, mask in enumerate(masks(seed, LENGTHS[seed])[seed % 2 :: 2]):  # masks, or their transposes
-        assert_same(mask, CUTS[number % 5], CUTS[(number + 1 + seed) % 5], whole=whole, monkeypatch=monkeypatch)
+        cuts = CUTS[number % 6], CUTS[(number + 1 + seed) % 6]
+        assert_same(mask, *cuts, whole=whole, monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 13, 16])

@@ -1,11 +1,13 @@
 """The random bits of dropout in torch, equal to the bits of the kernels: a function of seed, head, query and key.
 
-So nothing is stored for backward, and all backends drop the same pairs. Source: Salmon et al., Parallel random numbers:
-as easy as 1, 2, 3 (SC 2011), Philox 2x32 with seven rounds, the fewest that pass their tests.
+So nothing is stored for backward, and all backends drop the same pairs. Two neighbouring queries and two neighbouring
+keys share one call of the generator (docs/math.md, section 6). Source: Salmon et al., Parallel random numbers: as easy
+as 1, 2, 3 (SC 2011), Philox 2x32 with seven rounds, the fewest that pass their tests.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
@@ -25,12 +27,16 @@ def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropou
     Returns:
         bool in the broadcast shape.
     """
-    head_keys = philox(seed & _LOW, heads.long(), seed >> 32)
-    return (philox(head_keys, queries.long(), keys.long()) >> 1) >= drop_below(dropout_p)
+    queries, keys = queries.long(), keys.long()
+    head_keys, _ = philox(seed & _LOW, heads.long(), seed >> 32)
+    first, second = philox(head_keys, queries >> 1, keys >> 1)
+    word = torch.where(queries % 2 == 0, first, second)
+    number = torch.where(keys % 2 == 0, (word << 16 & _LOW) | (word >> 16), word)
+    return (number >> 1) >= drop_below(dropout_p)
 
 
-def philox(key: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The first word of Philox 2x32-7 for a key and the two words of a counter, which broadcast.
+def philox(key: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Both words of Philox 2x32-7 for a key and the two words of a counter, which broadcast.
 
     All words have 32 bits, in tensors of int64.
     """
@@ -38,7 +44,7 @@ def philox(key: Tensor, first: Tensor, second: Tensor) -> Tensor:
         high, low = _product(first)
         first, second = high ^ key ^ second, low
         key = (key + _KEY_STEP) & _LOW
-    return first
+    return first, second
 
 
 def drop_below(dropout_p: float) -> int:

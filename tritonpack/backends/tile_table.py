@@ -55,12 +55,14 @@ class Cut(NamedTuple):
         long: documents of at least this many rows begin a tile; at least `rows`, None means `rows`. It is more than
             `rows` if several heads share a tile.
         of_keys: whether tiles cut the keys.
+        even: whether blocks begin at even rows, as with dropout: at a tile's first key, or at the key before it.
     """
 
     rows: int
     block: int | None = None
     long: int | None = None
     of_keys: bool = False
+    even: bool = False
 
     @property
     def threshold(self) -> int:
@@ -121,6 +123,7 @@ def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...], whole_documents:
         tuple(cut.threshold for cut in cuts),
         tuple(cut.block or 0 for cut in cuts),
         tuple(cut.of_keys for cut in cuts),
+        tuple(int(cut.even) for cut in cuts),
         [capacity(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in cuts],
         whole=whole_documents,
         groups=MOST_ORDERED,
@@ -134,7 +137,7 @@ def _table(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool) -> Tensor:
     if mask.num_queries:
         keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=mask.num_queries - 1)]
         tiles = tiles[_order(keys, first < end)]
-    exposed = torch.ones_like(first) if cut.block is None else _exposed(mask, tiles, cut.block)
+    exposed = torch.ones_like(first) if cut.block is None else _exposed(mask, tiles, cut.block, cut.even)
     return torch.cat([tiles, exposed[:, None]], dim=1)
 
 
@@ -179,11 +182,13 @@ def cut_rows(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -
     return torch.stack([bounds[:-1], bounds[1:]], dim=1)
 
 
-def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
+def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int, even: bool) -> Tensor:
     """(tiles,) int32, whether a tile reads keys that no query sees, in whole blocks from the first key that it sees."""
     used = tiles[:, 0] < tiles[:, 1]
     first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)
     start, stop = mask.key_start[first], mask.key_stop[last]
+    if even:
+        start = start - (start & 1)
     read = (stop - start).clamp(min=0)
     end = (start + (read + block - 1) // block * block).clamp(max=mask.num_keys)
     unseen = _unseen_before(mask)

@@ -60,7 +60,7 @@ def plan_tiles(
 ) -> TileTables:
     """The tile tables of all kernels; without `backward` only the table of forward."""
     tile = _tiles("forward", max(_padded(q), _padded(v)), q, mask, options)["forward"]
-    cut = _cut("forward", tile, q.shape[1] // k.shape[1], tree=mask.is_tree)
+    cut = _cut("forward", tile, q.shape[1] // k.shape[1], mask, options)
     return plan_cuts(q, k, v, mask, options, cut, backward=backward)
 
 
@@ -75,7 +75,7 @@ def plan_cuts(
     tree = mask.is_tree
     if backward:
         tiles, group = _tiles("backward", max(_padded(q), _padded(v)), q, mask, options), q.shape[1] // k.shape[1]
-        cuts += [_cut(kernel, tile, group, tree=tree) for kernel, tile in tiles.items()]
+        cuts += [_cut(kernel, tile, group, mask, options) for kernel, tile in tiles.items()]
     blocks = None
     if tree:
         tables, blocks = tree_tables(mask, *cuts)
@@ -288,10 +288,11 @@ def _constants(q: Tensor, group: int, tile: TileShape) -> dict[str, Any]:
     }
 
 
-def _cut(kernel: Kernel, tile: TileShape, group: int, *, tree: bool) -> Cut:
+def _cut(kernel: Kernel, tile: TileShape, group: int, mask: BlockDiagonalMask, options: AttentionOptions) -> Cut:
     if kernel in ("forward", "dq"):
-        return Cut(tile.block_m // heads_per_tile(tile, group), tile.block_n, tile.block_m)
-    return Cut(tile.block_n, tile.block_m if tree else None, of_keys=True)
+        even = bool(options.dropout_p) and not mask.is_tree  # in a tree blocks begin at multiples of their size
+        return Cut(tile.block_m // heads_per_tile(tile, group), tile.block_n, tile.block_m, even=even)
+    return Cut(tile.block_n, tile.block_m if mask.is_tree else None, of_keys=True)
 
 
 def _tiles(

@@ -116,7 +116,8 @@ def dq_kernel(
     if TREE:
         key_end = num_keys
     else:
-        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
+        EVEN: tl.constexpr = seed_ptr is not None
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N, EVEN)
         key_end = tl.load(key_stop_ptr + end - 1)
 
     rows = offs_m.to(tl.int64)
@@ -174,7 +175,7 @@ def dq_kernel(
                 p = tl.exp2(exponents)
                 dp = tl.dot(dout, v.T, input_precision="ieee")  # [M, V] @ [V, N] -> [M, N]
                 if seed_ptr is not None:
-                    keep = kept(drop_keys[:, None], offs_m[:, None], offs_n[None, :], drop_below)
+                    keep = kept(drop_keys[:, None], offs_m, key, BLOCK_N, drop_below)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dp = (dp - delta[:, None]) * slope
                 if phase != FULL:
@@ -254,7 +255,8 @@ def dkdv_kernel(
     if TREE:
         query_end = num_queries
     else:
-        begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, BLOCK_M)
+        EVEN: tl.constexpr = seed_ptr is not None
+        begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, BLOCK_M, EVEN)
         query_end = tl.load(query_stop_ptr + end - 1)
 
     k = load_rows(k_desc, first, kv_head, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
@@ -304,7 +306,7 @@ def dkdv_kernel(
                     visible &= other_side(offs_n[:, None], offs_m[None, :], key_start_ptr, key_stop_ptr, num_queries)
                 p = tl.where(visible, p, 0.0)
             if seed_ptr is not None:
-                keep = kept(dropout_keys(seed, head), offs_m[None, :], offs_n[:, None], drop_below)
+                keep = kept(dropout_keys(seed, head), offs_n, row, BLOCK_M, drop_below, OF_KEYS=True)
             if HAS_DV:
                 weights = p if seed_ptr is None else tl.where(keep, p * keep_scale, 0.0)
                 summed = tl.where(live, dout, 0.0) if QUERIES_LEFT and phase == 0 else dout

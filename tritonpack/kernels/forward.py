@@ -97,7 +97,8 @@ def forward_kernel(
     if TREE:
         key_end = num_keys
     else:
-        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
+        EVEN: tl.constexpr = seed_ptr is not None
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N, EVEN)
         key_end = tl.load(key_stop_ptr + end - 1)
 
     q = load_rows(q_desc, first, first_head, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
@@ -150,7 +151,7 @@ def forward_kernel(
                 alpha = tl.exp2(m_i - pivot)
                 l_i = l_i * alpha + tl.sum(p, 1)
                 if seed_ptr is not None:
-                    p = tl.where(kept(drop_keys[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
+                    p = tl.where(kept(drop_keys[:, None], offs_m, key, BLOCK_N, drop_below), p, 0.0)
                 if not DEFERRED:
                     acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, V] -> [M, V]
                 m_i = m_new

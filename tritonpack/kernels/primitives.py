@@ -27,13 +27,17 @@ def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def block_range(start_ptr, stop_ptr, first, last, BLOCK: tl.constexpr):
+def block_range(start_ptr, stop_ptr, first, last, BLOCK: tl.constexpr, EVEN: tl.constexpr = False):
     """The blocks of BLOCK columns, from `begin`, that a tile of rows `first` to `last` visits.
+
+    With EVEN, for `kept`, they begin at an even column, which may be the one before the first that the tile sees.
 
     Both bounds ascend, so the tile sees columns [start[first], stop[last]), and every row of it sees all of
     [start[last], stop[first]). Blocks [0, full) and [full_end, blocks) need masking, blocks [full, full_end) don't.
     """
     begin = tl.load(start_ptr + first)
+    if EVEN:
+        begin -= begin & 1
     end = tl.load(stop_ptr + last)
     common = tl.load(start_ptr + last)
     common_end = tl.load(stop_ptr + first)
@@ -214,27 +218,52 @@ def tanh(x):
 
 @triton.jit
 def philox(key, first, second):
-    """The first word of Philox 2x32-7 for a key and the two words of a counter, which broadcast; all are uint32."""
+    """Both words of Philox 2x32-7 for a key and the two words of a counter, which broadcast; all are uint32."""
     for _ in tl.static_range(7):
         product = first.to(tl.uint64) * 0xD256D193  # one instruction gives both halves, umulhi and a product are two
         first = (product >> 32).to(tl.uint32) ^ key ^ second
         second = product.to(tl.uint32)
         key += 0x9E3779B9
-    return first
+    return first, second
 
 
 @triton.jit
 def dropout_keys(seed, heads):
     """A key for each head, as in backends/dropout.py."""
     seed = seed.to(tl.uint64)
-    return philox(seed.to(tl.uint32), heads.to(tl.uint32), (seed >> 32).to(tl.uint32))
+    first, _ = philox(seed.to(tl.uint32), heads.to(tl.uint32), (seed >> 32).to(tl.uint32))
+    return first
 
 
 @triton.jit
-def kept(key, queries, keys, drop_below):
-    """Whether dropout keeps each pair, as in backends/dropout.py; queries and keys broadcast against each other."""
-    bits = philox(key, queries.to(tl.uint32, bitcast=True), keys.to(tl.uint32, bitcast=True))
-    return (bits >> 1).to(tl.int32) >= drop_below
+def swap_halves(word):
+    """A uint32 with its lower 16 bits before its upper ones."""
+    return (word << 16) | (word >> 16)
+
+
+@triton.jit
+def kept(key, rows, column, COLUMNS: tl.constexpr, drop_below, OF_KEYS: tl.constexpr = False):
+    """Whether dropout keeps each pair, as in backends/dropout.py, [R, COLUMNS].
+
+    Rows are queries, or keys if OF_KEYS. The columns begin at an even number, so a call of the generator serves two
+    neighbouring ones, which lie in one thread in most layouts of products. `both` has the numbers of the two, because
+    Triton moves other forms through shared memory, or gives the next product a worse layout
+    (docs/decisions/kernel-forms.md).
+    """
+    half_rows = (rows >> 1).to(tl.uint32, bitcast=True)[:, None]
+    half_columns = ((column >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32, bitcast=True)[None, :]
+    is_even = (rows & 1 == 0)[:, None]
+    if OF_KEYS:
+        first, second = philox(key, half_columns, half_rows)
+        even = tl.where(is_even, swap_halves(first), first)
+        odd = tl.where(is_even, swap_halves(second), second)
+    else:
+        first, second = philox(key, half_rows, half_columns)
+        odd = tl.where(is_even, first, second)
+        even = swap_halves(odd)
+    both = even.to(tl.uint64) | (odd.to(tl.uint64) << 32)  # [R, COLUMNS / 2]
+    number = (both[:, :, None] >> (tl.arange(0, 2) * 32).to(tl.uint64)[None, None, :]).to(tl.uint32)
+    return tl.reshape(number, (rows.shape[0], COLUMNS)) >= (drop_below << 1).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

@@ -283,6 +283,7 @@ def order_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OF_KEYS: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -296,7 +297,8 @@ def order_kernel(
 
     A tile reads the keys from the first to the last that its rows see, and up to a block behind them. Bounds ascend, so
     if any query sees one of the former, the tile's first or last row does or a row between them. Hence such a key is
-    unseen exactly if it lies between the intervals of two neighbours in the tile. The keys behind are looked up.
+    unseen exactly if it lies between the intervals of two neighbours in the tile. The keys behind are looked up, and
+    where blocks begin at even keys the one before.
     """
     cut = tl.program_id(1)
     rows, block = pick(ROWS, cut), pick(BLOCK, cut)
@@ -340,7 +342,11 @@ def order_kernel(
         begin = tl.load(start_ptr + offs, mask=inside, other=0)
         before = tl.load(stop_ptr + offs - 1, mask=inside, other=0)
         gaps += tl.sum((begin > before).to(tl.int32), 1)
-    limit = tl.minimum(start.to(tl.int64) + tl.cdiv(stop - start, tl.maximum(block, 1)).to(tl.int64) * block, columns)
+    even = start - (start & pick(EVEN, cut))
+    even_start = tl.load(other_start_ptr + even, mask=even < start, other=0)
+    even_stop = tl.load(other_stop_ptr + even, mask=even < start, other=1)
+    gaps += (even_start == even_stop).to(tl.int32)
+    limit = tl.minimum(even.to(tl.int64) + tl.cdiv(stop - even, tl.maximum(block, 1)).to(tl.int64) * block, columns)
     for step in range(0, block, STEP):
         offs = stop[:, None] + step + tl.arange(0, STEP)[None, :]
         inside = offs < limit[:, None]
@@ -420,6 +426,7 @@ def tables_of_intervals(
     longs: tuple[int, ...],
     blocks: tuple[int, ...],
     of_keys: tuple[bool, ...],
+    evens: tuple[int, ...],
     capacities: list[int],
     *,
     whole: bool,
@@ -429,7 +436,8 @@ def tables_of_intervals(
 
     Args:
         bounds: of a mask without trees that has queries and keys.
-        rows, longs, blocks, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py; 0 for no block.
+        rows, longs, blocks, of_keys, evens: of each cut, as in `Cut` of tritonpack/backends/tile_table.py; 0 for no
+            block, 1 for even.
         capacities: a bound of the number of tiles of each cut.
         whole: whether no tile may hold rows of two documents.
         groups: how many groups of tiles are ordered at most.
@@ -455,6 +463,7 @@ def tables_of_intervals(
             ROWS=rows,
             BLOCK=blocks,
             OF_KEYS=of_keys,
+            EVEN=evens,
             GROUPS=groups,
             TILES=TILES,
             OTHERS=OTHERS,
