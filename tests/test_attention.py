@@ -374,7 +374,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: call(q=torch.zeros(1, 2, 4, 16)),
         r"q must be a tensor of shape \(tokens, heads, head_dim\); got shape \(1, 2, 4, 16\). Flatten a batch",
     ),
-    "no tensor": (lambda: call(k=[1.0]), r"k must be a tensor of shape .*; got list"),
+    "no tensor": (lambda: call(k=[1.0]), r"k must be a torch tensor of shape .*; got list. Make one"),
+    "a sparse tensor": (lambda: call(q=torch.zeros(4, 2, 16).to_sparse()), r"q must be a dense tensor; got torch.spar"),
     "dtypes differ": (
         lambda: call(k=torch.zeros(4, 2, 16, dtype=torch.float16)),
         "q, k and v must share one dtype of .*; got float32, float16, float32. Cast them first",

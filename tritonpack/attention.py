@@ -129,11 +129,17 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> None:
     """Raise ValueError unless q, k, v and the mask fit `varlen_attention`."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor) or tensor.ndim != 3:
-            given = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{name} must be a tensor of shape (tokens, heads, head_dim); got {given}. Flatten a batch (B, H, T, "
-                "D) with .transpose(1, 2).flatten(0, 1)."
+                f"{name} must be a torch tensor of shape (tokens, heads, head_dim); got {type(tensor).__name__}. Make "
+                "one, such as with torch.as_tensor."
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor; got {tensor.layout}. Use .to_dense().")
+        if tensor.ndim != 3:
+            raise ValueError(
+                f"{name} must be a tensor of shape (tokens, heads, head_dim); got shape {tuple(tensor.shape)}. Flatten "
+                "a batch (B, H, T, D) with .transpose(1, 2).flatten(0, 1)."
             )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(

@@ -41,15 +41,19 @@ from benchmarks.gpu.ledger import CONTINUE, commit_here
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python3 -m benchmarks.first_day",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results; a second call continues it")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
-    parser.add_argument("--total-minutes", type=float, default=28.0, help="of all calls on a device")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: %(default)g)")
+    parser.add_argument("--total-minutes", type=float, default=28.0, help="of all calls on a device (%(default)g)")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
     parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="steps to run although they are done")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these, whatever they need")
-    parser.add_argument("--list", action="store_true", help="print the steps and stop")
+    parser.add_argument("--list", action="store_true", help="print the steps with their time limits and stop")
     parser.add_argument("--dry-run", action="store_true", help="try the commands on a machine without a GPU")
     return parser
 
@@ -77,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         todo = [replace(step, after=tuple(x for x in step.after if x in options.only), serves=()) for step in chosen]
     if options.list:
         for step in todo:
-            print(f"{step.name:12} {step.limit:4.0f} s  {step.what}\n{'':20}{' '.join(step.command)}")
+            print(f"{step.name:12} at most {step.limit:3.0f} s  {step.what}\n{'':20}{' '.join(step.command)}")
         return
     # Steps that were only tried mustn't count as done on a GPU.
     out = options.out or (Path("first-day", "dry") if options.dry_run else Path("first-day"))

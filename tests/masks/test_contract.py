@@ -116,6 +116,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "total negative": (lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=-1), r"0 to 2\*\*31 - 1; got -1"),
     "total too large": (lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=2**31), "got 2147483648"),
+    "lengths too long": (
+        lambda: BlockDiagonalMask.from_seqlens([2**30, 2**30]),
+        r"lengths of seqlens must sum to at most 2\*\*31 - 1; got 2147483648. Make several masks",
+    ),
     "total a float": (
         lambda: BlockDiagonalMask.from_cu_seqlens([0, 2], total_q=2.0),
         "total_q must be an integer .* 2.0",

@@ -116,8 +116,8 @@ class BlockDiagonalMask(Bounds):
                 accelerator, once, without waiting.
 
         Raises:
-            ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents;
-                a window, chunk size or spans that aren't as above.
+            ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents,
+                more than 2**31 - 1 tokens; a window, chunk size or spans that aren't as above.
 
         >>> BlockDiagonalMask.from_seqlens([2, 1], [3, 2]).key_stop.tolist()
         [2, 3, 5]
@@ -125,6 +125,11 @@ class BlockDiagonalMask(Bounds):
         cu_seqlens = offsets_from_lengths(seqlens, "seqlens")
         cu_seqlens_k = cu_seqlens if seqlens_k is None else offsets_from_lengths(seqlens_k, "seqlens_k")
         total_q, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
+        for name, total in (("seqlens", total_q), ("seqlens_k", total_k)):
+            if total >= 2**31:
+                raise ValueError(
+                    f"the lengths of {name} must sum to at most 2**31 - 1; got {total}. Make several masks."
+                )
         check_documents(cu_seqlens, cu_seqlens_k)
         target = check_device("cpu" if device is None else device)
         return cls.from_cu_seqlens(
