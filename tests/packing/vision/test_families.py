@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import tritonpack
@@ -24,6 +26,7 @@ LIMIT = tolerance(torch.float64)
 TOWERS = ("visual", "vision")  # in the names of parameters
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 REFUSED_BY_STOCK = ("qwen3_5", "qwen3_5_moe")  # layers that can't keep documents apart without a package
+APART_IN_STOCK = ("paligemma",)  # since transformers 5.24
 
 
 def alone(example: Example, model_type: str) -> dict[str, Tensor]:
@@ -37,6 +40,20 @@ def alone(example: Example, model_type: str) -> dict[str, Tensor]:
     if model_type == "paligemma":
         labels[call["token_type_ids"] == 0] = -100
     return call | {"labels": labels}
+
+
+def build_or_skip(name: str) -> PreTrainedModel:
+    """The family's model, if this version of transformers can run it: Llama 4 fails in every call in 5.24.0."""
+    model, model_type = build(name), KINDS[name].model_type or name
+    if name == "llama4":
+        try:
+            with torch.no_grad():
+                model(**alone(examples(name)[0], model_type))
+        except AttributeError as error:
+            if "image_outputs" not in str(error):
+                raise
+            pytest.skip(f"transformers {transformers_version} can't run its own {type(model).__name__}: {error}")
+    return model
 
 
 def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
@@ -55,7 +72,7 @@ def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor 
 @pytest.mark.parametrize("name", KINDS)
 def test_training_equals_each_document_alone(name: str) -> None:
     """Losses and all gradients of some steps, the vision tower's by themselves."""
-    packed, model_type = build(name).train(), KINDS[name].model_type or name
+    packed, model_type = build_or_skip(name).train(), KINDS[name].model_type or name
     single, documents = copy.deepcopy(packed), examples(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tritonpack.PackingWarning)  # the patch comes later
@@ -65,7 +82,8 @@ def test_training_equals_each_document_alone(name: str) -> None:
     in_tower = [any(part in parameter for part in TOWERS) for parameter in names]
     if name not in REFUSED_BY_STOCK:
         expected, got = learn(single, calls), learn(packed, [row])
-        assert apart(expected[1], got[1]) > 0.05  # stock lets documents see each other
+        if name not in APART_IN_STOCK:
+            assert apart(expected[1], got[1]) > 0.05  # stock lets documents see each other
     with tritonpack.patch(packed):
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, packed)]
         for _ in range(3):
@@ -89,7 +107,7 @@ def test_training_equals_each_document_alone(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_with_padding_and_rows_without_images(name: str) -> None:
-    model, model_type = build(name), KINDS[name].model_type or name
+    model, model_type = build_or_skip(name), KINDS[name].model_type or name
     documents = examples(name)
     collate = tritonpack.VisionPackingCollator(model, pad_to_multiple_of=32, pad_token_id=0)
     texts = [document for document in documents if not any("pixel" in column for column in document)]
@@ -118,7 +136,7 @@ def cut(example: Example, tokens: slice) -> Example:
 @pytest.mark.parametrize("name", KINDS)
 def test_images_of_two_documents_side_by_side(name: str) -> None:
     """Nothing but the documents separates the last image of one from the first of the next."""
-    model, model_type = build(name), KINDS[name].model_type or name
+    model, model_type = build_or_skip(name), KINDS[name].model_type or name
     first, second = [one for one in examples(name) if bool((one["input_ids"] == IMAGE).any())][:2]
     last, begin = (int((one["input_ids"] == IMAGE).nonzero()[at]) for one, at in ((first, -1), (second, 0)))
     documents = [cut(first, slice(last + 1)), cut(second, slice(begin, None))]
