@@ -56,6 +56,7 @@ class TestExactness:
     @BACKENDS
     @DTYPES
     @pytest.mark.parametrize("case", CASES + EDGES, ids=str)
+    @pytest.mark.sampled(every=2)
     def test_error_within_tolerance(self, case: Case, dtype: torch.dtype, backend: str) -> None:
         check_backend(make_inputs(case, dtype, slack_value=NAN), backend)
 

@@ -72,7 +72,7 @@ def test_site_has_the_pages_and_not_the_tools(site: Path) -> None:
     assert not list(site.rglob("*.py"))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_links_and_anchors_lead_somewhere_within_the_site(site: Path) -> None:
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 25
@@ -90,7 +90,7 @@ def test_links_and_anchors_lead_somewhere_within_the_site(site: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     """Fonts, styles, scripts and pictures are files of the site, so that it works without a network."""
     for path in site.rglob("*.html"):

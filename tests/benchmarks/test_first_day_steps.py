@@ -130,7 +130,7 @@ class TestSteps:
         assert make_parser().get_default("total_minutes") <= 28
         assert max(step.limit for step in steps("abc1234")) < 9 * 60
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_modules_of_steps_need_few_packages(self, tmp_path: Path) -> None:
         """Such as on a machine with torch, Triton, transformers and pytest alone."""
         modules = {"benchmarks.first_day.__main__"}

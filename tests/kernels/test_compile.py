@@ -141,6 +141,7 @@ def test_hopper_kernel(configuration: HopperConfiguration) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", [p for p in HOPPER if "forward" not in str(p.id)])
 def test_hopper_backward_kernel(configuration: HopperConfiguration) -> None:
     """As the forward kernel, and P and dS stay in registers."""

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
 ]
 
-QUICK = ("large-long-bf16", "gluon-128-bf16", "tables-tree", "parents", "ids-codes", "dense-bool")
+QUICK = ("large-long-bf16", "tables-tree", "parents", "ids-codes", "dense-bool")
 
 
 def compiled_calls() -> list[Call]:
@@ -41,7 +41,7 @@ def compiled_calls() -> list[Call]:
 
 @pytest.mark.parametrize("call", compiled_calls(), ids=str)
 @pytest.mark.sampled(*QUICK)
-@pytest.mark.swept(every=2)
+@pytest.mark.swept("gluon-128-bf16", every=3)
 def test_call(call: Call) -> None:
     given = call.prepare("cpu")
     with fake_gpu() as launches:
@@ -66,7 +66,7 @@ def on_other_gpus() -> list[Call]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
 @pytest.mark.parametrize("call", on_other_gpus(), ids=str)
 @pytest.mark.slow
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=4)
 def test_call_on_other_gpus(call: Call, arch: str) -> None:
     given = call.prepare("cpu")
     with fake_gpu(arch) as launches:

@@ -32,7 +32,7 @@ def test_one_binary_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "gfx942"])
-@pytest.mark.parametrize("kernel", ["forward", pytest.param("dkdv", marks=pytest.mark.slow), "dq"])
+@pytest.mark.parametrize("kernel", [pytest.param(k, marks=pytest.mark.slow) for k in ("forward", "dkdv")] + ["dq"])
 def test_no_element_is_loaded_alone(kernel: Kernel, arch: str) -> None:
     listing = disassemble(Configuration(kernel, arch, 64, torch.bfloat16))[1]
     wide, narrow = ("LDGSTS.E.BYPASS.128", "LDG.E.U16") if arch == "sm_80" else ("load_dwordx4", "load_ushort")

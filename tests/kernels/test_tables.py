@@ -103,7 +103,7 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 13, 16])
-@pytest.mark.sampled("64-4", "128-13")
+@pytest.mark.sampled("128-13")
 @pytest.mark.usefixtures("small_chunks")
 def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of neighbours, also of more tiles than a program has, and tiles that fill no group."""
@@ -114,7 +114,7 @@ def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
-@pytest.mark.sampled("64-shared", "128-whole")
+@pytest.mark.sampled("128-whole")
 @pytest.mark.usefixtures("small_chunks")
 def test_tables_of_a_shard(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and keys of one rank, with gaps; the documents have numbers."""

@@ -135,7 +135,7 @@ def test_bins(given):
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_setup(given):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -153,7 +153,7 @@ def test_stream(given):
     assert given["stream"].epoch == 1
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_stream_in_trainer(given):
     pytest.importorskip("accelerate")
     trainer = run(TRAINER, given)["trainer"]

@@ -28,7 +28,7 @@ def each_case(size, *modules):
 
 @each_case(2, *CASES)
 @pytest.mark.heavy
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=8)
 @pytest.mark.swept(every=2)
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
@@ -180,7 +180,7 @@ def test_ranks_learn_that_a_process_ended():
 
 @pytest.mark.interpreter
 @each_case(2, "kernel_cases")
-@pytest.mark.sampled("kernel: all_gather", "kernel: ring")
+@pytest.mark.sampled("kernel: ring")
 def test_ranks_agree_with_the_kernels(run_on, module, name):
     run_on(2, module, name)
 

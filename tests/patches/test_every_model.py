@@ -79,7 +79,7 @@ def test_number_of_model_types() -> None:
 
 
 @mostly_slow([*BUILT, *zoo.VARIANTS])
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.swept(every=2)
 def test_packed_equals_alone_or_is_refused(name: str) -> None:
     forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]

@@ -87,7 +87,7 @@ tritonpack.patch(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.sampled("transformers first", "patch registers")
+@pytest.mark.sampled("patch registers")
 def test_registered_names_are_taken(order: str, fresh: FreshInterpreters) -> None:
     pytest.importorskip("transformers")
     result = fresh.run(ORDERS[order] + BUILD)

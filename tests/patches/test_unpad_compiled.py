@@ -123,6 +123,7 @@ def test_gradients_of_the_compilers_backward_pass(backend: str, options: dict[st
 
 @pytest.mark.slow
 @WAYS
+@pytest.mark.swept("share")
 def test_compiled_under_checkpointing(options: dict[str, bool]) -> None:
     torch._dynamo.reset()
     model, twin = training_model(), training_model()

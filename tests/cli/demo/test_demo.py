@@ -100,7 +100,7 @@ def test_unpadded_trains_on_tokens_alone(corpus, settings):
     assert sum(unpadded.tokens) == sum(unpadded.computed) < sum(padded.computed)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_exception_in_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(RuntimeError, match="empty"):
         train_in_turns([[]], corpus.validation, settings)
