@@ -1,9 +1,11 @@
 """Packed (padding-free) training of language models: packing, exact varlen attention, patching of models."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+_process = os.getpid()  # that imported the package; a fork of it keeps the number
 
 if TYPE_CHECKING:
     from tritonpack import flash_attn as flash_attn

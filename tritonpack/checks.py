@@ -54,10 +54,13 @@ def check_choice(value: Any, allowed: Sequence[str], name: str) -> str:
 
 
 def check_device(device: Any) -> torch.device:
-    """Return the torch.device of a device or of its name."""
+    """Return the torch.device of a device or of its name; tensors can lie on it."""
     try:
-        return torch.device(device)
-    except (TypeError, RuntimeError) as error:
+        found = torch.device(device)
+        if found.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
+            torch.empty(0, device=found)  # which launches nothing
+        return found
+    except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         raise ValueError(
             f"device must be a torch.device, or the name of one that is here, such as 'cpu' or 'cuda:0'; got "
             f"{describe(device)}."
@@ -102,6 +105,10 @@ def offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
     lengths = as_integers(seqlens, name).to(torch.int64)
     if lengths.numel() and int(lengths.min()) < 0:
         raise ValueError(f"{name} must not be negative; got {int(lengths.min())} at index {int(lengths.argmin())}.")
+    if lengths.numel() and int(lengths.max()) >= 2**31:  # so that no sum of lengths exceeds 63 bits
+        raise ValueError(
+            f"{name} must be at most 2**31 - 1 each; got {int(lengths.max())} at index {int(lengths.argmax())}."
+        )
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
@@ -122,9 +129,12 @@ def as_integers(values: Lengths, name: str) -> Tensor:
             values = list(values)  # once: an iterator is empty afterwards
             if any(isinstance(value, bool) for value in values):
                 raise TypeError
-            return torch.tensor([index(value) for value in values], dtype=torch.int64, device="cpu")
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+            numbers = [index(value) for value in values]
+        except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"{name} must hold integers; got {values!r:.200}.") from None
+        if any(abs(number) >= 2**63 for number in numbers):
+            raise ValueError(f"{name} must hold integers of up to 63 bits; got {values!r:.200}.")
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if values.ndim != 1 or values.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be a one-dimensional int32 or int64 tensor; got {describe(values)}.")
     return values
@@ -177,7 +187,8 @@ def check_spans(spans: Tensor, num_queries: int, device: torch.device) -> Tensor
 def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
     """Return integers of shape (T,) or (B, T) as (B, T)."""
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"{name} must be an integer tensor of shape (T,) or (B, T); got {describe(ids)}.")
+        kind = "a bool or integer" if allow_bool else "an integer"
+        raise ValueError(f"{name} must be {kind} tensor of shape (T,) or (B, T); got {describe(ids)}.")
     if ids.dtype == torch.bool and not allow_bool:
         hint = " For a padding mask use from_padding_mask." if name == "segment_ids" else ""
         raise ValueError(f"{name} must hold integers; got bool.{hint}")
@@ -196,7 +207,10 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
     if indices.numel():
         require(
             (indices[0] >= 0) & (indices[-1] < bound) & (indices[1:] > indices[:-1]).all(),
-            lambda: f"{name} must ascend strictly within 0..{bound - 1}.",
+            lambda: (
+                f"{name} must ascend strictly within 0..{bound - 1}"
+                + (f"; got {indices.tolist()!r:.200}." if on_host(indices) else ".")
+            ),
         )
     return indices
 

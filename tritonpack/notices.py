@@ -7,19 +7,18 @@ epoch in the order of the first.
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from multiprocessing import parent_process
 from typing import Any
 from weakref import WeakSet
 
+import tritonpack
 from tritonpack.errors import PackingWarning
 
 # The patched modules of this process: `patch()` adds them, `unpatch()` discards them.
 patched_models: WeakSet[Any] = WeakSet()
 
 _said: dict[str, object] = {}
-_process = os.getpid()  # the process that imported this module; a fork of it keeps the number
 
 
 def say_once(key: str, message: str) -> None:
@@ -53,7 +52,7 @@ def knows_patched_models() -> bool:
     if worker is None:
         return True
     parent = parent_process()
-    return worker.id == 0 and parent is not None and parent.pid == _process
+    return worker.id == 0 and parent is not None and parent.pid == tritonpack._process
 
 
 def _users_level() -> int:

@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, slopes, seed = ctx.saved_tensors
         mask, options, tiles, backend, name = ctx.others
-        mask.compare_bounds()
+        mask.compare()
         if sinks is not None or slopes is not None or seed is not None:
             options = replace(options, sinks=sinks, alibi_slopes=slopes, dropout_seed=seed)
         if dout is None:

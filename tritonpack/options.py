@@ -77,7 +77,10 @@ def make_options(
 
 def _positive(value: float, name: str, default: str) -> float:
     if not is_number(value) or not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive finite int or float, or None for {default}; got {value!r}.")
+        raise ValueError(
+            f"{name} must be a positive finite int or float, or None for {default}; got {value!r}. float() converts "
+            "other numbers."
+        )
     return float(value)
 
 

@@ -192,6 +192,25 @@ class TestThreads:
         process.kill()
         assert process.exitcode == 0
 
+    def test_first_call_after_a_fork(self) -> None:
+        """The process that imported the package counts, not the one that first computes."""
+        command = [sys.executable, "-W", "ignore", "-c", FIRST_CALL_AFTER_A_FORK]
+        assert subprocess.run(command, timeout=100).returncode == 0
+
+
+FIRST_CALL_AFTER_A_FORK = """
+import os, signal, torch, tritonpack
+torch.set_num_threads(2)
+torch.empty(10**6).fill_(1.0)  # from here on OpenMP has a second thread
+mask, q = tritonpack.BlockDiagonalMask.from_seqlens([100, 100]), torch.randn(200, 4, 32)
+if not os.fork():
+    signal.alarm(50)  # ends the process if it waits
+    with torch.no_grad():
+        tritonpack.varlen_attention(q, q, q, mask)
+    os._exit(0)
+raise SystemExit(os.wait()[1] != 0)
+"""
+
 
 class TestMachineCode:
     @pytest.mark.parametrize("error", [ImportError("numba needs another numpy"), SystemError("initialization failed")])

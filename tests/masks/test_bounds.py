@@ -63,14 +63,16 @@ class TestOverwritten:
         with pytest.raises(ValueError, match="not be overwritten, but key_start of"):
             out.sum().backward()
 
-    @pytest.mark.parametrize("name", ["key_start", "key_stop", "query_start", "query_stop"])
-    def test_each_bound_is_compared(self, name: str) -> None:
+    @pytest.mark.parametrize("name", TENSORS)
+    def test_each_tensor_is_compared(self, name: str) -> None:
         mask = a_mask()
+        mask.transpose()
         getattr(mask, name).data[2:].add_(1)
-        with pytest.raises(ValueError, match=f"overwritten, but {name} of this one changed"):
-            mask.for_call()
+        for use in (mask.transpose, mask.restrict, lambda: mask.to("meta"), mask.for_call):
+            with pytest.raises(ValueError, match=f"overwritten, but {name} of this one changed"):
+                use()
 
-    def test_bounds_on_a_device_are_not_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tensors_on_a_device_are_not_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each call of each layer would launch more."""
         monkeypatch.setattr(bounds, "on_host", lambda x: False)
         mask = BlockDiagonalMask.from_seqlens([3, 2])

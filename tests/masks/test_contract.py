@@ -54,7 +54,15 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"seqlens must hold integers; got \['3'\]",
     ),
     "a set of lengths": (lambda: BlockDiagonalMask.from_seqlens({3}), r"seqlens must hold integers; got \{3\}"),
-    "a huge length": (lambda: BlockDiagonalMask.from_seqlens([2**70]), r"seqlens must hold integers; got \[1180591"),
+    "a huge length": (lambda: BlockDiagonalMask.from_seqlens([2**70]), r"integers of up to 63 bits; got \[1180591"),
+    "lengths whose sum has 65 bits": (
+        lambda: BlockDiagonalMask.from_seqlens([2**62] * 4),
+        r"seqlens must be at most 2\*\*31 - 1 each; got 4611686018427387904 at index 0",
+    ),
+    "a device that isn't here": (
+        lambda: BlockDiagonalMask.from_seqlens([3], device="cuda:99"),
+        "name of one that is here, .* got str 'cuda:99'",
+    ),
     "no such device": (
         lambda: BlockDiagonalMask.from_seqlens([3], device="gpu"),
         "device must be a torch.device, or the name .* got str 'gpu'",
@@ -179,15 +187,15 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "negative segments": (lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([1, -1])), "must not be negative"),
     "a segment in pieces": (
         lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([[1, 1], [0, 2]]).repeat(1, 2)),
-        "tokens of a document must be contiguous within their row",
+        r"tokens of a document must be contiguous within their row .*; row 1 is \[0, 2, 0, 2\]; renumber",
     ),
     "padding between tokens": (
         lambda: BlockDiagonalMask.from_padding_mask(torch.tensor([[1, 1, 1], [1, 0, 1]])),
-        "padding between the tokens of a row; .* use from_segment_ids",
+        r"padding between the tokens of a row; .*; row 1 is \[1, 0, 1\]; .* use from_segment_ids",
     ),
     "float padding mask": (
         lambda: BlockDiagonalMask.from_padding_mask(torch.ones(2, 3)),
-        r"attention_mask must be an integer tensor .* got \(2, 3\) float32",
+        r"attention_mask must be a bool or integer tensor .* got \(2, 3\) float32",
     ),
     "a 4D padding mask": (
         lambda: BlockDiagonalMask.from_padding_mask(torch.ones(1, 1, 3, 3, dtype=torch.bool)),
@@ -195,7 +203,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "rows descend": (
         lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([2, 1])),
-        r"query_rows must ascend strictly within 0\.\.3",
+        r"query_rows must ascend strictly within 0\.\.3; got \[2, 1\]",
     ),
     "rows repeat": (
         lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([1, 1])),

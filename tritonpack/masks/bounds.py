@@ -74,9 +74,10 @@ class Bounds:
                 if isinstance(value, Tensor) and value.is_inference():
                     object.__setattr__(self, f.name, outside_inference_mode(value.clone))
         object.__setattr__(self, "_computed", {})
-        object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
-        compared = on_host(self.key_start) and _eager() and type(self.key_start) is Tensor
-        object.__setattr__(self, "_values", self._copy_bounds() if compared else ())
+        counted = [] if torch.compiler.is_compiling() else self._tensors()
+        object.__setattr__(self, "_versions", tuple((name, x, x._version) for name, x in counted))
+        compared = self._tensors() if on_host(self.key_start) and _eager() else []
+        object.__setattr__(self, "_values", tuple((name, x, x.clone()) for name, x in compared))
         object.__setattr__(self, "_captured", self._stream().capturing)
         object.__setattr__(self, "_origin", None)
 
@@ -139,20 +140,19 @@ class Bounds:
         So one call of attention computes each value once, also in a CUDA graph whose capture the mask precedes.
 
         Raises:
-            ValueError: tensors of the mask were overwritten since it was made; see also `compare_bounds`.
+            ValueError: tensors of the mask were overwritten since it was made; see also `compare`.
         """
         self._check_unwritten()
-        self.compare_bounds()
+        self.compare()
         return self if self._stream().capturing == self._captured else replace(self, trusted=True)
 
     def _stream(self) -> Stream:
         plain = type(self.key_start) is Tensor
         return current_stream(self.key_start.device) if plain else Stream(None, False)
 
-    def _count_writes(self) -> tuple[tuple[str, Tensor, int], ...]:
-        """The mask's tensors with how often torch has counted a write to them."""
-        tensors = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return tuple((name, x, x._version) for name, x in tensors if isinstance(x, Tensor))
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        fields_and_values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return [(name, x) for name, x in fields_and_values if isinstance(x, Tensor)]
 
     def _check_unwritten(self) -> None:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
@@ -160,19 +160,13 @@ class Bounds:
             return
         self._refuse([name for name, x, version in self._versions if x._version != version])
 
-    def compare_bounds(self) -> None:
-        """Raise ValueError if bounds in host memory differ from those for which values are kept.
+    def compare(self) -> None:
+        """Raise ValueError if the mask's tensors lie in host memory and differ from what they were when it was made.
 
-        It finds writes that torch doesn't count. Bounds on a device aren't compared, which would take launches.
+        It finds writes that torch doesn't count. Tensors on a device aren't compared, which would take launches.
         """
         if _eager() and self._values:
             self._refuse([name for name, x, value in self._values if not torch.equal(x, value)])
-
-    def _copy_bounds(self) -> tuple[tuple[str, Tensor, Tensor], ...]:
-        """What `compare_bounds` compares: the bounds and copies of them."""
-        names = ("key_start", "key_stop", "query_start", "query_stop")
-        bounds = [(name, getattr(self, name)) for name in names]
-        return tuple((name, x, x.clone()) for name, x in bounds if x is not None)
 
     @staticmethod
     def _refuse(written: list[str]) -> None:
@@ -206,6 +200,7 @@ class Bounds:
 
         Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
         """
+        self.compare()
         return self.cached("transpose", self._transpose)
 
     def keep_transpose(self, query_start: Tensor, query_stop: Tensor) -> None:
@@ -258,6 +253,7 @@ class Bounds:
         >>> mask.restrict(torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4])).to_dense().int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
+        self.compare()
         start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
         query_start, query_stop = self.query_start, self.query_stop
         diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
@@ -292,6 +288,7 @@ class Bounds:
 
     def to(self, device: torch.device | str) -> Self:
         """The same mask on another device."""
+        self.compare()
         device = check_device(device)
         tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
         moved: dict[str, Any] = outside_inference_mode(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import kernels
-from tritonpack.checks import UNLIMITED, Reach, check_rows, require
+from tritonpack.checks import UNLIMITED, Reach, check_rows, on_host, require
 
 WHOLE_DOCUMENT = Reach(UNLIMITED, UNLIMITED, UNLIMITED)
 
@@ -87,10 +87,14 @@ def check_segments(ids: Tensor) -> None:
     starts, in_order = changes(ids), ids.sort(dim=1).values
     pieces = (starts & (ids != 0)).sum(1)
     documents = (changes(in_order) & (in_order != 0)).sum(1)
+    negative, broken = (ids < 0).any(1), pieces != documents
     require(
-        (pieces == documents).all() & (ids >= 0).all(),
-        "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
-        "padding); renumber the pieces, or move the tokens of each document together.",
+        ~(negative | broken).any(),
+        lambda: (
+            "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
+            f"padding); {_first_row(ids, negative | broken)}renumber the pieces, or move the tokens of each document "
+            "together."
+        ),
     )
 
 
@@ -99,11 +103,22 @@ def check_padding(attention_mask: Tensor) -> None:
     if kernels.serve(attention_mask):
         return
     live = attention_mask != 0
+    broken = (changes(live) & live).sum(1) > 1
     require(
-        ((changes(live) & live).sum(1) <= 1).all(),
-        "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
-        "only. For several documents in a row use from_segment_ids.",
+        ~broken.any(),
+        lambda: (
+            "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
+            f"only; {_first_row(attention_mask, broken)}for several documents in a row use from_segment_ids."
+        ),
     )
+
+
+def _first_row(values: Tensor, wrong: Tensor) -> str:
+    """What a message says of the first of the wrong rows of values, if these lie in host memory."""
+    if not on_host(values):
+        return ""
+    row = int(wrong.nonzero()[0, 0])
+    return f"row {row} is {values[row].tolist()!r:.200}; "
 
 
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
