@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-_process = os.getpid()  # that imported the package; a fork of it keeps the number
+_imported_by = os.getpid()  # that imported the package; a fork of it keeps the number
 
 if TYPE_CHECKING:
     from tritonpack import flash_attn as flash_attn

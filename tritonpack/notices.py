@@ -52,7 +52,7 @@ def knows_patched_models() -> bool:
     if worker is None:
         return True
     parent = parent_process()
-    return worker.id == 0 and parent is not None and parent.pid == tritonpack._process
+    return worker.id == 0 and parent is not None and parent.pid == tritonpack._imported_by
 
 
 def _users_level() -> int:

@@ -136,7 +136,7 @@ class Documents:
         self.each(k.shape[1], self._threads(q), compute)
 
     def _threads(self, q: Tensor) -> int:
-        if os.getpid() != tritonpack._process or not _openmp():
+        if os.getpid() != tritonpack._imported_by or not _openmp():
             return 1  # A process that was forked has one thread, and OpenMP would wait for the others forever.
         numbers = int(self.work.sum()) * q.shape[1] * q.shape[2]
         return max(min(torch.get_num_threads(), numbers // FEWEST_NUMBERS), 1)

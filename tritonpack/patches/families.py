@@ -57,8 +57,8 @@ MIXERS = _names(
     "ZayaCCAProjection xLSTMLayer"
 )
 
-# Model types that make ALiBi from the mask for padding, which must be as wide as their keys.
-ALIBI_FROM_MASK = _names("bloom falcon mpt")
+# Model types that count places, or make ALiBi, from the mask for padding, which must be as wide as their keys.
+PLACES_FROM_MASK = _names("biogpt bloom falcon mpt opt")
 
 # Model types that treat padding tokens as padding if they get no mask.
 MASKS_PADDING = _names("t5_gemma_module")

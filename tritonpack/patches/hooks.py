@@ -17,10 +17,10 @@ from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.cross_attention import meet
 from tritonpack.patches.families import (
-    ALIBI_FROM_MASK,
     BOTH_WAYS,
     COUNT_FROM_PADDING,
     MASKS_PADDING,
+    PLACES_FROM_MASK,
     PROMPT_TYPES,
     READS_PADDING,
 )
@@ -188,7 +188,7 @@ class PackingHook(PreHook):
         if isinstance(mask, PackedBatch):
             arguments["attention_mask"] = mask = mask.to_tensor()
         cache = cache_of(arguments)
-        if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
+        if mask is None and cache is not None and self.model_type in PLACES_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         pad_token = getattr(self.text_config, "pad_token_id", None)

@@ -183,11 +183,11 @@ class PackedBatch(TensorLike):
         on_use: called when attention uses one of its masks in a model's first call.
     """
 
-    shared = counted = recomputed = False
+    shared = recomputed = False
 
     arguments: tuple[str, ...] = (
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
-        "serving", "by_document", "cached", "filler", "tree_ends", "placement", "causal",
+        "serving", "by_document", "cached", "filler", "tree_ends", "placement", "causal", "counted",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -205,11 +205,12 @@ class PackedBatch(TensorLike):
         tree_ends: Tensor | None = None,
         placement: Placement | None = None,
         causal: bool = False,
+        counted: bool = False,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.device, self.serving = tokens, device, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
-        self.tree_ends, self.placement, self.causal = tree_ends, placement, causal
+        self.tree_ends, self.placement, self.causal, self.counted = tree_ends, placement, causal, counted
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.on_use: Callable[[], None] | None = None
         self.kept_batches: list[Any] = []  # by `batches_of`
