@@ -10,12 +10,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tritonpack
-from tests.patches import sweep, zoo
+from tests.patches import sweep
 from tests.patches.test_every_model import EXACT, build, mostly_slow
 
 IDS = torch.randint(6, 50, (1, 14), generator=torch.Generator().manual_seed(1))
 REFUSED = {"git"}  # its text alone can't be continued
-STOCK_IS_RIGHT = {"bailing_hybrid", "falcon_h1", "lara_mini", "lfm2", "lfm3", "olmo_hybrid", "opt", "qwen3_next", "zaya"}
+STOCK_IS_RIGHT = {
+    "bailing_hybrid",
+    "falcon_h1",
+    "lara_mini",
+    "lfm2",
+    "lfm3",
+    "olmo_hybrid",
+    "opt",
+    "qwen3_next",
+    "zaya",
+}
 
 
 def states(output: Any) -> Tensor:

@@ -50,6 +50,15 @@ def equal_as_untiled(model: PreTrainedModel, batch: dict[str, Any], rows: int = 
     return handle.report
 
 
+def test_an_mlp_that_computes_in_float32_in_a_float64_model() -> None:
+    """As Beam's does: another number of rows may give other last bits of float32."""
+    model: Any = tiny_model("llama", dtype=torch.float64)
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda m, args, out: out * (1 + 1e-7 * out.shape[-2]))
+    with tritonpack.patch(model, tiled_mlp=8), torch.no_grad():
+        model(**packed(9, 4))
+
+
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in BUILT])
 @pytest.mark.swept(every=2)
 def test_every_type_is_exact_or_refused(name: str) -> None:

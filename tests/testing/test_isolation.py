@@ -58,6 +58,15 @@ def test_float64_models_that_compute_in_float32_inside(name: str) -> None:
             check_isolation(model)
 
 
+def test_a_patched_model_that_chooses_among_equal_scores_is_not_told_to_be_patched() -> None:
+    """As indexers do: what each document gives depends on the row's length, and no document on another."""
+    model: Any = tiny_model("llama", dtype=torch.float64)
+    with tritonpack.patch(model):
+        model.model.layers[0].mlp.register_forward_hook(lambda m, args, out: out * (1 + out.shape[1]))
+        with pytest.raises(tritonpack.IsolationError, match=r"or another precision.* None reads another.* equal scores"):
+            check_isolation(model)
+
+
 def test_float64_models_keep_their_limit() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     with tritonpack.patch(model):

@@ -101,7 +101,8 @@ class TiledMlp(InstanceForward):
                 why = "it doesn't return one tensor of states"
             else:
                 each = torch.cat([self.inner(rows[..., i : i + 1, :]) for i in range(TRIED_ROWS)], -2)
-                limit = ROUNDING.get(whole.dtype, ROUNDING_OF_OTHERS) * whole.detach().abs().float().max()
+                dtype = torch.float32 if whole.dtype == torch.float64 else whole.dtype  # in which Beam's MLP computes
+                limit = ROUNDING.get(dtype, ROUNDING_OF_OTHERS) * whole.detach().abs().float().max()
                 if not (whole - each).detach().abs().float().max() <= limit:
                     why = "a row's results depend on other rows or on its place"
         if why:

@@ -142,13 +142,19 @@ def _check_form(
     changed = [others[i] if i == moved.document else x for i, x in enumerate(documents)]
     layer = _first_moved_layer(subject, batch, FORMS[form](changed), moved.document)
     where = f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are wrong"
-    leak = moved.size > rounding or gradient > rounding
-    what = f"see each other: {where}" if leak else "have other positions, or another precision, than each alone"
+    if moved.size > rounding or gradient > rounding:
+        what, remedy = f"see each other: {where}", "tritonpack.patch(model) keeps documents apart."
+    else:
+        what = "have other positions, or another precision, than each alone"
+        remedy = (
+            "None reads another. tritonpack.patch(model) counts positions in each. If the model is patched and its "
+            "layers choose the best keys or experts by scores, equal scores may be chosen in another order than alone."
+        )
     raise IsolationError(
         f"documents of a batch packed by {TOLD[form]} {what}. Their outputs differ from each "
         f"document's own by {differs:.1e}, move by {moved.size:.1e} when document {moved.document} changes, and have a "
         f"gradient of {gradient:.1e} in another document (all relative; {allowed:.1e}, {rounding:.1e} and "
-        f"{rounding:.1e} would be rounding). tritonpack.patch(model) keeps documents apart."
+        f"{rounding:.1e} would be rounding). {remedy}"
     )
 
 
