@@ -33,7 +33,7 @@ def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, name, frozenset())
     for owner, name in (
         (choose, "REWRITTEN"), (choose_layout, "REFUSED"),
-        (choose_layout, "REFUSED_LAYERS"), (hooks, "ALIBI_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
+        (choose_layout, "REFUSED_LAYERS"), (hooks, "PLACES_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})
