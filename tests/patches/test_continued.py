@@ -66,10 +66,10 @@ def test_a_continued_text_is_the_whole_one(name: str) -> None:
     models = [head] if base is None or "input_ids" not in inspect.signature(base.forward).parameters else [head, base]
     right = 0
     for model in models:
-        for continued, begin, tokens in ((behind_padding, 2, slice(10, None)), (without_mask, 0, slice(4, 9))):
+        for continued, text, new in ((behind_padding, slice(2, 14), 10), (without_mask, slice(0, 9), 4)):
             with torch.no_grad():
                 try:
-                    whole = states(model(input_ids=IDS[:, begin : 9 if continued is without_mask else None]))[0, tokens]
+                    whole = states(model(input_ids=IDS[:, text]))[0, new:]
                     stock = apart(model, continued, whole)
                 except Exception:  # stock transformers fails
                     continue

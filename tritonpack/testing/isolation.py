@@ -147,8 +147,8 @@ def _check_form(
     else:
         what = "have other positions, or another precision, than each alone"
         remedy = (
-            "None reads another. tritonpack.patch(model) counts positions in each. If the model is patched and its "
-            "layers choose the best keys or experts by scores, equal scores may be chosen in another order than alone."
+            "No document sees another. tritonpack.patch(model) counts the positions of each by itself. If the "
+            "model is patched, and its layers choose the best keys by scores, the best of equal ones may be others."
         )
     raise IsolationError(
         f"documents of a batch packed by {TOLD[form]} {what}. Their outputs differ from each "
