@@ -243,16 +243,20 @@ class TestColumns:
         {"input_ids": [9, 10, 11], "completion_mask": [0, 1, 1], "text": "b"},
     ]
 
+    @pytest.mark.parametrize("labelled", [False, True])
     @pytest.mark.parametrize("as_dataset", [False, True])
-    def test_that_the_collator_uses_stay(self, as_dataset: bool, tmp_path: Path) -> None:
-        dataset: Any = self.documents
+    def test_that_the_collator_uses_stay(self, as_dataset: bool, labelled: bool, tmp_path: Path) -> None:
+        dataset: Any = [
+            document | ({"labels": document["input_ids"]} if labelled else {}) for document in self.documents
+        ]
         if as_dataset:
             dataset = pytest.importorskip("datasets").Dataset.from_list(dataset)
         trainer = make_trainer(tmp_path, train_dataset=dataset)
         handle = tritonpack.setup(trainer, TOKENS)
         (batch,) = trainer.get_train_dataloader()
         assert sorted(batch["labels"][0].tolist()) == [-100, -100, -100, 7, 8, 10, 11]
-        assert "columns: completion_mask, input_ids; left out: text" in str(handle)
+        columns = f"completion_mask, input_ids{', labels' if labelled else ''}"
+        assert f"columns: {columns}; left out: text" in str(handle)
         if not as_dataset:
             trainer.train()
 

@@ -89,11 +89,6 @@ def test_completion_masks_make_labels(mask, as_type):
     assert batch[mask].tolist() == [[0, 1, 0, 1, 0, 1, 0, 1]]
 
 
-def test_completion_mask_leaves_given_labels_unchanged():
-    batch = collate({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "completion_mask": [0, 1, 0, 1]})
-    assert batch["labels"].tolist() == [[IGNORED, 6, 7, 8]]
-
-
 def test_uint64_ids_that_fit_int64():
     for ids in (torch.tensor([5, 2**40], dtype=torch.uint64), np.array([5, 2**40], np.uint64)):
         assert collate({"input_ids": ids})["input_ids"].tolist() == [[5, 2**40]]

@@ -63,8 +63,9 @@ class PackingCollator:
     | `input_ids` | the same |
     | `labels`, `label` or `label_ids` | `labels`, see `objective` |
     | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and the columns in `per_token` | the same |
-    | `completion_mask`, `assistant_masks` | the same; labels that are made from the input ids are -100 where it is 0. \
-transformers' Trainer removes both columns first unless `remove_unused_columns=False` |
+    | `completion_mask`, `assistant_masks` | the same; labels of tokens are -100 where it is 0. Labels that aren't a \
+copy of the input ids must be -100 there already, but for the first token of a causal model's document. transformers' \
+Trainer removes both columns first unless `remove_unused_columns=False` |
     | `attention_mask` | left out; it must be 1 everywhere |
     | `seq_lengths` | the lengths of the documents of a row |
     | `position_ids` | made; given ones must count from 0 in each document, and say where the documents of a row begin |
@@ -126,7 +127,8 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
 
         Raises:
             ValueError: no features, a column that can't be packed or that some documents don't have, a document that
-                is empty, isn't a row of integers, has a negative token or padding, labels of another length.
+                is empty, isn't a row of integers, has a negative token or padding, labels of another length, or labels
+                that contradict a mask.
         """
         return self._collate(features, type(self).__name__)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Objective = Literal["causal", "tokens", "documents"]
@@ -43,7 +44,12 @@ def per_token_names(names: Any) -> tuple[str, ...]:
 
 
 def read_feature(
-    feature: Any, number: int | str, objective: Objective, per_token: Sequence[str], longest: int | None
+    feature: Any,
+    number: int | str,
+    objective: Objective,
+    per_token: Sequence[str],
+    longest: int | None,
+    never_learned: Collection[int] = (),
 ) -> list[Columns]:
     """The columns of the documents of a feature, checked; each document is cut to `longest` tokens.
 
@@ -51,10 +57,12 @@ def read_feature(
         feature: a document, or a row of documents with one of `BOUNDARIES`.
         number: the feature's number, for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
+        never_learned: see `combine_labels`.
 
     Returns:
         For each document `input_ids`, `labels` if there are any, and the columns with one value per token, (n, ...)
-        each. Integers are int64. Under the objective "documents" `labels` have any shape.
+        each. Labels of tokens are combined with the masks of `LEARNED`. Integers are int64. Under the objective
+        "documents" `labels` have any shape.
 
     Raises:
         ValueError: see PackingCollator.
@@ -80,6 +88,8 @@ def read_feature(
                 f"holds {len(lengths)} documents, but its labels have the shape {tuple(labels['labels'].shape)}; "
                 "objective='documents' takes one label, or one row of labels, for each document."
             )
+        if "labels" in columns:
+            columns["labels"] = labels_beside_masks(columns, lengths or [tokens], objective == "causal", never_learned)
     except ValueError as error:
         raise ValueError(f"document {number} {error}") from error
     if lengths is None:
@@ -126,11 +136,71 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
 
 def labels_of_tokens(columns: Columns) -> Tensor:
     """Labels for a document without labels: its input ids, -100 where a column of `LEARNED` is 0."""
-    labels = columns["input_ids"].clone()
-    for name in LEARNED:
-        if name in columns:
-            labels[columns[name] == 0] = IGNORED_LABEL
-    return labels
+    ids = columns["input_ids"]
+    return labels_beside_masks(columns | {"labels": ids.clone()}, [len(ids)], is_causal=True)
+
+
+def labels_beside_masks(
+    columns: Columns, lengths: Sequence[int], is_causal: bool, never_learned: Collection[int] = ()
+) -> Tensor:
+    """The labels of documents, combined with the masks of `LEARNED`; see `combine_labels`."""
+    masks = {name: columns[name].numpy() for name in LEARNED if name in columns}
+    if not masks:
+        return columns["labels"]
+    ids, labels = columns["input_ids"].numpy(), columns["labels"].numpy()
+    return torch.from_numpy(combine_labels(ids, labels, masks, np.array(lengths), is_causal, never_learned))
+
+
+def combine_labels(
+    ids: NDArray[Any],
+    labels: NDArray[Any],
+    masks: Mapping[str, NDArray[Any]],
+    lengths: NDArray[Any],
+    is_causal: bool,
+    never_learned: Collection[int] = (),
+    place: Callable[[int], str] | None = None,
+) -> NDArray[Any]:
+    """Combine the labels of documents, one after the other, with their masks: -100 where a mask is 0.
+
+    Labels that are a copy of the input ids choose no tokens, so the masks choose. Other labels choose themselves: they
+    may leave out more tokens than the masks, and no label may stand where a mask is 0.
+
+    >>> ids, mask = np.array([5, 6, 7, 8]), {"completion_mask": np.array([0, 0, 1, 1])}
+    >>> combine_labels(ids, ids, mask, np.array([4]), is_causal=True).tolist()
+    [-100, -100, 7, 8]
+    >>> combine_labels(ids, np.array([-100, -100, -100, 9]), mask, np.array([4]), is_causal=True).tolist()
+    [-100, -100, -100, 9]
+
+    Args:
+        ids, labels: (tokens,) integers.
+        masks: (tokens,) 0 or 1 each, by name; at least one.
+        lengths: (documents,) the tokens of each document, at least 1.
+        is_causal: nothing predicts the first token of a document, so its label contradicts no mask.
+        never_learned: tokens that a copy of the input ids may leave out, such as those of images.
+        place: where a document is, for messages. None: the caller says it, and tokens are numbered over all documents.
+
+    Raises:
+        ValueError: a label where a mask is 0; the message names the first.
+    """
+    starts = np.cumsum(lengths) - lengths
+    left_out = np.logical_or.reduce([mask == 0 for mask in masks.values()])
+    ignored = labels == IGNORED_LABEL
+    copied = (labels == ids) | (ignored & np.isin(ids, list(never_learned)))
+    is_copy = np.logical_and.reduceat(copied, starts) if len(starts) else np.ones(0, bool)
+    contrary = left_out & ~ignored & ~np.repeat(is_copy, lengths)
+    if is_causal:
+        contrary[starts] = False
+    if contrary.any():
+        token = int(contrary.argmax())
+        name = next(name for name, mask in masks.items() if not mask[token])
+        document = int(np.searchsorted(starts, token, side="right")) - 1
+        where, at = ("", token) if place is None else (f"{place(document)} ", token - int(starts[document]))
+        raise ValueError(
+            f"{where}has the label {int(labels[token])} at token {at}, where its {name} is 0. Masks choose the tokens "
+            "of labels that are a copy of the input ids, and these aren't. Set such labels to "
+            f"{IGNORED_LABEL}, or leave one of the two columns out (dataset.remove_columns)."
+        )
+    return np.where(left_out, labels.dtype.type(IGNORED_LABEL), labels)
 
 
 def join(documents: Sequence[Columns], name: str, numbers: Sequence[int | str]) -> Tensor:

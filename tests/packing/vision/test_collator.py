@@ -115,6 +115,16 @@ class TestRow:
         example = llava(labels=[3, *[IMAGE] * 4, 4])
         assert VisionPackingCollator(LLAVA)([example])["labels"].tolist() == [[-100, *[IMAGE] * 4, 4]]
 
+    @pytest.mark.parametrize("image", [IMAGE, -100])
+    def test_labels_beside_a_mask(self, image: int) -> None:
+        """A copy of the input ids, whether or not images are left out, is -100 where the mask is 0."""
+        example = llava(input_ids=[3, *[IMAGE] * 4, 4, 5, 6], assistant_masks=[0] * 6 + [1, 1])
+        collator = VisionPackingCollator(LLAVA)
+        batch = collator([example | {"labels": [3, *[image] * 4, 4, 5, 6]}])
+        assert batch["labels"].tolist() == [[-100] * 6 + [5, 6]]
+        with pytest.raises(ValueError, match="document 0 has the label 4 at token 5, where its assistant_masks is 0"):
+            collator([example | {"labels": [-100] * 5 + [4, 5, 6]}])
+
     def test_a_text_alone_has_no_columns_of_images(self) -> None:
         assert VisionPackingCollator(LLAVA)([TEXT]).keys() == PackingCollator()([TEXT]).keys()
         assert VisionPackingCollator(LLAVA)([TEXT | {"pixel_values": None}]).keys() == PackingCollator()([TEXT]).keys()

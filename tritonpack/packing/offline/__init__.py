@@ -98,7 +98,7 @@ def pack_to_disk(
         columns: the columns with one value per token that rows keep; None keeps all, and other columns than
             PackingCollator's are an error. `attention_mask` must be 1 everywhere, and is left out. If there are no
             labels, they are made from `completion_mask` and `assistant_masks`, which are left out, because trainers
-            remove these columns.
+            remove these columns. Given labels are combined with them, as PackingCollator does.
         overlong, algorithm, max_items: see `pack`.
         seed: decides the order of the rows; None keeps the order that the algorithm makes.
         jobs: threads.
@@ -107,8 +107,9 @@ def pack_to_disk(
 
     Raises:
         ValueError: a wrong argument, a source that can't be read, a document that is empty, is missing, has padding,
-            or has a column of other values or of another length; the message names the file, the document and the
-            column. A folder that holds something else, or was begun with other arguments or documents.
+            has a column of other values or of another length, or labels that contradict a mask; the message names the
+            file, the document and the column. A folder that holds something else, or was begun with other arguments or
+            documents.
         ImportError: pyarrow, datasets or numba can't be imported.
     """
     return _pack(

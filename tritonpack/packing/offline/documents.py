@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute, types
 
-from tritonpack.packing.columns import BOUNDARIES, IGNORED_LABEL, LABELS, LEARNED, LEFT_OUT, MADE, PER_TOKEN
+from tritonpack.packing.columns import BOUNDARIES, LABELS, LEARNED, LEFT_OUT, MADE, PER_TOKEN, combine_labels
 from tritonpack.packing.documents import TOKENS
 
 MASK = "attention_mask"
@@ -92,7 +92,7 @@ def read_documents(table: pa.Table, columns: Columns, place: Place) -> pa.Table:
     Raises:
         ValueError: a document that is missing or empty, a column that isn't a row of integers (or of values, if it
             isn't one that PackingCollator knows), has another number of values than tokens, or holds a value that isn't
-            allowed; padding. The message has the place of the document and the column.
+            allowed; padding; labels that contradict a mask. The message has the place of the document and the column.
     """
     lists = {name: _lists(table.column(name), name, place) for name in columns.read if name not in LEFT_OUT}
     lengths = np.diff(_offsets(lists[TOKENS]))
@@ -122,11 +122,11 @@ def read_documents(table: pa.Table, columns: Columns, place: Place) -> pa.Table:
         if name in lists:
             allowed = compute.less_equal(lists[name].values, 1)
             _require(lists[name], allowed, place, f"{name} holds other values than 0 and 1")
-    if columns.learned:
-        labels = lists[TOKENS].values
-        for name in columns.learned:
-            labels = compute.if_else(compute.equal(lists[name].values, 1), labels, pa.scalar(IGNORED_LABEL, pa.int32()))
-        lists["labels"] = _from_offsets(_offsets(lists[TOKENS]), labels)
+    if masks := {name: lists[name].values.to_numpy() for name in LEARNED if name in lists}:
+        given = columns.kept.get("labels")
+        ids, labels = lists[TOKENS].values.to_numpy(), lists[given or TOKENS].values.to_numpy()
+        combined = combine_labels(ids, labels, masks, lengths, is_causal=True, place=place)
+        lists[given or "labels"] = _from_offsets(_offsets(lists[TOKENS]), pa.array(combined))
     found = {name: lists[columns.kept.get(name, name)] for name in columns.written}
     return pa.table(found)
 

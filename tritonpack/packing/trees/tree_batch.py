@@ -23,7 +23,6 @@ from tritonpack.packing.columns import (
     LABELS,
     LEARNED,
     LEFT_OUT,
-    Columns,
     integers,
     labels_of_tokens,
     read_feature,
@@ -241,8 +240,8 @@ class TreeCollator:
     ([1, 1, 3], [[7, 8, 9]])
 
     A document has `input_ids`. It may have `labels` (or `label_ids`); `completion_mask` and `assistant_masks`, whose
-    zeros mark tokens that aren't targets; `attention_mask`, which must be 1 everywhere; and `length`. All other columns
-    are refused by name.
+    zeros mark tokens that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1
+    everywhere; and `length`. All other columns are refused by name.
 
     Attributes:
         capacity: the number of tokens that a row may have; None for any number. `pack_trees` plans such rows.
@@ -266,8 +265,8 @@ class TreeCollator:
             The tensors of `TreeBatch.inputs`, in host memory.
 
         Raises:
-            ValueError: no features, a column that isn't taken or that some documents don't have, a label where a mask
-                is 0, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
+            ValueError: no features, a column that isn't taken or that some documents don't have, labels that contradict
+                a mask, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
                 document.
         """
         whole = documents_of(features, "TreeCollator")
@@ -287,7 +286,7 @@ class TreeCollator:
         require_same_columns(documents, range(len(documents)))
         batch = pack_tree(
             [columns["input_ids"] for columns in documents],
-            labels=[_labels(columns, number) for number, columns in enumerate(documents)],
+            labels=[columns["labels"] if "labels" in columns else labels_of_tokens(columns) for columns in documents],
         )
         if self.capacity is not None and batch.num_tokens > self.capacity:
             raise ValueError(
@@ -311,20 +310,6 @@ def read_sequences(sequences: Any) -> list[Tensor]:
         if not len(row):
             raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
     return rows
-
-
-def _labels(columns: Columns, number: int) -> Tensor:
-    """The labels of a document. Labels beside a mask must leave out what the mask leaves out; else: ValueError."""
-    learned = labels_of_tokens(columns)
-    labels = columns.get("labels", learned)
-    if (contrary := (labels != IGNORED_LABEL) & (learned == IGNORED_LABEL))[1:].any():  # nothing predicts the first
-        place = 1 + int(contrary[1:].int().argmax())
-        names = [name for name in LEARNED if name in columns and not columns[name][place]]
-        raise ValueError(
-            f"document {number} has the label {int(labels[place])} at token {place}, where its {names[0]} is 0. Leave "
-            f"one of the two columns out, or set such labels to {IGNORED_LABEL}."
-        )
-    return labels
 
 
 def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int]) -> TreeBatch:

@@ -49,8 +49,9 @@ class VisionPackingCollator:
 their `get_rope_index` returns for the document alone |
 
     If no example has labels, they are made from the input ids, -100 for the tokens of images and videos, and for the
-    prompts of PaliGemma. Given labels are kept, but for the first of each document. A text without images may lack
-    `mm_token_type_ids`, and Gemma 3's `token_type_ids`.
+    prompts of PaliGemma. Given labels are kept, but for the first of each document, and combined with masks as
+    PackingCollator does. A copy of the input ids may be -100 at the tokens of images and videos. A text without images
+    may lack `mm_token_type_ids`, and Gemma 3's `token_type_ids`.
 
     Attributes:
         model: the model that gets the batches, bare or wrapped (PEFT, DistributedDataParallel). Only its configuration
@@ -156,7 +157,8 @@ their `get_rope_index` returns for the document alone |
             tokens |= {name: example[name] for name in self.per_token if name in example}
         except ValueError as error:
             raise ValueError(f"document {number} {error}") from error
-        (text,) = read_feature(tokens, number, "causal", tuple(self.per_token), None)
+        placeholders = tuple(self._placeholders().values())
+        (text,) = read_feature(tokens, number, "causal", tuple(self.per_token), None, never_learned=placeholders)
         try:
             self._check_tokens(text, media)
         except ValueError as error:
