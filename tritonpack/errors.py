@@ -13,6 +13,10 @@ class RankFailedError(RuntimeError):
     """A rank of a sequence-parallel group failed, left or ended; the message says which, and how to go on."""
 
 
+class OutputError(OSError):
+    """A file of results can't be written; the message names it."""
+
+
 class IsolationError(AssertionError):
     """A document of a packed batch saw another document; the message names the first layer that leaks."""
 

@@ -10,6 +10,7 @@ pytest.importorskip("rich")
 
 import tritonpack
 from tests.cli.command import run
+from tritonpack.errors import OutputError
 
 
 @pytest.mark.parametrize(
@@ -81,12 +82,41 @@ def test_interrupt_exits_silently_with_130(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-def test_missing_path_is_reported_before_transformers_is_imported():
-    program = "import sys; from tritonpack.cli.app import run; code = run(['check', '/nowhere/x']); "
-    program += "sys.exit(code if 'transformers' not in sys.modules else 9)"
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "/nowhere/x"], "there is no file or folder /nowhere/x"),
+        (["pack", "nowhere.jsonl", "--capacity", "8", "--out", "x"], "there is no file or folder nowhere.jsonl"),
+        (["pack", "nowhere.jsonl", "--capacity", "8", "--out", "/proc/x"], "there is no file or folder nowhere.jsonl"),
+        (["pack", ".", "--capacity", "8", "--out", "/proc/x"], "--out /proc/x can't be made"),
+        (["plan", "nowhere.json", "--capacity", "8"], "there is no file nowhere.json"),
+        (["plan", ".", "--capacity", "8"], ". is a folder; name the file"),
+        (["plan", __file__, "--capacity", "8"], "ends in '.py'; lengths are read from"),
+    ],
+    ids=str,
+)
+def test_wrong_path_is_reported_before_slow_imports(arguments, message):
+    program = f"import sys; from tritonpack.cli.app import run; code = run({arguments!r}); "
+    program += "print(*{name.partition('.')[0] for name in sys.modules}); sys.exit(code)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 2
-    assert "there is no file or folder /nowhere/x" in result.stderr
+    assert message in result.stderr
+    slow = {"datasets", "matplotlib", "numba", "numpy", "pyarrow", "torch", "transformers", "triton"}
+    assert not slow & set(result.stdout.split())
+
+
+def test_only_errors_of_writing_speak_of_output(capsys, monkeypatch):
+    for error, expected in (
+        (OSError("Corrupt data"), (1, "error: Corrupt data\n")),
+        (OutputError(28, "Full", "a.json"), (1, "error: output can't be written: [Errno 28] Full: 'a.json'\n")),
+        (OSError(13, "Permission denied", "a.json"), (2, "error: [Errno 13] Permission denied: 'a.json'\n")),
+    ):
+
+        def failing(*_, error=error):
+            raise error
+
+        monkeypatch.setattr("tritonpack.cli.check_backend.examine", failing)
+        assert (run("check-backend", "a:b"), capsys.readouterr().err) == expected
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")

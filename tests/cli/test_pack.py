@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -9,10 +10,14 @@ pytest.importorskip("datasets")
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from tests.cli.command import run
 from tritonpack.cli.pack.figure import _draw_first_rows
+from tritonpack.cli.paths import DOCUMENTS, require_documents
+from tritonpack.packing.offline import sources
 
 
 @pytest.fixture
@@ -99,6 +104,51 @@ def test_wrong_command_line(tmp_path, documents, capsys, options, message):
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_damaged_file_is_no_error_of_output(tmp_path, capsys):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"input_ids": [[number % 250] * 150 for number in range(300)]}), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:100] + bytes(100) + data[200:])
+    assert run("pack", path, "--capacity", 2048, "--out", tmp_path / "rows") == 2
+    assert re.fullmatch(
+        rf"error: document 0 of {path}, or a document after it, can't be read: .*\n", capsys.readouterr().err
+    )
+
+
+def test_full_disk_is_an_error_of_output(tmp_path, documents, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tritonpack.packing.offline.folder.os.replace", full)
+    assert run("pack", documents, "--capacity", 12, "--out", tmp_path / "rows") == 1
+    assert re.match(
+        r"error: output can't be written: .*No space left on device; free space in", capsys.readouterr().err
+    )
+
+
+def test_folder_that_cannot_be_made(documents, capsys):
+    assert run("pack", documents, "--capacity", 12, "--out", "/proc/x") == 2
+    message = "error: --out /proc/x can't be made: No such file or directory; name another folder\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    "name", ["no.jsonl", "./no", "~/no", "a/b/no", "here/no", "someone/no", "no", "*.jsonl", "here"]
+)
+def test_early_check_of_paths_agrees_with_the_reader(tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def message(check):
+        try:
+            check()
+        except ValueError as error:
+            return str(error) if "there is no file" in str(error) else None
+
+    assert message(lambda: require_documents(name)) == message(lambda: sources.find_files(name, None))
+    assert tuple(sources._FORMATS) == DOCUMENTS
 
 
 def test_folder_of_something_else(tmp_path, documents, capsys):

@@ -17,7 +17,8 @@ from typer import Argument, Option
 
 import tritonpack
 from tritonpack.cli.files import make_folder
-from tritonpack.cli.paths import require_path
+from tritonpack.cli.paths import require_documents, require_lengths, require_path
+from tritonpack.errors import OutputError
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
@@ -64,12 +65,14 @@ def _require(module: str, what: str) -> None:
 
 @contextmanager
 def _usage_errors(reword: Callable[[str], str] = str) -> Iterator[None]:
-    """Report a ValueError, or an OSError about a file, as a wrong command line."""
+    """Report a ValueError, or an OSError about a file that is read, as a wrong command line."""
     try:
         yield
+    except OutputError:
+        raise
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
-            raise  # standard output can't be written
+            raise  # it may come from standard output
         raise _UsageError(reword(str(error))) from error
 
 
@@ -297,6 +300,10 @@ def plan(
     _require("matplotlib", "the plan")
     if model is not None:
         _require("transformers", "--model")
+    with _usage_errors():  # before imports that take seconds
+        require_lengths(lengths)
+        if model is not None:
+            require_path(model)
     from tritonpack.cli.plan import Options, as_options, examine
 
     options = Options(
@@ -360,6 +367,10 @@ def pack(
     """
     for module in ("datasets", "matplotlib"):
         _require(module, "packing to disk")
+    with _usage_errors():  # before imports that take seconds
+        require_documents(dataset)
+        if not out.resolve().is_relative_to(Path(dataset).resolve()):
+            make_folder(out, "packing.png")
     from tritonpack.cli.pack import Options, as_options, examine
 
     options = Options(
@@ -416,8 +427,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line.
 
     Returns:
-        The exit code of the command; 1 if output can't be written, 2 for a wrong command line, 130 for Ctrl-C, 141 for
-        a closed pipe (as shells count signals).
+        The exit code of the command; 1 if output can't be written, or for another error of the system; 2 for a wrong
+        command line, 130 for Ctrl-C, 141 for a closed pipe (as shells count signals).
     """
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
@@ -432,12 +443,23 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError):
-            print(f"error: output can't be written: {error}", file=sys.stderr)
+            what = "output can't be written: " if isinstance(error, OutputError) or _is_output_full() else ""
+            print(f"error: {what}{error}", file=sys.stderr)
             _discard_output()
             return 1
         print(f"error: {error.format_message()}", file=sys.stderr)
         return 2
     return code or 0
+
+
+def _is_output_full() -> bool:
+    """Whether standard output still holds text that can't be written."""
+    try:
+        sys.stdout.write("")  # without it a second flush says nothing
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _discard_output() -> None:

@@ -12,6 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tritonpack.errors import OutputError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -66,19 +68,21 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file through a temporary one in its folder, so that readers find it whole, and a failure changes nothing.
 
     Raises:
-        OSError: it can't be written.
+        OutputError: it can't be written.
     """
     data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # /dev/null must not be replaced by a file
-        path.write_bytes(data)
-        return
-    path = path.resolve()  # a link stays, the file that it leads to is replaced
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    target = path.resolve()  # a link stays, the file that it leads to is replaced
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():  # /dev/null must not be replaced by a file
+            path.write_bytes(data)
+            return
         temporary.write_bytes(data)
         if path.exists():
             shutil.copymode(path, temporary)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

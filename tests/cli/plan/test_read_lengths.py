@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tritonpack.cli.plan.read_lengths import read_lengths
+from tritonpack.cli.paths import LENGTHS
+from tritonpack.cli.plan.read_lengths import READERS, read_lengths
 
 
 def written(tmp_path, name, content):
@@ -88,6 +89,33 @@ def test_refuses_parquet(tmp_path, column, message):
         read_lengths(tmp_path / "a.parquet")
 
 
+def test_damaged_parquet_names_the_document(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    ids = [list(range(number, number + 100)) for number in range(200_000 // 100)]
+    with parquet.ParquetWriter(path, pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int64()))])) as writer:
+        writer.write_table(pyarrow.table({"input_ids": ids}))
+        writer.write_table(pyarrow.table({"input_ids": ids}))
+    start = parquet.read_metadata(path).row_group(1).column(0).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start + 40 : start + 90] = bytes(50)
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"a.parquet, document \d+ or one after it, column 'input_ids', can't be read: "
+    ):
+        read_lengths(path)
+
+
+@pytest.mark.parametrize("ending", LENGTHS)
+def test_errors_of_the_system_name_the_file(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read_lengths(path)
+    assert tuple(READERS) == LENGTHS
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
 def test_message_names_missing_pyarrow(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -128,7 +156,13 @@ def test_message_names_missing_pyarrow(tmp_path, monkeypatch, name):
         ("a.txt", "3\n99999999999999999999\n", "line 2, is 99999999999999999999, neither"),
         ("a.npy", "[1, 2]", "can't be read as a .npy file"),
         ("a.npy", b"\x93NUMPY\x01\x00", "can't be read as a .npy file"),
+        ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read as a .npy file"),
         ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
+        ("a.jsonl", b"3\n4\n\xff\xfe\n", "line 1 or one after it, can't be read: 'utf-8' codec"),
+        ("a.jsonl", b"3\n" * 9000 + b"\xff\n", "or one after it, can't be read: 'utf-8' codec"),
+        ("a.txt", "3\n".encode("utf-16"), "line 1 or one after it, can't be read: 'utf-8' codec"),
+        ("a.jsonl", "3\n" + "[" * 100_000, "line 2, isn't JSON: '[[["),
+        ("a.txt", "3\n" + "9" * 5000, "line 2, isn't a number: '999"),
     ],
 )
 def test_refuses(tmp_path, name, content, message):

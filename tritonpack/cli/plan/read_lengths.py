@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tritonpack.cli.paths import require_lengths
 
 if TYPE_CHECKING:
     import pyarrow
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 # The columns that are read without --column; the first that a file has.
 USUAL_COLUMNS = ("length", "lengths", "input_ids")
 _MOST = 2**31 - 1  # tokens of a document: sums over documents then stay within 64 bits
+# Raised by json, numpy or pyarrow. numpy parses the header of an .npy file as Python.
+_DAMAGED = (ValueError, OSError, EOFError, MemoryError, RecursionError, SyntaxError, TokenError)
 _REMEDY = "Count the tokens of every document with your tokenizer, and write one whole number for each"
 
 
@@ -39,20 +44,14 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
         ValueError: there is no such file, its content isn't what its ending says, or a value is no document. The
             message names the file, and the line, row or document.
     """
-    reader = READERS.get(path.suffix.lower())
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name the file that holds the lengths: {', '.join(READERS)}")
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    if reader is None:
-        raise ValueError(f"{path} ends in {path.suffix!r}; lengths are read from {', '.join(READERS)}")
+    require_lengths(path)
     try:
-        lengths = reader(path, column)
+        lengths = READERS[path.suffix.lower()](path, column)
     except _UnreadableError as error:
         raise ValueError(f"{path}{error}") from error
     except ModuleNotFoundError as error:
         raise ValueError(f"{path} is read with pyarrow, which isn't installed; pip install pyarrow") from error
-    except (ValueError, OSError, EOFError, MemoryError, RecursionError) as error:  # of json, numpy or pyarrow
+    except _DAMAGED as error:
         message = " ".join(str(error).split())
         raise ValueError(f"{path} can't be read as a {path.suffix} file: {message}") from error
     if not len(lengths):
@@ -76,16 +75,24 @@ def _read_json(path: Path, column: str | None) -> NDArray[np.int64]:
 
 def _read_lines(path: Path, column: str | None) -> NDArray[np.int64]:
     def documents() -> Iterator[tuple[str, Any]]:
+        number = 0
         with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    try:
-                        yield f", line {number}", json.loads(line)
-                    except json.JSONDecodeError as error:
-                        what = "a number" if path.suffix.lower() == ".txt" else "JSON"
-                        raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
+            try:
+                for number, line in enumerate(file, 1):
+                    if not line.isspace():
+                        yield f", line {number}", _parsed(line, number, path)
+            except (UnicodeDecodeError, OSError) as error:
+                raise _UnreadableError(f", line {number + 1} or one after it, can't be read: {error}") from error
 
     return _count(documents(), column)
+
+
+def _parsed(line: str, number: int, path: Path) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        what = "a number" if path.suffix.lower() == ".txt" else "JSON"
+        raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
 
 
 def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
@@ -110,12 +117,18 @@ def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
 
 
 def _read_parquet(path: Path, column: str | None) -> NDArray[np.int64]:
+    import pyarrow
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
         name = _choose_column(file.schema_arrow.names, column)
-        batches = file.iter_batches(columns=[name])  # the token ids of a whole file may exceed the memory
-        lengths = [_integers(name, batch.column(name)) for batch in batches]
+        lengths: list[NDArray[Any]] = []
+        try:
+            for batch in file.iter_batches(columns=[name]):  # the token ids of a whole file may exceed the memory
+                lengths.append(_integers(name, batch.column(name)))
+        except (pyarrow.ArrowException, OSError) as error:
+            place = f", document {sum(map(len, lengths))} or one after it, column {name!r}, can't be read"
+            raise _UnreadableError(f"{place}: {' '.join(str(error).split())}") from error
     return _positive(np.concatenate(lengths)) if lengths else np.zeros(0, np.int64)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from tritonpack.errors import OutputError
 from tritonpack.packing.offline import sources
 
 _RECORD = "packing.json"  # settings, source, summary and sizes of files; without a summary it isn't complete
@@ -44,8 +45,6 @@ class Folder:
         self.work = path / _WORK
         self.summary: dict[str, Any] | None = None
         self._record: dict[str, Any] = {"settings": settings, "source": source}
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"out={path} is a file; name a folder.")
         self._read()
 
     def _read(self) -> None:
@@ -174,6 +173,16 @@ class Folder:
         return lambda path: path.write_text(text, encoding="utf-8")
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of the rows; ValueError if it can't be made."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"out={path} is a file; name a folder.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={path} can't be made: {error.strerror}; name another folder.") from error
+
+
 def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
     """Which of the files of documents, each with its size and its time of change, aren't those of before."""
     old, new = ({name: (size, time) for name, size, time in files} for files in (before, now))
@@ -194,7 +203,7 @@ def write(path: Path, content: Callable[[Path], Any]) -> None:
     """Write a file whole or not at all: `content` writes a temporary file, which then gets the name.
 
     Raises:
-        OSError: the file can't be written; the message names it and says how to go on.
+        OutputError: the file can't be written; the message names it and says how to go on.
     """
     work = path.parent if path.parent.name == _WORK else path.parent / _WORK
     temporary = work / f"{path.name}.tmp"
@@ -206,4 +215,4 @@ def write(path: Path, content: Callable[[Path], Any]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         reason = f"{error.strerror or error}; free space in {path.parent} and run the same command again"
-        raise OSError(error.errno or errno.EIO, reason, str(path)) from error
+        raise OutputError(error.errno or errno.EIO, reason, str(path)) from error

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +44,24 @@ class Part:
     first: int | None
 
 
+@contextmanager
+def reading(what: str | Callable[[], str], form: str = "") -> Iterator[None]:
+    """Turn errors of reading into a ValueError that names what was read.
+
+    Args:
+        what: the file or the documents, or a function that says which, called only for a message.
+        form: what a whole file should be, such as " as a Parquet file"; other ValueErrors are then reworded, too.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
+        if not form and type(error) is ValueError:
+            raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        where = what if isinstance(what, str) else what()
+        raise ValueError(f"{where} can't be read{form}: {reason.rstrip('.')}. Write the file again.") from error
+
+
 class Source(Protocol):
     """Documents in parts."""
 
@@ -76,7 +95,10 @@ class _Files:
         self.name = name
         self.files = list(files)
         folder = os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files or ["."]])
-        states = {os.path.relpath(file, folder): os.stat(file) for file in self.files}
+        states = {}
+        for file in self.files:
+            with reading(file):
+                states[os.path.relpath(file, folder)] = os.stat(file)
         self.digest = {"files": [[name, state.st_size, state.st_mtime_ns] for name, state in states.items()]}
         self.columns: list[str] = []
         self.parts: list[Part] = []
@@ -98,10 +120,8 @@ class ArrowFiles(_Files):
         super().__init__(name, files)
         self._schemas: dict[str, pa.Schema] = {}
         for file in self.files:
-            try:
+            with reading(file, " as an Arrow file"):
                 batches = list(self._batches(file))
-            except (pa.ArrowException, OSError, ValueError) as error:
-                raise ValueError(f"{file} can't be read as an Arrow file: {error}") from error
             self._add_columns(self._schemas[file].names, file)
             first, begin, documents, size = 0, None, 0, 0
             for start, stop, rows, length in batches:
@@ -157,17 +177,16 @@ class ParquetFiles(_Files):
     def __init__(self, name: str, files: Sequence[str]) -> None:
         super().__init__(name, files)
         for file in self.files:
-            try:
+            with reading(file, " as a Parquet file"):
                 found = parquet.read_metadata(file)
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{file} can't be read as a Parquet file: {error}") from error
-            self._add_columns(found.schema.to_arrow_schema().names, file)
+                names = found.schema.to_arrow_schema().names
+                groups = [found.row_group(number) for number in range(found.num_row_groups)]
+            self._add_columns(names, file)
             first, begin, documents, size = 0, 0, 0, 0
-            for number in range(found.num_row_groups):
-                group = found.row_group(number)
+            for number, group in enumerate(groups):
                 values = sum(group.column(at).num_values for at in range(group.num_columns))
                 documents, size = documents + group.num_rows, size + max(group.total_byte_size, 4 * values)
-                if size >= PART_BYTES or number == found.num_row_groups - 1:
+                if size >= PART_BYTES or number == len(groups) - 1:
                     if documents:
                         self.parts.append(Part(file, begin, number + 1, first))
                     first, begin, documents, size = first + documents, number + 1, 0, 0
@@ -184,7 +203,7 @@ class JsonFiles(_Files):
     def __init__(self, name: str, files: Sequence[str]) -> None:
         super().__init__(name, files)
         for file in self.files:
-            with open(file, "rb") as opened:
+            with reading(file), open(file, "rb") as opened:
                 size = os.fstat(opened.fileno()).st_size
                 start = 0
                 while start < size:
@@ -196,7 +215,8 @@ class JsonFiles(_Files):
                         self.parts.append(Part(file, start, stop, None))
                     start = stop
         if self.parts:
-            self.columns = self._parsed(self.parts[0], 1).column_names
+            with reading(self.files[0]):
+                self.columns = self._parsed(self.parts[0], 1).column_names
 
     @staticmethod
     def _is_blank(file: str, start: int, stop: int) -> bool:
@@ -236,7 +256,9 @@ class JsonFiles(_Files):
         try:
             return arrow_json.read_json(io.BytesIO(text), read_options=options)
         except pa.ArrowException as error:
-            raise ValueError(self._wrong_line(part, text, [TOKENS]) or f"{part.file} can't be read: {error}") from error
+            if wrong := self._wrong_line(part, text, [TOKENS]):
+                raise ValueError(wrong) from error
+            raise
 
     def _wrong_line(self, part: Part, text: bytes, integers: Sequence[str]) -> str | None:
         """Which line isn't an object, has other columns or kinds of values than the first, or no row of integers."""
@@ -244,7 +266,7 @@ class JsonFiles(_Files):
         for number, line in enumerate(line for line in text.split(b"\n") if line and not line.isspace()):
             try:
                 document = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return f"{self.place(part, number)} isn't JSON: {error}. Write one object on each line."
             if not isinstance(document, dict):
                 given = line[:40].decode(errors="replace")
@@ -306,7 +328,7 @@ def find_files(path: str, split: str | None) -> tuple[str, list[str]] | None:
     """
     folder = Path(path).expanduser()
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _read_record(folder / "dataset_dict.json", lambda record: list(map(str, record["splits"])))
         if split not in splits:
             given = "" if split is None else f"; got {split!r}"
             raise ValueError(f"{path} has the splits {', '.join(splits)}; name one of them as split{given}.")
@@ -314,10 +336,10 @@ def find_files(path: str, split: str | None) -> tuple[str, list[str]] | None:
     if (folder / "state.json").is_file():
         if split is not None:
             raise ValueError(f"{path} holds one dataset without splits; leave out split={split!r}.")
-        state = json.loads((folder / "state.json").read_text())
-        return "arrow", [str(folder / file["filename"]) for file in state["_data_files"]]
+        names = _read_record(folder / "state.json", lambda record: [file["filename"] for file in record["_data_files"]])
+        return "arrow", [str(folder / name) for name in names]
     if folder.is_dir():
-        files = sorted(str(file) for file in folder.rglob("*") if file.suffix in _FORMATS)
+        files = sorted(str(file) for file in folder.rglob("*") if file.suffix in _FORMATS and not file.is_dir())
     elif folder.exists():
         files = [str(folder)]
     elif any(sign in path for sign in "*?["):
@@ -349,6 +371,15 @@ FILES: dict[str, Callable[[str, Sequence[str]], Source]] = {
     "parquet": ParquetFiles,
     "json": JsonFiles,
 }
+
+
+def _read_record(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
+    """Names from a file of JSON that `save_to_disk` wrote."""
+    with reading(str(path), " as save_to_disk writes it"):
+        try:
+            return names(json.loads(path.read_bytes()))
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _not_integers(values: Any) -> str:

@@ -26,7 +26,7 @@ from tritonpack.packing.bins import Packing
 from tritonpack.packing.columns import POSITIONS, SEQ_LENGTHS
 from tritonpack.packing.offline.documents import Columns, lengths_of, pieces_of, read_documents, with_offsets
 from tritonpack.packing.offline.folder import Folder, write
-from tritonpack.packing.offline.sources import Source
+from tritonpack.packing.offline.sources import Part, Source, reading
 
 Progress = Callable[[str, int, int], Any]
 _BATCH_BYTES = 16 * 2**20  # a record batch of rows
@@ -68,12 +68,32 @@ def measure(source: Source, columns: Columns, folder: Folder, jobs: int, progres
         path = folder.work / f"lengths-{number:06d}.npy"
         if not path.exists():
             part = source.parts[number]
-            documents = read_documents(source.read(part, columns.read), columns, partial(source.place, part))
-            write(path, partial(_save, values=lengths_of(documents)))
+            write(path, partial(_save, values=lengths_of(_read(source, part, columns))))
 
     for _ in _run(one, len(source.parts), jobs, progress, "measure"):
         pass
-    return [np.load(folder.work / f"lengths-{number:06d}.npy") for number in range(len(source.parts))]
+    lengths = []
+    for number in range(len(source.parts)):
+        path = folder.work / f"lengths-{number:06d}.npy"
+        with reading(_temporary(path), " as a row of lengths"):
+            lengths.append(np.load(path))
+    return lengths
+
+
+def _read(source: Source, part: Part, columns: Columns) -> pa.Table:
+    """The documents of a part, checked. An error of reading names the first document that it may come from."""
+
+    def what() -> str:
+        return part.file if part.first is None else f"{source.place(part, 0)}, or a document after it,"
+
+    with reading(what):
+        table = source.read(part, columns.read)
+        table.validate(full=True)  # Arrow doesn't check offsets when it reads
+    return read_documents(table, columns, partial(source.place, part))
+
+
+def _temporary(path: Path) -> str:
+    return f"the temporary file {path} (remove it, and run the same command again)"
 
 
 def lay_out(packing: Packing, seed: int | None, shard_bytes: int, token_bytes: int) -> Layout:
@@ -114,7 +134,7 @@ def sort(
         if path.exists() or all(folder.shard(shard, layout.num_shards).exists() for shard in range(layout.num_shards)):
             return
         part = source.parts[number]
-        documents = read_documents(source.read(part, columns.read), columns, partial(source.place, part))
+        documents = _read(source, part, columns)
         if not np.array_equal(lengths_of(documents), lengths[number]):
             raise ValueError(
                 f"{source.place(part, 0)}, or a document after it, has changed since it was measured; start again."
@@ -155,7 +175,8 @@ def _write_shard(
     read = np.argsort(part, kind="stable")  # the order in which entries are read: by part, then by entry
     batches = []
     for number in np.unique(part):
-        with pa.OSFile(str(_run_file(folder, number))) as file:
+        run = _run_file(folder, number)
+        with reading(_temporary(run)), pa.OSFile(str(run)) as file:
             batches.append(ipc.open_file(file).get_batch(shard))
     place = np.empty(len(read), dtype=np.int64)
     place[read] = np.arange(len(read))
