@@ -106,6 +106,28 @@ def test_wrong_command_line(tmp_path, documents, capsys, options, message):
     assert captured.out == ""
 
 
+def test_one_of_each_is_singular(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input_ids": [7]}')
+    assert run("pack", path, "--capacity", 1, "--out", tmp_path / "rows") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 document of 1 token."
+    assert lines[1].startswith(
+        "1 row of 1 token holds 1 document of 1 token: 100% full. No packing needs fewer than 1 row"
+    )
+    for content, message in (
+        ('{"input_ids": [7], "labels": [7, 8]}', "labels has 2 values for 1 token; give"),
+        ('{"input_ids": [7, 8], "labels": [7]}', "labels has 1 value for 2 tokens; give"),
+        (
+            '{"input_ids": [7, 8]}',
+            "1 of 1 document is longer than the capacity of 1 token (the first: document 0, 2 tok",
+        ),
+    ):
+        path.write_text(content)
+        assert run("pack", path, "--capacity", 1, "--out", tmp_path / "other") == 2
+        assert message in capsys.readouterr().err
+
+
 def test_damaged_file_is_no_error_of_output(tmp_path, capsys):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"input_ids": [[number % 250] * 150 for number in range(300)]}), path)

@@ -37,12 +37,11 @@ class OverlongReport:
         if not self.documents:
             return "every document fits"
         done = {
-            "truncate": f"truncated: {self.tokens_lost:,} tokens cut off",
-            "split": f"split into {self.pieces:,} pieces: no token lost",
-            "drop": f"dropped: {self.tokens_lost:,} tokens lost",
+            "truncate": f"truncated: {count(self.tokens_lost, 'token')} cut off",
+            "split": f"split into {count(self.pieces, 'piece')}: no token lost",
+            "drop": f"dropped: {count(self.tokens_lost, 'token')} lost",
         }[self.policy]
-        noun = "document" if self.documents == 1 else "documents"
-        return f"{self.documents:,} {noun} longer than the capacity {done}"
+        return f"{count(self.documents, 'document')} longer than the capacity {done}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +67,11 @@ class FittedLengths:
     documents: NDArray[np.int32] | None
     starts: NDArray[np.int64] | None
     report: OverlongReport
+
+
+def count(number: Any, noun: str) -> str:
+    """A number with its noun: "1 layer", "2 layers", "1,024 layers"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_INT32, meaning: str = "") -> int:
@@ -145,17 +149,18 @@ def fit_lengths(
         return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong))
 
     above = array > capacity
-    count = int(above.sum())
+    too_long = int(above.sum())
+    whole, room = count(array.size, "document"), count(capacity, "token")
     if overlong == "error":
         first = int(np.argmax(above))
         raise ValueError(
-            f"{count} of {array.size} documents are longer than the {name} of {capacity} tokens (the first: document "
-            f"{first}, {array[first]} tokens). Raise the {name} to at least {longest}, or {remedy}."
+            f"{too_long:,} of {whole} {'is' if too_long == 1 else 'are'} longer than the {name} of {room} (the first: "
+            f"document {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest}, or {remedy}."
         )
-    if overlong == "drop" and count == array.size:
+    if overlong == "drop" and too_long == array.size:
         raise ValueError(
-            f"overlong='drop' leaves nothing: all {count} documents are longer than the {name} of {capacity} tokens. "
-            f"Raise it, or {cutting}."
+            f"overlong='drop' leaves nothing: {'the document is' if too_long == 1 else f'all {whole} are'} longer than "
+            f"the {name} of {room}. Raise it, or {cutting}."
         )
     wide = array.astype(np.int64)
     pieces = np.ones(array.size, dtype=np.int64)
@@ -168,7 +173,7 @@ def fit_lengths(
     first_piece = np.cumsum(pieces) - pieces
     starts = (np.arange(total) - first_piece[documents]) * capacity
     tokens = np.minimum(wide[documents] - starts, capacity)
-    report = OverlongReport(overlong, count, int(wide.sum() - tokens.sum()), int(pieces[above].sum()))
+    report = OverlongReport(overlong, too_long, int(wide.sum() - tokens.sum()), int(pieces[above].sum()))
     return FittedLengths(
         tokens.astype(np.int32),
         None if overlong == "truncate" else documents,

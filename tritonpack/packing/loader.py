@@ -16,7 +16,7 @@ from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.documents import TOKENS, NumberedDocuments, require_map_style
-from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.lengths import check_integer, count, fit_lengths
 from tritonpack.packing.measured import DocumentsOf, Measured, Resource
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order
@@ -142,10 +142,10 @@ class PackedDataLoader(DataLoader):
         rows, measured = self.rows, self.documents.measured
         plan, lengths, units = rows.plan, rows.lengths, measured.units
         lines = [
-            f"PackedDataLoader of {_described(measured)}, {_counted(units.tokens.sum(), 'token')} (lengths from "
+            f"PackedDataLoader of {_described(measured)}, {count(units.tokens.sum(), 'token')} (lengths from "
             f"{measured.source})",
-            f"  epoch {self.epoch}: {_counted(plan.num_steps, 'step')} of {_counted(plan.num_ranks, 'rank')} with "
-            f"{_counted(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
+            f"  epoch {self.epoch}: {count(plan.num_steps, 'step')} of {count(plan.num_ranks, 'rank')} with "
+            f"{count(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
         for name, amounts in units.resources.items():
             full = f", {rows.efficiency(name):.1%} full" if rows.budgets[name] else ""
@@ -156,7 +156,7 @@ class PackedDataLoader(DataLoader):
         before = rows.tokens_per_step()[: -plan.num_steps or None]
         if len(before):
             lines.append(
-                f"  trained on before, with other settings: {_counted(len(before), 'step')} of this epoch, "
+                f"  trained on before, with other settings: {count(len(before), 'step')} of this epoch, "
                 f"{before.sum():,} tokens"
             )
         dropped = rows.dropped_documents
@@ -165,7 +165,7 @@ class PackedDataLoader(DataLoader):
         left_out = [
             *([str(rows.report)] if rows.report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
-            *([f"{_counted(dropped, noun)} of this epoch that fill no last step (tail)"] if dropped else []),
+            *([f"{count(dropped, noun)} of this epoch that fill no last step (tail)"] if dropped else []),
         ]
         nothing = "no document" if rows._order is None else "no document of the order"
         lines.append(f"  left out: {'; '.join(left_out) or nothing}")
@@ -457,10 +457,6 @@ def _described(measured: Measured) -> str:
     """How many documents there are, or units of documents."""
     units = len(measured.units)
     if (measured.counts > 1).any():
-        return f"{_counted(units, 'unit')} of {_counted(measured.counts.sum(), 'document')}"
+        return f"{count(units, 'unit')} of {count(measured.counts.sum(), 'document')}"
     one_each = (measured.units.squares == measured.units.tokens**2).all()
-    return _counted(units, "document" if one_each else "unit")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return count(units, "document" if one_each else "unit")

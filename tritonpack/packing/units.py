@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
-from tritonpack.packing.lengths import MAX_INT32, OverlongReport, check_integer, whole_lengths
+from tritonpack.packing.lengths import MAX_INT32, OverlongReport, check_integer, count, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
 Resources = Mapping[str, NDArray[np.int64]]
@@ -156,7 +156,7 @@ class UnitsReport(OverlongReport):
         if not self.documents:
             return "every unit fits"
         what = "unit that takes" if self.documents == 1 else "units that take"
-        return f"{self.documents:,} {what} more than a row has dropped: {self.tokens_lost:,} tokens lost"
+        return f"{self.documents:,} {what} more than a row has dropped: {count(self.tokens_lost, 'token')} lost"
 
 
 @dataclass(frozen=True, eq=False)

@@ -217,6 +217,40 @@ def test_table_fits_80_columns(lengths, capsys):
     assert max(map(len, output.splitlines())) <= 80
 
 
+def test_headings_of_one_rank(lengths):
+    """Columns that compare ranks, and those that are 0 everywhere, say nothing of one rank; the legend has the rest."""
+    results = results_of(lengths, ranks=1)
+    headings = [column.header.replace("\n", " ") for column in report.table(results, 1).columns]
+    assert headings == ["strategy", "steps", "rows full %", "padding %", "length spread", "covered %"]
+    explained = list(report.legend(results).columns[0].cells)
+    assert all(heading.removesuffix(" %") in explained for heading in headings[1:])
+    assert not {"ranks busy", "busy by cost", "L2 lag mean", "L2 lag most"} & set(explained)
+    equal = [column.header for column in report.table(results_of(np.full(30, 1000), ranks=1), 1).columns]
+    assert "padding\n%" not in equal
+
+
+def test_headings_of_several_ranks(lengths):
+    headings = [column.header.replace("\n", " ") for column in report.table(results_of(lengths), 1).columns]
+    assert headings[3:7] == ["ranks busy %", "busy by cost %", "L2 lag mean", "L2 lag most"]
+
+
+def test_one_of_each_is_singular(tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("3\n1")
+    command = ("plan", tmp_path / "lengths.txt", "--out", tmp_path, "--overlong", "truncate", "--tail", "keep")
+    assert run(*command, "--capacity", 2) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "1 document longer than the capacity truncated: 1 token cut off." in output
+    for options, message in (
+        (("--capacity", 2, "--overlong", "error"), "1 of 2 documents is longer than the --capacity of 2 tokens"),
+        (
+            ("--capacity", 2, "--overlong", "drop", "--tail", "drop"),
+            "1 token doesn't fill one step of 1 rank with 2 tok",
+        ),
+    ):
+        assert run(*command, *options) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_letters_continue_after_z_with_aa():
     assert [letters(number) for number in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
 

@@ -31,7 +31,7 @@ def given(tmp_path):
     ("bad", "message"),
     [
         ({"input_ids": [], "labels": []}, "input_ids is empty; every document needs a token. Filter it out first"),
-        ({"input_ids": [1, 2, 3], "labels": [1]}, "labels has 1 values for 3 tokens; give every token one"),
+        ({"input_ids": [1, 2, 3], "labels": [1]}, "labels has 1 value for 3 tokens; give every token one"),
         (
             {"input_ids": [1, -7], "labels": [1, 2]},
             "input_ids holds a number below 0; only labels .* got -7 at position 1",
@@ -71,7 +71,7 @@ def test_json_line_that_is_no_json(given, tmp_path):
 def test_json_place_in_a_later_part(given, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PART_BYTES", 64)
     (given / "a.jsonl").write_text("\n\n" + lines(*[GOOD] * 30) + "  \n" + json.dumps(GOOD | {"labels": [1]}))
-    with pytest.raises(ValueError, match=r"line 36 of .*a\.jsonl: labels has 1 values for 2 tokens"):
+    with pytest.raises(ValueError, match=r"line 36 of .*a\.jsonl: labels has 1 value for 2 tokens"):
         pack_to_disk(given, 8, tmp_path / "out", jobs=3)
 
 
@@ -110,7 +110,7 @@ def test_place_in_files(tmp_path, kind, monkeypatch):
     given = documents()
     given[7]["labels"] = [1]  # in the second of three files, which begins with document 4
     path = write_files(tmp_path / "in", kind, given)
-    with pytest.raises(ValueError, match=rf"document 3 of .*1\.{kind}: labels has 1 values for 4 tokens"):
+    with pytest.raises(ValueError, match=rf"document 3 of .*1\.{kind}: labels has 1 value for 4 tokens"):
         pack_to_disk(path, 10, tmp_path / "out")
 
 
@@ -119,9 +119,9 @@ def test_place_in_datasets_and_streams(tmp_path, monkeypatch):
     given = documents()
     given[7]["labels"] = [1]
     table = datasets.Dataset.from_list(given)
-    with pytest.raises(ValueError, match="document 7: labels has 1 values for 4 tokens"):
+    with pytest.raises(ValueError, match="document 7: labels has 1 value for 4 tokens"):
         pack_to_disk(table, 10, tmp_path / "table")
-    with pytest.raises(ValueError, match="document 7 of the stream: labels has 1 values for 4 tokens"):
+    with pytest.raises(ValueError, match="document 7 of the stream: labels has 1 value for 4 tokens"):
         pack_to_disk(table.to_iterable_dataset(), 10, tmp_path / "stream")
 
 
@@ -163,7 +163,7 @@ def test_types_of_lists(tmp_path, kind):
 
 def test_length_column_is_checked(tmp_path):
     source = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "length": [2, 3]})
-    with pytest.raises(ValueError, match=r"document 1: input_ids has 1 tokens, but 3 by the column 'length'; measure"):
+    with pytest.raises(ValueError, match=r"document 1: input_ids has 1 token, but 3 by the column 'length'; measure"):
         pack_to_disk(source, 4, tmp_path / "out")
     assert pack_to_disk(source.select([0]), 4, tmp_path / "out").left_out == ("length",)
 

@@ -91,10 +91,11 @@ def summary(packed: PackedFolder) -> Iterator[str]:
     if report.documents:
         yield f"{report}."
     pieces = "" if report.policy != "split" or not report.documents else " and pieces"
+    holds = "holds" if packed.rows == 1 else "hold"
     yield (
-        f"{count(packed.rows, 'row')} of {count(packed.capacity, 'token')} hold {packed.row_documents:,} documents"
-        f"{pieces} of {count(packed.row_tokens, 'token')}: {percent(packed.efficiency)} full. No packing "
-        f"needs fewer than {count(packed.lower_bound, 'row')}."
+        f"{count(packed.rows, 'row')} of {count(packed.capacity, 'token')} {holds} "
+        f"{count(packed.row_documents, 'document')}{pieces} of {count(packed.row_tokens, 'token')}: "
+        f"{percent(packed.efficiency)} full. No packing needs fewer than {count(packed.lower_bound, 'row')}."
     )
     yield f"Columns: {', '.join(packed.columns)}."
     if packed.labels_from:

@@ -151,5 +151,5 @@ def _preface(
     line = f"The model whose cost counts: {owner}"
     if cost.per_square:
         even = cost.per_token / cost.per_square
-        line += f", in which attention to documents of {even:,.0f} tokens takes as long as all else"
+        line += f", in which attention to documents of {count(round(even), 'token')} takes as long as all else"
     yield f"{line}."

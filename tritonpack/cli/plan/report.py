@@ -8,32 +8,34 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tritonpack.cli.plan.strategies import OURS, PADDED, Result
+from tritonpack.cli.words import count
 
 # The header of each column, the statistic that it shows, and what that means.
 _COLUMNS = (
     ("steps", "num_steps", "of an epoch, each with one row of documents per rank (GPU)"),
-    ("full\n%", "efficiency", "the share of the rows that holds tokens (efficiency); the less, the more steps"),
+    ("rows\nfull %", "efficiency", "the share of the rows that holds tokens (efficiency); the less, the more steps"),
     (
-        "busy\n%",
+        "ranks\nbusy %",
         "utilization",
         "the share of their time that ranks compute, if time is proportional to tokens and all wait for the fullest "
         "rank (utilization)",
     ),
     (
-        "by cost\n%",
+        "busy by\ncost %",
         "cost_utilization",
         "the same with attention counted in, by documents' squared lengths (cost utilization)",
     ),
-    ("L2\nlag", "l2_lag", "of a step: sqrt(largest - smallest sum of a rank's squared lengths), in tokens; the mean"),
-    ("most\nlag", "l2_lag_max", "the largest L2 lag of a step"),
+    ("L2 lag\nmean", "l2_lag", "of a step: sqrt(largest - smallest sum of a rank's squared lengths), in tokens"),
+    ("L2 lag\nmost", "l2_lag_max", "the largest of a step"),
     ("padding\n%", "padding", "its share of what is computed"),
     (
-        "spread",
+        "length\nspread",
         "spread",
         "of the steps' mean document lengths: 1x is chance, more means some steps of long documents, some of short",
     ),
     ("covered\n%", "tokens_covered", "the share of all tokens that is trained on; the rest is left over or dropped"),
 )
+_BETWEEN_RANKS = ("utilization", "cost_utilization", "l2_lag", "l2_lag_max")  # say nothing of one rank
 
 
 def table(results: Sequence[Result], epochs: int) -> Table:
@@ -41,11 +43,12 @@ def table(results: Sequence[Result], epochs: int) -> Table:
     title = f"Means over {epochs:,} epochs" if epochs > 1 else None
     result = Table(title=title, box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
     result.add_column("strategy", no_wrap=True)
-    for header, _, _ in _COLUMNS:
+    columns = _columns(results)
+    for header, _, _ in columns:
         result.add_column(header, justify="right", no_wrap=True)
     for found in results:
         planned = bool(found.means["num_steps"])  # without a step there is nothing to measure
-        cells = [_cell(key, found.means[key]) if planned or key == "num_steps" else "" for _, key, _ in _COLUMNS]
+        cells = [_cell(key, found.means[key]) if planned or key == "num_steps" else "" for _, key, _ in columns]
         result.add_row(found.strategy.name, *cells, style="bold" if found.strategy.name == OURS else "")
     return result
 
@@ -56,10 +59,21 @@ def legend(results: Sequence[Result]) -> Table:
     for found in results:
         result.add_row(found.strategy.name, found.strategy.meaning)
     result.add_row()
-    for header, _, meaning in _COLUMNS:
-        result.add_row(header.removesuffix("\n%").replace("\n", " "), meaning)
+    for header, _, meaning in _columns(results):
+        result.add_row(header.replace("\n", " ").removesuffix(" %"), meaning)
     result.add_row()
     return result
+
+
+def _columns(results: Sequence[Result]) -> list[tuple[str, str, str]]:
+    """The columns that say something: on one rank none that compares ranks, and none that is 0 everywhere."""
+    if results[0].plan.num_ranks > 1:
+        return list(_COLUMNS)
+    return [
+        column
+        for column in _COLUMNS
+        if column[1] not in _BETWEEN_RANKS and any(found.means[column[1]] for found in results)
+    ]
 
 
 def findings(results: Sequence[Result]) -> Iterator[str]:
@@ -78,8 +92,8 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     together = results[0].plan.steps_together
     if together > 1:
         yield (
-            f"A step holds about {ours['documents_per_step']:.0f} documents, so {together} steps are planned at once. "
-            f"A document moves by fewer than {3 * together} steps."
+            f"A step holds about {count(round(ours['documents_per_step']), 'document')}, so {together} steps are "
+            f"planned at once. A document moves by fewer than {3 * together} steps."
         )
     if left_out := 1 - ours["tokens_covered"]:
         yield (

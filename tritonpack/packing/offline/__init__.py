@@ -16,7 +16,7 @@ import numpy as np
 from tritonpack import __version__
 from tritonpack.checks import check_choice
 from tritonpack.packing.bins import ALGORITHMS, Algorithm, pack
-from tritonpack.packing.lengths import MAX_INT64, POLICIES, Overlong, OverlongReport, check_integer, check_limit
+from tritonpack.packing.lengths import MAX_INT64, POLICIES, Overlong, OverlongReport, check_integer, check_limit, count
 
 _SHARD_BYTES = 128 * 2**20
 
@@ -235,7 +235,7 @@ def _longest(source: Any, lengths: Sequence[Any]) -> str:
     """Which document is the longest, for messages."""
     longest, part = max((int(one.max()), -number) for number, one in enumerate(lengths))
     place = source.place(source.parts[-part], int(lengths[-part].argmax()))
-    return f"The longest is {place}: {longest} tokens."
+    return f"The longest is {place}: {count(longest, 'token')}."
 
 
 def _as_result(path: Path, summary: dict[str, Any]) -> PackedFolder:

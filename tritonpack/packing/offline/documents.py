@@ -13,6 +13,7 @@ from pyarrow import compute, types
 
 from tritonpack.packing.columns import BOUNDARIES, LABELS, LEARNED, LEFT_OUT, MADE, PER_TOKEN, combine_labels
 from tritonpack.packing.documents import TOKENS
+from tritonpack.packing.lengths import count
 
 MASK = "attention_mask"
 _MASKS = (*LEARNED, "special_tokens_mask")
@@ -101,8 +102,8 @@ def read_documents(table: pa.Table, columns: Columns, place: Place) -> pa.Table:
         if wrong := [number for number, length in enumerate(given) if length != lengths[number]]:
             first = wrong[0]
             raise ValueError(
-                f"{place(first)}: {TOKENS} has {lengths[first]} tokens, but {given[first]!r} by the column {name!r}; "
-                "measure again, or remove the column."
+                f"{place(first)}: {TOKENS} has {count(lengths[first], 'token')}, but {given[first]!r} by the column "
+                f"{name!r}; measure again, or remove the column."
             )
     if len(empty := np.flatnonzero(lengths == 0)):
         raise ValueError(f"{place(empty[0])}: {TOKENS} is empty; every document needs a token. Filter it out first.")
@@ -111,7 +112,8 @@ def read_documents(table: pa.Table, columns: Columns, place: Place) -> pa.Table:
         if len(bad := np.flatnonzero(here != lengths)):
             first = bad[0]
             raise ValueError(
-                f"{place(first)}: {name} has {here[first]} values for {lengths[first]} tokens; give every token one."
+                f"{place(first)}: {name} has {count(here[first], 'value')} for {count(lengths[first], 'token')}; give "
+                "every token one."
             )
         if name in (*_KNOWN, MASK):
             lists[name] = _integers(values, name, place)

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from tritonpack.errors import OutputError
+from tritonpack.packing.lengths import count
 from tritonpack.packing.offline import sources
 
 _RECORD = "packing.json"  # settings, source, summary and sizes of files; without a summary it isn't complete
@@ -83,7 +84,7 @@ class Folder:
             file = self.path / name
             found = file.stat().st_size if file.exists() else None
             if found != size:
-                state = "is missing" if found is None else f"has {found:,} bytes, but was written with {size:,}"
+                state = "is missing" if found is None else f"has {count(found, 'byte')}, but was written with {size:,}"
                 raise ValueError(f"{file} {state}; remove the folder {self.path} and pack again.")
 
     @contextmanager
@@ -190,7 +191,7 @@ def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
         return f" ({name} is {'new' if name in new else 'gone'})"
     for name in new:
         if old[name][0] != new[name][0]:
-            return f" ({name} had {old[name][0]:,} bytes and has {new[name][0]:,})"
+            return f" ({name} had {count(old[name][0], 'byte')} and has {new[name][0]:,})"
         if old[name] != new[name]:
             return (
                 f" ({name} has the same size, but was written again or touched at another time, so its documents may "

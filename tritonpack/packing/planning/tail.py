@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.lengths import count
 from tritonpack.packing.planning.demands import Demands
 from tritonpack.packing.units import Units
 
@@ -35,10 +36,13 @@ def check_tail(
     totals = {"tokens": int(tokens.sum(dtype=np.int64))} | {name: int(row.sum()) for name, row in resources.items()}
     limits = {"tokens": capacity} | dict(budgets or {})
     if tail == "drop" and not _is_full([(totals[name], limits[name]) for name in totals], num_ranks):
-        held = " and ".join(f"{total} {name}" for name, total in totals.items())
-        rows = " and ".join(f"{limits[name]} {name}" for name in totals)
+        held, rows = (
+            " and ".join(f"{number} {'token' if (number, name) == (1, 'tokens') else name}" for name, number in each)
+            for each in (totals.items(), [(name, limits[name]) for name in totals])
+        )
+        dont = "doesn't" if held == "1 token" else "don't"
         raise ValueError(
-            f"{held} don't fill one step of {num_ranks} ranks with {rows} each to {FULL:.0%}, and "
+            f"{held} {dont} fill one step of {count(num_ranks, 'rank')} with {rows} each to {FULL:.0%}, and "
             "tail='drop' leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
         )
 
