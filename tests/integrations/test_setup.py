@@ -246,9 +246,7 @@ class TestColumns:
     @pytest.mark.parametrize("labelled", [False, True])
     @pytest.mark.parametrize("as_dataset", [False, True])
     def test_that_the_collator_uses_stay(self, as_dataset: bool, labelled: bool, tmp_path: Path) -> None:
-        dataset: Any = [
-            document | ({"labels": document["input_ids"]} if labelled else {}) for document in self.documents
-        ]
+        dataset: Any = [one | ({"labels": one["input_ids"]} if labelled else {}) for one in self.documents]
         if as_dataset:
             dataset = pytest.importorskip("datasets").Dataset.from_list(dataset)
         trainer = make_trainer(tmp_path, train_dataset=dataset)
@@ -342,7 +340,8 @@ class TestUndoing:
 @pytest.mark.heavy
 def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    tritonpack.setup(trainer, TOKENS, steps_together=8)
+    handle = tritonpack.setup(trainer, TOKENS, steps_together=8)
+    assert handle.figures == {}
     watch = Watch(trainer.model)
     trainer.train()
     lengths = [[len(DOCUMENTS[number]["input_ids"]) for number in batch] for batch in watch.batches]
@@ -350,9 +349,15 @@ def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     tokens, padded = sum(map(sum, lengths)), sum(len(batch) * max(batch) for batch in lengths)
     assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
     assert last["train_packing_efficiency"] == pytest.approx(tokens / (TOKENS * len(lengths)))
-    ratio = last["train_tokens_computed_per_second"] / last["train_tokens_given_per_second"]
+    figures = handle.figures
+    ratio = figures["train_tokens_computed_per_second"] / figures["train_tokens_given_per_second"]
     assert ratio == pytest.approx(tokens / padded)
+    shown = ["tokens_saved_share", "packing_efficiency"]
+    names = [*shown, "tokens_given_per_second", "tokens_computed_per_second"]
+    assert sorted(figures) == sorted([*names, *(f"train_{name}" for name in names)])
     first = trainer.state.log_history[0]
+    for log, prefix in ((first, ""), (last, "train_")):
+        assert [n for n in log if n.removeprefix("train_") in names] == [f"{prefix}{name}" for name in shown]
     assert first["packing_efficiency"] == pytest.approx(sum(map(sum, lengths[:2])) / (2 * TOKENS))
     assert trainer.get_total_train_batch_size(trainer.args) == round(48 / 5), "documents of a step"
     samples = last["train_samples_per_second"] * last["train_runtime"]

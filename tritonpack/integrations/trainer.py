@@ -64,8 +64,9 @@ class SavedTokensCallback(TrainerCallback):
 
     The last log has all three since `train()` was called, with the prefix `train_`. Tokens are summed over the ranks.
     With `tritonpack.setup`, which adds this callback, the tokens given are those of padded batches of the same
-    documents, one batch for each packed row, and there are two more entries: `packing_efficiency`, the share of the
-    rows that holds tokens since the log before, and `train_packing_efficiency`, since `train()` was called.
+    documents, one batch for each packed row. Logs then get two entries, and the last log gets both with the prefix
+    `train_`: `tokens_saved_share` and `packing_efficiency`, the share of the rows that holds tokens. The handle's
+    `figures` have all entries.
 
     Every call of the model in a training step counts, also generation and scoring without gradients (GRPO). Evaluation
     and saving count neither as tokens nor as time; loading data counts as time. Logs of steps in which the patched
@@ -77,6 +78,8 @@ class SavedTokensCallback(TrainerCallback):
     Raises:
         ValueError: no Trainer, or its model isn't patched with `unpad` or `share_prefixes`; also when training begins.
     """
+
+    _logged: tuple[str, ...] | None = None  # the entries of logs, without prefix; None for all
 
     def __init__(self, trainer: Trainer) -> None:
         if not isinstance(trainer, Trainer):
@@ -93,6 +96,7 @@ class SavedTokensCallback(TrainerCallback):
     def _start(self) -> None:
         self._counts = self._find_counts()
         self._since_log, self._since_start = Throughput(), Throughput()
+        self.figures: dict[str, float] = {}  # of the latest log, and since `train()` was called
         self._before = self._counted()
         self._clock = perf_counter()
 
@@ -146,7 +150,11 @@ class SavedTokensCallback(TrainerCallback):
         self._since_start = self._since_start.plus(*window)
         overall = self._since_start.figures("train_")
         share = {name: overall[name] for name in overall if name.endswith(("share", "efficiency"))}
+        self.figures |= window.figures() | overall
         figures = overall if last else window.figures() | share
+        if self._logged is not None:
+            wanted = [f"{'train_' if last else ''}{name}" for name in self._logged]
+            figures = {name: figures[name] for name in wanted if name in figures}
         logs.update(figures)
         state.log_history[-1].update(figures)  # Trainer has put a copy of the logs there
 

@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from tritonpack.integrations.trainer import SavedTokensCallback
 from tritonpack.packing import PackingCollator
+from tritonpack.packing.documents import fetch
 from tritonpack.packing.vision.families import FAMILIES
 
 # transformers' name for the loss of a model -> what its labels belong to.
@@ -92,7 +93,7 @@ def check_training(trainer: Trainer, labels: str, own_form: bool = False) -> Non
             "the train_dataset is iterable, and the plan of an epoch needs the lengths of all documents. Use a dataset "
             "that is indexed, or pack the stream itself: tritonpack.pack_stream."
         )
-    first = trainer.train_dataset[0] if len(trainer.train_dataset) else {"input_ids": []}
+    first = fetch(trainer.train_dataset, [0])[0] if len(trainer.train_dataset) else {"input_ids": []}
     if own_form:
         _check_loss_of_documents(trainer)
     elif isinstance(first, Mapping) and "input_ids" not in first:

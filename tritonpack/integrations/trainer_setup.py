@@ -24,6 +24,7 @@ from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.documents import fetch
 from tritonpack.packing.measured import LENGTH_COLUMNS
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import digest_units
@@ -108,6 +109,16 @@ class TrainerSetup:
         if self._callback in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self._callback)
         self.patch.unpatch()
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Saved tokens, throughput and packing efficiency, as of the latest log of the training.
+
+        `tokens_saved_share`, `tokens_given_per_second`, `tokens_computed_per_second` and `packing_efficiency` since the
+        log before; with the prefix `train_` since `train()` was called. Empty before the first log. See
+        `SavedTokensCallback`.
+        """
+        return dict(self._callback.figures)
 
     def _hold_back(self) -> None:
         if self._released:
@@ -207,7 +218,7 @@ class TrainerSetup:
         trainer._set_signature_columns_if_needed()
         used = {*trainer._signature_columns, *TAKEN, *LENGTH_COLUMNS, *self._packing.get("per_token", ())}
         used |= set(self._packing.get("drop_columns", ()))
-        first = trainer.train_dataset[0]
+        (first,) = fetch(trainer.train_dataset, [0])
         return tuple(name for name in first if name not in used) if isinstance(first, Mapping) else ()
 
     def __enter__(self) -> TrainerSetup:
@@ -247,8 +258,8 @@ def setup(
     It patches the model, and replaces the loader of the training alone: evaluation and prediction keep their padded
     batches, in which the model computes no padding. The trainer's epochs, steps, seeds, workers, accumulation and
     checkpoints hold for packed rows, too. Image-text models get `num_items_in_batch`, which Trainer keeps from some,
-    so each target of accumulated rows weighs alike. A callback logs what `SavedTokensCallback` logs, and the packing
-    efficiency. Only this trainer changes.
+    so each target of accumulated rows weighs alike. A callback adds two entries to the logs, `tokens_saved_share` and
+    `packing_efficiency`; `figures` of the handle have the throughput, too. Only this trainer changes.
 
     Rows have different numbers of documents, so `per_device_train_batch_size` has no effect. With
     `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and
@@ -292,6 +303,8 @@ def setup(
 
 class _PackedTraining(SavedTokensCallback):
     """Counts the rows of a training, writes their state into its checkpoints, and checks it when training resumes."""
+
+    _logged = ("tokens_saved_share", "packing_efficiency")
 
     def __init__(self, handle: TrainerSetup) -> None:
         self._handle = handle

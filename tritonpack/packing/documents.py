@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.lengths import count
+
 Length = Callable[[Any], int]
 TOKENS = "input_ids"  # the column with the tokens of a document
 _PASS_LENGTH = "For documents of another form pass length=, a function that returns the number of their tokens."
@@ -47,7 +49,7 @@ def measure_lengths(dataset: Any, length: Length | None = None, *, remedy: str =
         if all(_has_rows(chunk) for chunk in chunks):
             parts = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
             return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
-    lengths = [checked_length(dataset[number], number, length, remedy) for number in range(len(dataset))]
+    lengths = [checked_length(_fetch_one(dataset, number), number, length, remedy) for number in range(len(dataset))]
     return np.array(lengths, dtype=np.int64)
 
 
@@ -92,10 +94,47 @@ def checked_length(document: Any, number: int, length: Length | None, remedy: st
 
 
 def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
-    """Documents of a map-style dataset, all at once where it has `__getitems__`, as torch's DataLoader does."""
-    if callable(getattr(dataset, "__getitems__", None)):
-        return list(dataset.__getitems__(list(numbers)))
-    return [dataset[number] for number in numbers]
+    """Documents of a map-style dataset, all at once where it has `__getitems__`, as torch's DataLoader does.
+
+    Raises:
+        ValueError: (or ConnectionError, TimeoutError) the dataset raises an exception, which is the cause; the message
+            names the document.
+    """
+    if not callable(getattr(dataset, "__getitems__", None)):
+        return [_fetch_one(dataset, number) for number in numbers]
+    try:
+        documents = list(dataset.__getitems__(list(numbers)))
+    except Exception as error:
+        for number in numbers:  # one of which fails alone, too
+            _fetch_one(dataset, number)
+        raise unreadable(f"one of the documents {', '.join(map(str, numbers))}", error) from error
+    if len(documents) != len(numbers):
+        raise ValueError(
+            f"the dataset's __getitems__ returned {count(len(documents), 'document')} for the {len(numbers)} numbers "
+            f"{', '.join(map(str, numbers))}; it must return one for each."
+        )
+    return documents
+
+
+def _fetch_one(dataset: Any, number: int) -> Any:
+    try:
+        return dataset[number]
+    except Exception as error:
+        if number >= len(dataset):
+            raise ValueError(
+                f"document {number} can't be read: the dataset holds only {count(len(dataset), 'document')} now. It "
+                "mustn't shrink after its documents were counted."
+            ) from error
+        raise unreadable(f"document {number}", error) from error
+
+
+def unreadable(what: str, error: Exception) -> Exception:
+    """The error for a document whose dataset or stream raises an exception.
+
+    It is a ValueError. Only a connection that fails keeps its kind, because programs catch it to resume.
+    """
+    kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
+    return kind(f"{what} can't be read: {type(error).__name__}: {error}".rstrip(": "))
 
 
 def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute, ipc, types
 
+from tritonpack.packing.documents import unreadable
 from tritonpack.packing.offline.documents import choose_columns
 from tritonpack.packing.offline.folder import Folder, write
 from tritonpack.packing.offline.sources import (
@@ -37,7 +38,7 @@ class Stream:
     def __init__(self, dataset: datasets.IterableDataset, name: str, digest: dict[str, Any]) -> None:
         self.name = name
         self._dataset = dataset
-        window = next(dataset.with_format("arrow").iter(_WINDOW), pa.table({}))
+        window = self._next(iter(dataset.with_format("arrow").iter(_WINDOW)))
         self.digest = digest | {"first_documents": [len(window), _digest(window)]}
 
     def in_parts(
@@ -47,7 +48,7 @@ class Stream:
         end = folder.work / "stream.json"
         files = sorted(map(str, folder.work.glob("stream-*.arrow")))
         if not end.exists():
-            names = next(self._dataset.with_format("arrow").iter(1), pa.table({})).column_names
+            names = self._next(iter(self._dataset.with_format("arrow").iter(1))).column_names
             for tables in self._tables(_documents(files), names, columns):
                 progress("copy", len(files), len(files) + 1)
                 path = folder.work / f"stream-{len(files):06d}.arrow"
@@ -61,7 +62,9 @@ class Stream:
     def _tables(self, skipped: int, names: list[str], columns: Sequence[str] | None) -> Iterator[list[pa.Table]]:
         """Tables of the documents after those that are skipped, of PART_BYTES together."""
         tables: list[pa.Table] = []
-        for table in self._dataset.skip(skipped).with_format("arrow").iter(_WINDOW):
+        read = iter(self._dataset.skip(skipped).with_format("arrow").iter(_WINDOW))
+        while len(table := self._next(read, skipped)):
+            skipped += len(table)
             require_columns(table.column_names, f"a document of {self.name}", names, "the first")
             tables.append(table.select(choose_columns(names, columns, self.name).read))
             if sum(one.nbytes for one in tables) >= PART_BYTES:
@@ -69,6 +72,13 @@ class Stream:
                 tables = []
         if tables:
             yield tables
+
+    def _next(self, tables: Iterator[pa.Table], first: int = 0) -> pa.Table:
+        """The next table, whose first document has this number; an empty one after the last."""
+        try:
+            return next(tables, pa.table({}))
+        except Exception as error:
+            raise unreadable(f"document {first} of {self.name}, or a document after it,", error) from error
 
 
 class _Copied(ArrowFiles):

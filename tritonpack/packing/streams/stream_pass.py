@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.notices import say_once
 from tritonpack.packing.bins import divide_bins
-from tritonpack.packing.documents import Length, checked_length, cut, is_iterable
+from tritonpack.packing.documents import Length, checked_length, cut, is_iterable, unreadable
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_limit
 from tritonpack.packing.samplers.state import digest
 
@@ -132,9 +132,11 @@ class Source:
         if mark.source is not None:
             self._stateful.load_state_dict(mark.source)
         self._iterator = iter(values)
+        self.document = 0 if mark.source is None else mark.document
+        while self.document < mark.document:  # go forward from the beginning
+            if self._read() is _END:
+                break
         self.document = mark.document
-        if mark.source is None:  # go forward from the beginning
-            next(islice(self._iterator, mark.document, mark.document), None)
 
     def state(self) -> Any:
         """What the source needs to go on here; None if it can't say."""
@@ -142,11 +144,19 @@ class Source:
 
     def __next__(self) -> Any:
         """The next document of this rank and worker; _END after the last."""
-        for document in self._iterator:
-            self.document += 1
+        while (document := self._read()) is not _END:
             if (self.document - 1) % self._parts == self._part:
                 return document
         return _END
+
+    def _read(self) -> Any:
+        """The next document of all; ValueError with its number if the source raises an exception."""
+        try:
+            document = next(self._iterator, _END)
+        except Exception as error:
+            raise unreadable(f"document {self.document} of the stream", error) from error
+        self.document += document is not _END
+        return document
 
 
 class Reader:
