@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.checks import require
+from tritonpack.checks import mask_as_numbers, require
 from tritonpack.masks.block_diagonal import changes
 from tritonpack.patches.call_arguments import TREE
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
@@ -85,7 +85,7 @@ def make_packed_batch(
     if pairs:
         mask = number_documents(mask, tokens).to(device)
     elif mask is not None:
-        mask = _whole_numbers(mask).to(device)
+        mask = mask_as_numbers(mask, "attention_mask").to(device)
     position_ids = arguments.get("position_ids")
     if position_ids is not None:
         position_ids = position_ids.to(device)
@@ -102,21 +102,6 @@ def make_packed_batch(
     packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler, causal=pairs)
     _require_agreement(packed_batch, told)
     return packed_batch
-
-
-def _whole_numbers(mask: Tensor) -> Tensor:
-    """A mask as int32. PEFT's virtual tokens make it floating point."""
-    numbers = mask.to(torch.int32)
-    good = (mask >= 0) & (mask == numbers)
-    require(
-        good.all(),
-        lambda: (
-            "attention_mask must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
-            f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. A mask to be added to scores "
-            "isn't supported."
-        ),
-    )
-    return numbers
 
 
 def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | None]) -> None:

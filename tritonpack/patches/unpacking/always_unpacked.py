@@ -132,7 +132,7 @@ class AlwaysUnpacked(UnpackingForward):
     def _require_nothing_of_an_encoder(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments that tell documents of an encoder without tokens."""
         mask = arguments.get("attention_mask")
-        numbered = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.numel() and int(mask.max()) > 1
+        numbered = isinstance(mask, Tensor) and mask.numel() and int(mask.max()) > 1
         told = [name for name in ("position_ids", "seq_idx") if arguments.get(name) is not None]
         for name in [*told, *(["attention_mask"] if numbered else [])]:
             raise ValueError(
