@@ -22,6 +22,11 @@ SHARED_CONFIG = (
 )
 
 
+BEFORE_ROWS = (
+    "If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie before rows."
+)
+
+
 class OpenMaskError(ValueError):
     """A mask was used before anything said where its documents begin."""
 
@@ -208,6 +213,7 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
     cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     seq_idx = arguments.get("seq_idx")
     told = {}
+    virtual = "" if arguments.get("input_ids") is not None else f" {BEFORE_ROWS}"
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
@@ -222,6 +228,7 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
             lambda: (
                 f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "
                 f"({shape[0]} x {shape[1]}){f'; got {cu_q.tolist()!r:.200}' if cu_q.device.type == 'cpu' else ''}."
+                f"{virtual}"
             ),
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
@@ -229,7 +236,7 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
         told["cu_seq_lens_q"] = starts[:-1].view(shape)
     if isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:
-            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.")
+            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.{virtual}")
         told["seq_idx"] = changes(seq_idx.to(device))
     for starts in told.values():
         starts[:, :1] = True
