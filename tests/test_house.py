@@ -236,6 +236,31 @@ def test_no_file_grows_past_500_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 500} == {}
 
 
+# Functions of torch that make a tensor on the default device, and `Generator`.
+MAKERS = re.compile(
+    r"torch\.(Generator|arange|as_?(array|tensor)|empty(_permuted|_strided)?|eye|full|(lin|log)space|nested_tensor|"
+    r"normal|ones|rand(int|n|perm)?|scalar_tensor|sparse_\w+_tensor|tensor|tri[lu]_indices|zeros)"
+)
+
+
+def makers_without_a_device(source: str) -> list[str]:
+    """Calls that make a tensor without `device`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = [(ast.unparse(call.func), call) for call in calls if "device" not in {k.arg for k in call.keywords}]
+    return [ast.unparse(call) for name, call in names if MAKERS.fullmatch(name)]
+
+
+def test_tensors_are_made_on_a_named_device() -> None:
+    """`torch.set_default_device` must not move what the package makes for itself."""
+    found = {module_name(path): makers_without_a_device(path.read_text(encoding="utf-8")) for path in MODULES}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+def test_tensors_without_a_device_are_found() -> None:
+    assert makers_without_a_device("x = torch.zeros(3) + torch.arange(3, device=d)") == ["torch.zeros(3)"]
+    assert makers_without_a_device("torch.Generator().manual_seed(0)") == ["torch.Generator()"]
+
+
 def test_public_names_are_documented() -> None:
     bare = []
     for path in MODULES:

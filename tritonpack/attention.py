@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # With MKL, the first float32 exponential of a process can be wrong by 1e-4 in the part of one thread, if several
 # threads compute it (seen with torch 2.13 in one process of seven). One small call prevents this.
-torch.exp(torch.zeros(1))
+torch.exp(torch.zeros(1, device="cpu"))
 
 
 @overload

@@ -12,7 +12,9 @@ from torch import Tensor
 Lengths = Sequence[int] | Tensor
 Window = tuple[int, int]
 UNLIMITED = 2**31 - 1  # more than any number of keys
-_UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+NUMBERS = (torch.int32, torch.int64)
+MASKS = (*NUMBERS, torch.bool, torch.uint8, torch.int8, torch.int16)
+FLOAT_MASKS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reach(NamedTuple):
@@ -37,6 +39,37 @@ def require(condition: Tensor, message: str | Callable[[], str]) -> None:
     if condition.device.type == "cpu":
         raise ValueError(text)
     torch._assert_async(condition, text)
+
+
+def holds_numbers(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor of a type that holds any place, offset or number of a document.
+
+    Types of 8 and 16 bits wrap around, and types of floating point skip numbers: float16 above 2,048, bfloat16 above
+    256. Documents would be joined or cut.
+    """
+    return isinstance(value, Tensor) and value.dtype in NUMBERS
+
+
+def mask_as_numbers(mask: Tensor, name: str) -> Tensor:
+    """A mask as int32: 0 for padding, and 1, or the number of the document, for tokens.
+
+    A mask of a type that doesn't hold numbers may mark padding alone. PEFT's virtual tokens make masks float32.
+
+    Raises:
+        ValueError: other values.
+    """
+    numbers = mask.to(torch.int32)
+    good = (mask >= 0) & (mask == numbers) if holds_numbers(mask) else (mask == 0) | (mask == 1)
+    require(
+        good.all(),
+        lambda: (
+            f"{name} must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
+            f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. Numbers of documents are "
+            f"int32 or int64; a mask of {str(mask.dtype).removeprefix('torch.')} holds 0 and 1 alone. A mask to be "
+            "added to scores isn't supported."
+        ),
+    )
+    return numbers
 
 
 def check_flag(value: Any, name: str) -> bool:
@@ -135,7 +168,7 @@ def as_integers(values: Lengths, name: str) -> Tensor:
         if any(abs(number) >= 2**63 for number in numbers):
             raise ValueError(f"{name} must hold integers of up to 63 bits; got {values!r:.200}.")
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    if values.ndim != 1 or values.dtype not in (torch.int32, torch.int64):
+    if values.ndim != 1 or not holds_numbers(values):
         raise ValueError(f"{name} must be a one-dimensional int32 or int64 tensor; got {describe(values)}.")
     return values
 
@@ -184,18 +217,13 @@ def check_spans(spans: Tensor, num_queries: int, device: torch.device) -> Tensor
     return flat
 
 
-def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
-    """Return integers of shape (T,) or (B, T) as (B, T)."""
-    if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex():
-        kind = "a bool or integer" if allow_bool else "an integer"
-        raise ValueError(f"{name} must be {kind} tensor of shape (T,) or (B, T); got {describe(ids)}.")
-    if ids.dtype == torch.bool and not allow_bool:
+def check_rows(ids: Tensor, name: str, *, mask: bool = False) -> Tensor:
+    """Return numbers of shape (T,) or (B, T), int32 or int64, as (B, T); of a `mask` any integers or bool."""
+    if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.dtype not in (MASKS if mask else NUMBERS):
+        kind = "a bool or integer" if mask else "an integer"
         hint = " For a padding mask use from_padding_mask." if name == "segment_ids" else ""
-        raise ValueError(f"{name} must hold integers; got bool.{hint}")
-    if ids.dtype in _UNSIGNED:  # torch can't compare or sort these
-        ids = ids.to(_UNSIGNED[ids.dtype])
-    if ids.dtype == torch.uint64:
-        raise ValueError(f"{name} must hold integers of up to 63 bits; got {describe(ids)}. Cast them to int64.")
+        types = "" if mask else ", int32 or int64"
+        raise ValueError(f"{name} must be {kind} tensor of shape (T,) or (B, T){types}; got {describe(ids)}.{hint}")
     return ids if ids.ndim == 2 else ids[None]
 
 

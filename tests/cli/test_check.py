@@ -55,7 +55,7 @@ def test_small_copy_of_a_folder(tiny, capsys):
     output = capsys.readouterr().out
     assert f"{tiny}: a small random copy of LlamaForCausalLM, a causal language model; " in output
     assert cells(output) == {form: ("exact" if "use_cache=False" in form else "leak", "exact") for form in ROWS}
-    assert "llama: 2 layers; backend auto, in place of sdpa" in output
+    assert "llama: 2 layers; backend blocked (auto, on cpu), in place of sdpa" in output
     assert output.endswith("tritonpack: exact\n")
 
 
@@ -89,7 +89,7 @@ def test_windows_and_caps(tmp_path, capsys):
     config_of("gemma2").save_pretrained(tmp_path)
     assert run("check", tmp_path / "config.json") == 0
     output = capsys.readouterr().out
-    assert "gemma2: 2 layers, 1 with a sliding window of [4], softcap 50; backend auto" in output
+    assert "gemma2: 2 layers, 1 with a sliding window of [4], softcap 50; backend blocked (auto, on cpu)" in output
     assert set(cells(output)) == set(ROWS)
 
 
@@ -102,7 +102,7 @@ def test_recurrences(tmp_path, capsys):
     found = json.loads((tmp_path / "findings.json").read_text())
     assert found["stock"]["forms"]["without_cache"]["verdict"] == "leak"
     assert found["compared"] == "outputs and gradients"
-    assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend auto")
+    assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend blocked (auto, on cpu)")
 
 
 @pytest.mark.heavy

@@ -171,6 +171,7 @@ def test_saved_adapters_hold_no_trace(tmp_path: Any) -> None:
 VIRTUAL = {
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, task_type="CAUSAL_LM", encoder_hidden_size=8),
 }
 
 
@@ -190,5 +191,13 @@ def test_virtual_tokens(kind: str) -> None:
         assert float((got - expected)[seen].abs().max() / expected[seen].abs().max()) < EXACT
         with pytest.raises(ValueError, match=r"virtual tokens \(PEFT's\)"):
             model(input_ids=ids.flip(1), attention_mask=mask.flip(1))
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q must begin with 0|the cache already holds tokens"):
-            model(input_ids=torch.cat(rows, 1), **FORMS["collator"]())
+        for form in ("position_ids", "collator", "seq_idx", "segment_mask"):
+            with pytest.raises(
+                ValueError, match=r"3 virtual tokens \(P.*TUNING\) before each row.* Give each document"
+            ):
+                model(input_ids=torch.cat(rows, 1), **FORMS[form]())
+        model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    assert not model._forward_pre_hooks
+    below = tritonpack.patch(model.base_model)  # PEFT's wrapper isn't patched
+    with below, pytest.raises(ValueError, match=r"virtual tokens \(PEFT's\)|the cache already holds tokens"):
+        model(input_ids=torch.cat(rows, 1), **FORMS["collator"]())

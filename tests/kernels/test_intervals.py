@@ -226,7 +226,7 @@ def test_position_ids(seed: int, assert_same: Callable[[Build], None]) -> None:
             begin = rng.choice((0, 0, rng.randint(0, 20)))
             row += range(begin, begin + rng.randint(1, rng.choice((3, 60))))
         rows.append(row[:tokens])
-    ids = torch.tensor(rows).to(rng.choice((torch.uint8, torch.int16, torch.int32, torch.int64)))
+    ids = torch.tensor(rows).to(rng.choice((torch.int32, torch.int64)))
     for form in (ids, ids[0], ids.expand(4, *ids.shape), ids.T.contiguous().T, ids[:1].expand(2, tokens)):
         assert_same(lambda form=form: BlockDiagonalMask.from_position_ids(form, **reach))
 

@@ -97,13 +97,13 @@ def test_forests(parents: tuple[int, ...], reach: dict[str, Any], blocks: tuple[
 @settings(max_examples=6)
 @given(st.lists(forests(), min_size=2, max_size=3), st.sampled_from(REACHES), st.sampled_from(BLOCKS), st.data())
 def test_rows(rows: list[tuple[int, ...]], reach: dict[str, Any], blocks: tuple[int, int], data: st.DataObject) -> None:
-    """Rows that begin within blocks, in every integer dtype; tokens outside of trees also within subtrees."""
+    """Rows that begin within blocks, in both integer dtypes; tokens outside of trees also within subtrees."""
     length = min(max(map(len, rows)), 41)
-    dtype = data.draw(st.sampled_from([torch.int8, torch.int16, torch.int32, torch.int64]))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     parents = torch.tensor([(row + (SLACK,) * length)[:length] for row in rows]).to(dtype)
     assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
     ends, place = ends_of(parents), torch.arange(length)
-    ends = torch.where((ends == place + 1) & (torch.rand(ends.shape) < 0.4), place, ends).to(torch.uint8)
+    ends = torch.where((ends == place + 1) & (torch.rand(ends.shape) < 0.4), place, ends).to(dtype)
     assert_same(lambda: BlockDiagonalMask.from_tree_ends(ends, **reach), blocks)
 
 

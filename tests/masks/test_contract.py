@@ -74,7 +74,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "total a list": (lambda: BlockDiagonalMask.from_cu_seqlens([0, 2], total_q=[2]), r"total_q must be .*; got \[2\]"),
     "64 unsigned bits": (
         lambda: BlockDiagonalMask.from_segment_ids(INT32.to(torch.uint64)),
-        "segment_ids must hold integers of up to 63 bits; got .*uint64.* Cast them to int64",
+        "segment_ids must be an integer tensor .* int32 or int64; got .*uint64",
     ),
     "negative length": (
         lambda: BlockDiagonalMask.from_seqlens([3, -2]),
@@ -154,7 +154,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "bool spans": (
         lambda: BlockDiagonalMask.from_seqlens([3], spans=INT32.bool()),
-        "spans must hold integers; got bool",
+        "spans must be an integer tensor .*; got .* bool",
     ),
     "a list of spans": (
         lambda: BlockDiagonalMask.from_seqlens([3], spans=[0, 1, 1]),
@@ -170,7 +170,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "float positions": (
         lambda: BlockDiagonalMask.from_position_ids(torch.zeros(4)),
-        r"position_ids must be an integer tensor of shape \(T,\) or \(B, T\); got \(4,\) float32",
+        r"position_ids must be an integer tensor of shape \(T,\) or \(B, T\), int32 or int64; got \(4,\) float32",
     ),
     "two rows of positions": (
         lambda: BlockDiagonalMask.from_position_ids(torch.zeros(2, 1, 4, dtype=torch.int64)),
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "bool segments": (
         lambda: BlockDiagonalMask.from_segment_ids(torch.ones(4, dtype=torch.bool)),
-        "segment_ids must hold integers; got bool. For a padding mask use from_padding_mask",
+        "segment_ids must be an integer tensor .*; got .* bool .* For a padding mask use from_padding_mask",
     ),
     "negative segments": (lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([1, -1])), "must not be negative"),
     "a segment in pieces": (

@@ -393,6 +393,10 @@ CALLS = {
     "4-D mask": (
         "attention_mask must be two-dimensional", replaced(attention_mask=torch.zeros(1, 1, TOKENS, TOKENS))
     ),
+    "mask that counts from 0": (
+        r"is padding, by the number 0\..*pass attention_mask \+ 1",
+        lambda batch: {**batch, "attention_mask": (batch["position_ids"] == 0).cumsum(1) - 1},
+    ),
     "labels of another shape": (
         r"labels must have the shape.*\(1, 51\); got \(1, 50\)", replaced(labels=numbers(1, 50))
     ),

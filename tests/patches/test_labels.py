@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from tritonpack import PackingCollator, PackingWarning, notices, patch
-from tritonpack.patches.labels import shifts_labels, warn_of_first_labels
+from tritonpack.patches.labels import check_padding_labels, shifts_labels, warn_of_first_labels
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+
+from tests.patches import zoo
 
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3]}]
 
@@ -142,3 +146,90 @@ def test_silent_for_padding_and_for_rows():
 )
 def test_which_losses_shift(name, options, shifted):
     assert shifts_labels(tiny(name, **options), {}) is shifted
+
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 4, 4]])
+ONES = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+PLACES = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+MASKED = torch.tensor([[-100, 6, 7, -100, 9, -100, 4, 4]])  # labels on padding; the first of each document has none
+# Layouts with padding, and the token from which a label on padding is predicted first.
+PADDED = {
+    "right": ({"attention_mask": ONES}, MASKED, 5),
+    "left": ({"attention_mask": ONES.flip(1)}, IDS, 0),
+    "packed": ({"attention_mask": ONES, "position_ids": PLACES}, MASKED, 5),
+    "offsets": ({"attention_mask": ONES, "cu_seq_lens_q": torch.tensor([0, 3, 5, 8])}, MASKED, 5),
+    "between": (
+        {"attention_mask": torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1]]), "cu_seq_lens_q": torch.tensor([0, 2, 5, 8])},
+        IDS,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
+@pytest.mark.parametrize("name", PADDED)
+def test_labels_on_padding_warn_in_every_layout(name, attention):
+    told, labels, place = PADDED[name]
+    model = tiny()
+    with warnings.catch_warnings(record=True) as found, patch(model, attention=attention):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(input_ids=IDS, labels=labels, **told)
+    (message,) = [str(one.message) for one in found if "padding-label" in str(one.message)]
+    label = int(labels[0, place + 1])
+    assert message.startswith(f"padding-label: the label {label} in row 0 is predicted at token {place}, which ")
+    assert "Set labels of padding to -100" in message
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
+def test_a_mask_that_numbers_documents_from_0_is_refused(attention):
+    """Document 0 would be padding."""
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+    model = tiny()
+    with patch(model, attention=attention):
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"label 6 in row 0 is predicted at token 0.* pass attention_mask \+ 1"
+            ):
+                model(input_ids=IDS, labels=MASKED, attention_mask=numbers)
+        assert model(input_ids=IDS, labels=MASKED, attention_mask=numbers + 1).loss.isfinite()
+        assert model(input_ids=IDS, attention_mask=numbers).logits.isfinite().all()
+
+
+def test_labels_on_padding_of_other_losses():
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0]])
+    own, shifted = tiny("BertForMaskedLM"), {"shift_labels": MASKED, "labels": MASKED}
+    for model, call in ((own, {"labels": MASKED}), (tiny(), shifted)):
+        with patch(model), pytest.raises(ValueError, match="label 4 in row 0 is predicted at token 6"):
+            model(input_ids=IDS, attention_mask=numbers, **call)
+    pair = tiny("T5ForConditionalGeneration", d_kv=4, d_ff=8, decoder_start_token_id=0, pad_token_id=0)
+    told = {"attention_mask": numbers, "decoder_attention_mask": numbers, "labels": MASKED}
+    for more in ({}, {"decoder_input_ids": IDS}):
+        with patch(pair), pytest.raises(ValueError, match="label 4 in row 0 is predicted at token 6"):
+            pair(input_ids=IDS, **told, **more)
+
+
+@pytest.mark.filterwarnings("ignore:document-rows")
+def test_labels_on_padding_where_each_document_has_a_row():
+    model, numbers = zoo.tiny_model("blt"), torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+    with patch(model), pytest.raises(ValueError, match=r"pass attention_mask \+ 1"):
+        model(input_ids=IDS, labels=MASKED, attention_mask=numbers)
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (torch.tensor([[5, 6, 7, 8, 9, 2, -100, -100]]), {"attention_mask": ONES}),  # the end, from the last token
+        (torch.tensor([[-100, -100, -100, 8, 9, 3, 4, 4]]), {"attention_mask": ONES.flip(1)}),
+        (IDS, {"attention_mask": torch.ones_like(ONES)}),
+        (IDS, {}),
+        (IDS.to("meta"), {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])}),
+    ],
+    ids=["end", "left", "no padding", "no mask", "on a device"],
+)
+def test_silent_without_labels_from_padding(labels, told):
+    call = {"input_ids": IDS, "labels": labels, **told}
+    packed_batch = make_packed_batch(call, IDS.shape, IDS.device, Serving("tritonpack", "auto"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PackingWarning)
+        check_padding_labels(tiny(), call, packed_batch)

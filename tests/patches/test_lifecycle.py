@@ -405,10 +405,15 @@ def test_replicas_of_data_parallel_are_refused() -> None:
 
 NO_MODELS: dict[str, tuple[Any, str]] = {
     "a name": ("gpt2", r"the name 'gpt2'; load it first, with AutoModelForCausalLM.from_pretrained\('gpt2'\)"),
-    "nothing": (None, "got None of type NoneType"),
+    "nothing": (None, "got None of type NoneType; pass the model that you train"),
     "a class": (AutoModelForCausalLM, "the class AutoModelForCausalLM; make a model of it first"),
     "a configuration": (LlamaConfig(), r"a LlamaConfig; make a model of it first, with .*from_config\(config\)"),
-    "a list": ([1], r"got \[1\] of type list"),
+    "a list": ([1], r"got \[1\] of type list; pass one model in each call"),
+    "models": (
+        [nn.Sequential(nn.Linear(2, 2))],
+        r"got \[Sequential\( \(0\): Linear\(.* of type list; pass one model in",
+    ),
+    "an object": (object(), "of type object; pass the model that you train"),
 }
 
 
@@ -416,5 +421,6 @@ NO_MODELS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("function", [tritonpack.patch, tritonpack.unpatch])
 def test_arguments_that_are_no_models_are_refused(name: str, function: Callable[[Any], Any]) -> None:
     given, message = NO_MODELS[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         function(given)
+    assert "\n" not in str(caught.value)

@@ -469,3 +469,19 @@ def test_unknown_backend() -> None:
         tritonpack.patch(tiny_model("llama"), backend="cuda")
     with pytest.raises(ValueError, match="got 'flash'"):
         tritonpack.patch(tiny_model("llama"), attention="flash")
+
+
+def test_the_report_names_what_computes_attention() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with tritonpack.patch(model) as handle:
+        assert (handle.report.runs, handle.report.backend) == ("blocked (auto, on cpu)", "auto")
+        assert "backend blocked (auto, on cpu), in place of sdpa" in str(handle.report)
+        model.to("meta")  # as another device: the report names what would run there
+        assert "backend auto, in place of sdpa" in str(handle.report)
+    model = tiny_model("llama", dtype=torch.float32)
+    with tritonpack.patch(model, backend="reference") as handle:
+        assert "backend reference, in place of sdpa" in repr(handle)
+    for attention in ("sdpa", "eager"):
+        with tritonpack.patch(model, attention=attention) as handle:
+            assert handle.report.runs == attention
+            assert f"{attention} with a dense mask" in str(handle.report)

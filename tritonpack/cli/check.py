@@ -272,7 +272,7 @@ def _mixes_tokens(subject: Subject, documents: list[Tensor], expected: Results) 
         return True
     others = subject.draw(LENGTHS, 2)
     changed = [torch.cat([b[:, :1], a[:, 1:]], dim=1) for a, b in zip(documents, others, strict=True)]
-    later = torch.cat([torch.arange(length) > 0 for length in LENGTHS])
+    later = torch.cat([torch.arange(length, device="cpu") > 0 for length in LENGTHS])
     moved = alone(subject, changed, gradients=False).values
     return not torch.equal(moved[later], expected.values[later])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.checks import describe, is_length, plain_int, require
+from tritonpack.checks import MASKS, describe, is_length, plain_int, require
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
@@ -31,7 +31,7 @@ def unpad_input(
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask: (batch, seqlen) bool or integers, 1 for tokens.
+        attention_mask: (batch, seqlen) bool or integers, 1 for tokens and 0 for padding.
         unused_mask: (batch, seqlen), 1 for places that are kept but don't count.
 
     Returns:
@@ -39,7 +39,7 @@ def unpad_input(
         int32; the length of the longest row, an integer; and the tokens of each row that count, (batch,) int32.
 
     Raises:
-        ValueError: other shapes or dtypes.
+        ValueError: other shapes, dtypes or numbers.
     """
     if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 2:
         raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
@@ -81,5 +81,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 def _check_mask(mask: Tensor, name: str, hidden_states: Tensor) -> None:
     shape = hidden_states.shape[:2]
-    if not isinstance(mask, Tensor) or mask.shape != shape or mask.is_floating_point() or mask.is_complex():
+    if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype not in MASKS:
         raise ValueError(f"{name} must be a bool or integer tensor {tuple(shape)}; got {describe(mask)}.")
+    require(
+        ((mask == 0) | (mask == 1)).all(),
+        f"{name} must hold 0 and 1; other numbers tell no documents apart here. Lay documents end to end and pass "
+        "their cu_seqlens instead.",
+    )

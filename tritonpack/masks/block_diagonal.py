@@ -109,9 +109,9 @@ class BlockDiagonalMask(Bounds):
                 `causal` sets right to 0.
             chunk_size: keys per chunk, counted from the first key of each document. A query sees only the chunk of its
                 own place (Llama 4). None means no chunks.
-            spans: (T,) or (B, T) integers >= 0, one per token. Neighbours in one document with the same id other than 0
-                form a span, such as an image in a causal text (Gemma 3). Its tokens see the whole span, too, also
-                beyond windows and chunks. Only for self-attention.
+            spans: (T,) or (B, T) int32 or int64, >= 0, one per token. Neighbours in one document with the same
+                id other than 0 form a span, such as an image in a causal text (Gemma 3). Its tokens see the whole span,
+                too, also beyond windows and chunks. Only for self-attention.
             device: where the mask lies; None means the CPU. `spans` must lie there, too. Offsets are copied to an
                 accelerator, once, without waiting.
 
@@ -213,9 +213,9 @@ class BlockDiagonalMask(Bounds):
         may start at any number. Position ids don't show padding: pass segment ids or a padding mask for that.
 
         Args:
-            position_ids: integers, (T,), (B, T), or the multimodal forms (3, B, T) (time, height, width, in which the
-                patches of an image ascend in this order: see `document_starts`) and (4, B, T) (text positions first,
-                which tell the documents).
+            position_ids: int32 or int64, (T,), (B, T), or the multimodal forms (3, B, T) (time, height, width, in which
+                the patches of an image ascend in this order: see `document_starts`) and (4, B, T) (text positions
+                first, which tell the documents).
             causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
@@ -241,7 +241,7 @@ class BlockDiagonalMask(Bounds):
         """The mask of rows with the number of each token's document, 0 for padding.
 
         Args:
-            segment_ids: (T,) or (B, T) integers >= 0. Within a row the tokens of a document are contiguous.
+            segment_ids: (T,) or (B, T) int32 or int64, >= 0. Within a row the tokens of a document are contiguous.
             causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
@@ -274,7 +274,7 @@ class BlockDiagonalMask(Bounds):
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
         reach = check_reach(window, causal, chunk_size)
-        attention_mask = check_rows(attention_mask, "attention_mask", allow_bool=True)
+        attention_mask = check_rows(attention_mask, "attention_mask", mask=True)
         intervals.check_padding(attention_mask)
         return _mask(partial(intervals.from_padding_mask, attention_mask), reach, spans)
 
@@ -288,7 +288,7 @@ class BlockDiagonalMask(Bounds):
         along the path from a token to its root.
 
         Args:
-            parents: the place of each token's parent in its row, (T,) or (B, T) integers, or a flat list, in
+            parents: the place of each token's parent in its row, (T,) or (B, T) int32 or int64, or a flat list, in
                 depth-first order; -1 for the first token of a tree, -2 for a token outside every tree (padding, slack).
             window, chunk_size: see `from_seqlens`; `window` reaches `left` ancestors up, its right side means nothing.
 
@@ -316,8 +316,8 @@ class BlockDiagonalMask(Bounds):
         """The mask of trees of tokens, given by where the subtree of each token ends.
 
         Args:
-            ends: one past the place of each token's last descendant in its row, (T,) or (B, T) integers, or a flat
-                list; the token's own place for a token outside every tree.
+            ends: one past the place of each token's last descendant in its row, (T,) or (B, T) int32 or int64, or a
+                flat list; the token's own place for a token outside every tree.
             window, chunk_size: see `from_tree`.
 
         Raises:

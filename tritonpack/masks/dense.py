@@ -30,7 +30,9 @@ def dense(mask: Bounds, dtype: torch.dtype, additive: bool) -> Tensor:
     if kernels.serve(mask.key_start) and not mask.is_tree:
         from tritonpack.kernels.dense_mask import write_words
 
-        patterns = [int(torch.full((per_word,), value, dtype=dtype).view(torch.int32)) for value in (seen, hidden)]
+        patterns = [
+            int(torch.full((per_word,), value, dtype=dtype, device="cpu").view(torch.int32)) for value in (seen, hidden)
+        ]
         padded = write_words(mask.key_start, mask.key_stop, columns // per_word, per_word, *patterns).view(dtype)
     else:
         padded = _visible(mask, columns)

@@ -142,7 +142,7 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
         if self.pad_to_multiple_of is not None:
             tokens = sum(len(columns["input_ids"]) for columns in documents)
             padding = -tokens % self.pad_to_multiple_of
-            batch["attention_mask"] = (torch.arange(tokens + padding) < tokens).to(torch.int64)[None]
+            batch["attention_mask"] = (torch.arange(tokens + padding, device="cpu") < tokens).to(torch.int64)[None]
             if padding:
                 filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
                 numbers.append(-1)  # has no fault that a message could name
@@ -153,7 +153,7 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                     }
                 )
         rows = {name: join(documents, name, numbers) for name in documents[0]}
-        lengths = torch.tensor([len(columns["input_ids"]) for columns in documents])
+        lengths = torch.tensor([len(columns["input_ids"]) for columns in documents], device="cpu")
         if self.objective == "causal":
             rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
         return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
@@ -179,10 +179,10 @@ def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
     if total >= 2**31:
         raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
     cu_seq_lens = offsets.to(torch.int32)
     return {
-        "position_ids": (torch.arange(total) - offsets[seq_idx])[None],
+        "position_ids": (torch.arange(total, device="cpu") - offsets[seq_idx])[None],
         "seq_idx": seq_idx.to(torch.int32)[None],
         "cu_seq_lens_q": cu_seq_lens,
         "cu_seq_lens_k": cu_seq_lens,

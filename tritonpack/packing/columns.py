@@ -116,7 +116,8 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
         positions = integers(feature[POSITIONS], POSITIONS)
         starts = (positions == 0).nonzero()[:, 0]
         lengths = starts.diff(append=starts.new_tensor([len(positions)]))
-        counted = torch.arange(len(positions)) - torch.repeat_interleave(starts, lengths) if len(starts) else None
+        places = torch.arange(len(positions), device="cpu")
+        counted = places - torch.repeat_interleave(starts, lengths) if len(starts) else None
         if len(positions) != tokens or counted is None or starts[0] or not torch.equal(positions, counted):
             raise ValueError(
                 f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each document; "
@@ -343,7 +344,7 @@ def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 
         converted = values
         if isinstance(values, np.ndarray):  # torch can't read arrays that are read-only or of another byte order
             converted = values.astype(np.int64 if values.dtype.kind in "iu" else values.dtype.newbyteorder("="))
-        tensor = torch.as_tensor(converted)
+        tensor = converted if isinstance(converted, Tensor) else torch.as_tensor(converted, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.") from error
     if tensor.device.type != "cpu":

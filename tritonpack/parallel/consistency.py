@@ -121,7 +121,7 @@ def _values(error: Exception | None, records: Sequence[Record]) -> list[dict[str
 
 def _on_host(numbers: dict[str, int | Tensor]) -> dict[str, int]:
     """The same numbers as integers of Python; waits for the device once, however many there are."""
-    tensors = [torch.as_tensor(number) for number in numbers.values()]
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in numbers.values()]
     device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
     values = torch.stack([x.to(device, torch.int64, non_blocking=True) for x in tensors]).tolist() if tensors else []
     return dict(zip(numbers, values, strict=True))

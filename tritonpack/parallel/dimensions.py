@@ -157,7 +157,7 @@ def _of_mesh(ranks: Ranks, names: Sequence[Any]) -> Dimensions:
         )
     along = names.index("ulysses")
     heads, keys = ranks.dimensions[along], ranks.dimensions[1 - along]
-    numbers = torch.arange(ranks.size).view(ranks.dimensions[0].size, -1).movedim(along, -1)
+    numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
     return Dimensions(
         heads if heads.size > 1 else None,
         keys if keys.size > 1 else None,

@@ -21,7 +21,7 @@ from tritonpack.parallel.router_loss import require_known_loss, wants_router_los
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import TREE, cache_of, in_form
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.labels import IGNORED, check_padding_labels
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import make_packed_batch
@@ -143,6 +143,7 @@ def _read(
         )
     packed_batch = make_packed_batch(arguments, tokens, device, hook.serving)
     packed_batch.runs()  # raises for padding inside a document
+    check_padding_labels(module, arguments, packed_batch)
     if arguments.get("position_ids") is None and "position_ids" in hook.names and not hook.gives_positions:
         raise UnsupportedModelError(
             f"{type(module).__name__} computes positions from all tokens of a batch. Pass position_ids, such as its "

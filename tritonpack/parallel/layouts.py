@@ -241,7 +241,7 @@ def make_layout(
         per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // (ranks * min(chunk, LEAST))), 1)
         owned = _balance(_work(masks), ranks, per_rank) if per_rank > 1 else owned
     bounds = _bounds(total, sum(map(len, owned)))
-    rows = [torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]) for chunks in owned]
+    rows = [torch.cat([torch.arange(bounds[c], bounds[c + 1], device="cpu") for c in chunks]) for chunks in owned]
     return Layout(tuple(one.to(device) for one in rows))
 
 
@@ -275,7 +275,7 @@ def _work(masks: list[BlockDiagonalMask]) -> Tensor:
 
 def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     """For each rank its rows of the layout "documents"."""
-    start = torch.arange(masks[0].num_queries)
+    start = torch.arange(masks[0].num_queries, device="cpu")
     stop = start
     counted = Counter(masks)
     for bounds in map(host_bounds, counted):
@@ -296,7 +296,7 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
 
 def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:
     """For each rank its chunks, ascending. The heaviest chunk goes to the rank with least work that has room for it."""
-    bounds = torch.tensor(_bounds(work.shape[0], ranks * per_rank))
+    bounds = torch.tensor(_bounds(work.shape[0], ranks * per_rank), device="cpu")
     passed = torch.cat([work.new_zeros(1), work.cumsum(0)])[bounds]
     weights = (passed[1:] - passed[:-1]).tolist()
     owned: list[list[int]] = [[] for _ in range(ranks)]

@@ -93,13 +93,13 @@ def _in_runs(batch: PackedBatch, layout: Layout) -> Layout:
     """A layout of as many ranks, each with one run of rows. All have equally many tokens."""
     begin, length = batch.lengths()
     ends = begin + length
-    live = torch.zeros(layout.num_rows + 1, dtype=torch.int64)
+    live = torch.zeros(layout.num_rows + 1, dtype=torch.int64, device="cpu")
     live[begin] += 1
     live[ends] -= 1
     passed = live.cumsum(0)[:-1].cumsum(0)  # tokens up to each row
-    share = torch.arange(1, layout.ranks) * int(length.sum()) // layout.ranks
+    share = torch.arange(1, layout.ranks, device="cpu") * int(length.sum()) // layout.ranks
     bounds = torch.searchsorted(passed, share, right=True)
-    return Layout(torch.arange(layout.num_rows).tensor_split(bounds))
+    return Layout(torch.arange(layout.num_rows, device="cpu").tensor_split(bounds))
 
 
 @cache

@@ -81,7 +81,7 @@ def register(shared: SharedAttention) -> Tensor:
     """
     value = next(_NUMBERS)
     _SHARED[value] = shared
-    number = torch.tensor(value)
+    number = torch.tensor(value, device="cpu")
     number.shared = shared  # type: ignore[attr-defined]
     return number
 

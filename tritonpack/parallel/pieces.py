@@ -39,10 +39,10 @@ class PieceTable:
     def of(cls, batch: PackedBatch, layout: Layout) -> PieceTable:
         """The longest runs of rows that belong to one document and one rank. Waits for the device."""
         begin, length = batch.lengths()
-        document = torch.repeat_interleave(torch.arange(length.shape[0]), length)
-        place = torch.arange(document.shape[0]) - (length.cumsum(0) - length)[document]
+        document = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
+        place = torch.arange(document.shape[0], device="cpu") - (length.cumsum(0) - length)[document]
         rows = begin[document] + place
-        owner = torch.empty(layout.num_rows, dtype=torch.int64)
+        owner = torch.empty(layout.num_rows, dtype=torch.int64, device="cpu")
         for rank, own in enumerate(layout.rows_on_host):
             owner[own] = rank
         owner = owner[rows]
@@ -122,5 +122,5 @@ class Pieces:
 
 def _runs(first: Tensor, length: Tensor) -> Tensor:
     """Runs of consecutive numbers, one after the other, int64."""
-    run = torch.repeat_interleave(torch.arange(length.shape[0]), length)
-    return torch.arange(run.shape[0]) + (first - (length.cumsum(0) - length))[run]
+    run = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
+    return torch.arange(run.shape[0], device="cpu") + (first - (length.cumsum(0) - length))[run]

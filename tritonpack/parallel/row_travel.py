@@ -33,9 +33,9 @@ class RowTravel:
             device: where the rows lie.
         """
         self.ranks, self.rows, self.wanted = ranks, layout.lengths[ranks.rank], wanted[ranks.rank].shape[0]
-        owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64)
+        owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64, device="cpu")
         for rank, rows in enumerate(layout.rows_on_host):
-            owner[rows], place[rows] = rank, torch.arange(rows.shape[0])
+            owner[rows], place[rows] = rank, torch.arange(rows.shape[0], device="cpu")
         leaving = [place[rows[owner[rows] == ranks.rank]] for rows in wanted]
         owners = owner[wanted[ranks.rank]]
         self.moves = any(bool((owner[rows] != rank).any()) for rank, rows in enumerate(wanted))

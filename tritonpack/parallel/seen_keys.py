@@ -59,7 +59,7 @@ class Runs(NamedTuple):
         first, last = torch.searchsorted(keys, self.begin), torch.searchsorted(keys, self.end)
         counts = last - first
         before = counts.cumsum(0) - counts
-        return torch.arange(int(counts.sum())) + torch.repeat_interleave(first - before, counts)
+        return torch.arange(int(counts.sum()), device="cpu") + torch.repeat_interleave(first - before, counts)
 
 
 def host_bounds(mask: BlockDiagonalMask) -> HostBounds:
@@ -87,7 +87,7 @@ def seen_runs(bounds: HostBounds, rows: Tensor) -> Runs:
         begins = start > ahead
         return Runs(start[begins], torch.cat([ahead[1:][begins[1:]], stop[-1:]]))
     # A key is seen by the rows of its subtree whose own interval reaches up to it.
-    before = torch.zeros(bounds.start.shape[0] + 1, dtype=torch.int64)
+    before = torch.zeros(bounds.start.shape[0] + 1, dtype=torch.int64, device="cpu")
     before[rows + 1] = 1
     before = before.cumsum(0)
     first, last = before[bounds.query_start], before[bounds.query_stop]

@@ -36,7 +36,7 @@ class StateScan:
             ranks: the group.
             device: where states lie.
         """
-        piece = torch.arange(begins.shape[0])
+        piece = torch.arange(begins.shape[0], device="cpu")
         number = piece - torch.where(begins, piece, 0).cummax(0).values  # in its document
         layout = Layout(tuple(piece[owner == rank] for rank in range(ranks.size)))
         mine = owner == ranks.rank

@@ -380,7 +380,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
     # gloo's abort does nothing. But a receive that times out closes the connections, and then all that waits raises.
     for tag in range(8):  # each network interface that gloo uses has its own connections; tags go round them
         try:
-            work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), UNUSED_TAG + tag)
+            work = group.recv([torch.empty(1, device="cpu")], (group.rank() + 1) % group.size(), UNUSED_TAG + tag)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass

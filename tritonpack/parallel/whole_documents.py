@@ -33,9 +33,9 @@ class WholeDocuments:
     def __init__(self, batch: PackedBatch, layout: Layout, ranks: Ranks) -> None:
         """Divide the documents of a batch, whose flattened rows are those of `layout`. Waits for the device."""
         begin, length = batch.lengths()
-        document = torch.repeat_interleave(torch.arange(length.shape[0]), length)
-        rows = begin[document] + torch.arange(document.shape[0]) - (length.cumsum(0) - length)[document]
-        owner = torch.empty(layout.num_rows, dtype=torch.int64)
+        document = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
+        rows = begin[document] + torch.arange(document.shape[0], device="cpu") - (length.cumsum(0) - length)[document]
+        owner = torch.empty(layout.num_rows, dtype=torch.int64, device="cpu")
         for rank, own in enumerate(layout.rows_on_host):
             owner[own] = rank
         owned = (document * ranks.size + owner[rows]).bincount(minlength=length.shape[0] * ranks.size)
@@ -66,7 +66,7 @@ def in_one_row(length: Tensor, batch: PackedBatch) -> PackedBatch:
     lengths = length.tolist()
     if max(lengths, default=0) < LEAST:
         lengths.append(LEAST)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(batch.device)
+    positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(batch.device)
     return PackedBatch(None, positions, None, positions.shape, batch.device, batch.serving, by_document=True)
 
 

@@ -36,6 +36,7 @@ from tritonpack.patches.tiled_mlp import TiledMlp, find_mlps
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
+from tritonpack.patches.virtual_tokens import VirtualTokens, may_have_virtual_tokens
 
 
 class Options(NamedTuple):
@@ -129,7 +130,8 @@ class AppliedPatch:
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
         self._managers = [ContinuousBatching(module, self.context, self.hooks) for module in generating]
         tiled = [head.tiled for head in self.heads if head.tiled is not None]
-        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *tiled]
+        virtual = [VirtualTokens(module) for module in model.modules() if may_have_virtual_tokens(module)]
+        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *tiled, *virtual]
 
     def _unpack(
         self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout

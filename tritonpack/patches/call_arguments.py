@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.checks import describe
+from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers
 from tritonpack.patches.tensor_like import TensorLike
 
 # The arguments that tell documents apart.
@@ -43,25 +43,28 @@ HANDED = "tritonpack_packing"
 # The arguments that say how a row is packed. They mean nothing for a row with one document.
 PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE, HANDED)
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MASK_FORM = "a two-dimensional tensor, 0 for padding and 1, or the number of the document, for tokens"
-NUMBER_FORM = "an integer tensor with the number of each token's document, of the shape of the tokens"
+NUMBER_FORM = "an integer tensor, int32 or int64, with the number of each token's document, of the shape of the tokens"
 
 # What an argument must be, and a check of it.
 FORMS = {
     OFFSETS: (
         "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last "
         "the number of tokens",
-        lambda x: isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64),
+        lambda x: holds_numbers(x) and x.ndim == 1,
     ),
-    ("seq_idx", "decoder_seq_idx"): (NUMBER_FORM, lambda x: isinstance(x, Tensor) and x.dtype in INTEGERS),
+    ("seq_idx", "decoder_seq_idx"): (NUMBER_FORM, holds_numbers),
     (TREE,): (
-        "an integer tensor of the shape of the tokens, the place after the last token below each token in its row",
-        lambda x: isinstance(x, Tensor) and x.dtype in INTEGERS,
+        "an integer tensor of the shape of the tokens, int32 or int64, the place after the last token below each token "
+        "in its row",
+        holds_numbers,
     ),
     ("attention_mask", "decoder_attention_mask"): (
         MASK_FORM,
-        lambda x: isinstance(x, (TensorLike, dict)) or (isinstance(x, Tensor) and x.ndim > 1),
+        lambda x: (
+            isinstance(x, (TensorLike, dict))
+            or (isinstance(x, Tensor) and x.ndim > 1 and x.dtype in (*MASKS, *FLOAT_MASKS))
+        ),
     ),
     ("position_ids", "decoder_position_ids"): (
         "an integer tensor of shape (B, T), or (T,) for one row",

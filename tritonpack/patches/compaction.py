@@ -18,6 +18,7 @@ from torch import Tensor
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
 from tritonpack.patches.head_targets import HeadTargets
+from tritonpack.patches.labels import before_documents
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.unpacking.arguments import is_of_tokens
@@ -128,7 +129,7 @@ def _place(
     is the one place that waits for the device.
     """
     live = torch.ones_like(starts) if live is None else live
-    flags = REAL * live + BEGINS * starts + BEFORE * _before_documents(live)
+    flags = REAL * live + BEGINS * starts + BEFORE * before_documents(live)
     wanted = [] if targets is None else [targets.wanted]
     table = torch.stack([x.to(starts.device).long().flatten() for x in (flags, *wanted, *channels)]).cpu().numpy()
     source = kept = (table[0] & (REAL | BEFORE)).nonzero()[0]
@@ -153,12 +154,6 @@ def _place(
 
 def _on(device: torch.device, *arrays: NDArray[np.int64]) -> list[Tensor]:
     return [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
-
-
-def _before_documents(live: Tensor) -> Tensor:
-    """(B, T) bool, the padding right before a document. A causal head predicts the document's first token from it, so
-    it stays, as a token that sees nothing."""
-    return torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1) & ~live
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of,
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
 from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.labels import IGNORED, warn_of_first_labels
+from tritonpack.patches.labels import IGNORED, check_padding_labels, warn_of_first_labels
 from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
@@ -78,6 +78,8 @@ class EncoderDecoderForward(ModelForward):
                     real = (shifted != self.module.config.pad_token_id).int()
                     arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
+            if packed_batch is not None:
+                check_padding_labels(self.module, arguments, packed_batch)
         return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:

@@ -86,7 +86,7 @@ def once_differentiable(backward: Callable[..., tuple[Tensor | None, ...]]) -> A
             found = backward(ctx, *gradients)
         if not torch.is_grad_enabled():  # without create_graph
             return found
-        flag = torch.zeros((), requires_grad=True)
+        flag = torch.zeros((), requires_grad=True, device="cpu")
         return tuple(None if x is None else _Last.apply(flag, x) for x in found)
 
     return run

@@ -110,11 +110,11 @@ def interval_attention_forward(
         return dense_attention_forward(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
     mask = _claimed(module, attention_mask, key, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
-    if mask.shape[0] != batch or mask.shape[2:] != (length, key.shape[2]):
+    if mask.shape[0] != batch or mask.shape[2] != length:
         raise ValueError(
-            f"the mask is for {tuple(mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows of {length} "
-            f"queries and {key.shape[2]} keys; this model changes its keys between mask and attention, which "
-            "tritonpack doesn't support."
+            f"the mask is for {mask.shape[0]} rows of {mask.shape[2]} queries but attention got {batch} rows of "
+            f"{length}: {type(module).__name__} changes its queries between mask and attention, which tritonpack "
+            "doesn't support; unpatch the model."
         )
     query, _ = _tuned(module, query, None, mask)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -243,8 +243,22 @@ def _dense(
 
 def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any], attention: str) -> IntervalMask:
     """The mask of the documents for a layer's keys (B, H_kv, K, D)."""
-    if isinstance(mask, IntervalMask):
-        return mask.for_keys(key.shape[2])
+    found = (
+        mask.for_keys(key.shape[2])
+        if isinstance(mask, IntervalMask)
+        else _claim_open(module, mask, arguments, attention)
+    )
+    if found.shape[3] != key.shape[2]:
+        raise ValueError(
+            f"the mask is for {found.shape[2]} queries and {found.shape[3]} keys but attention got {key.shape[2]} "
+            f"keys: {type(module).__name__} changes its keys between mask and attention. Layers that run several times "
+            "may write to one cache: pass use_cache=False. Otherwise unpatch the model."
+        )
+    return found
+
+
+def _claim_open(module: nn.Module, mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
+    """The mask of a call whose documents are known only now."""
     if not isinstance(mask, OpenMask):
         require_masks_kept(module)
         given = "no mask" if mask is None else f"a {type(mask).__name__}"

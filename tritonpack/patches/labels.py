@@ -1,10 +1,10 @@
-"""Warnings about labels: a causal loss must not predict a document's first token from the document before it."""
+"""Labels that a loss predicts from the wrong token: the last one of the document before, or padding."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tritonpack.patches.packed_batch import PackedBatch
 IGNORED = -100
 KEY = "first-label"
 KEY_LOST = "first-label-lost"
+KEY_PADDING = "padding-label"
 
 # Ends of the names of classes, besides encoder-decoder models, that predict each token at its own place.
 OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
@@ -43,18 +44,68 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     Labels on an accelerator are not checked, because reading them would wait for it.
     """
     labels = arguments.get("labels")
-    if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
-        return
-    if notices.is_said(KEY) and notices.is_said(KEY_LOST):
-        return
-    on_host = labels.device.type == packed_batch.device.type == "cpu"
-    whole = labels.shape == packed_batch.tokens and not packed_batch.cached and not packed_batch.shared
-    if not (on_host and whole and packed_batch.tells_documents):
+    if not _can_read(labels, packed_batch) or (notices.is_said(KEY) and notices.is_said(KEY_LOST)):
         return
     if shifts_labels(model, arguments):
         _warn_of_unmasked(model, labels, packed_batch)
     elif predicts_own_tokens(model):
         _warn_of_lost(model, labels, packed_batch)
+
+
+def check_padding_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+    """Warn once if a loss predicts labels from padding, and refuse them if the mask seems to number documents from 0.
+
+    Padding sees no token in a patched model, so such a loss isn't the one of stock transformers. Padding right before a
+    document is left out: a causal loss predicts the document's first token from it. Labels on an accelerator are not
+    checked, because reading them would wait for it.
+
+    Raises:
+        ValueError: a mask with numbers above 1, and labels where it is 0.
+    """
+    labels, mask = arguments.get("labels"), packed_batch.attention_mask
+    if not _can_read(labels, packed_batch) or mask is None or mask.shape != packed_batch.tokens:
+        return
+    numbered = not packed_batch.causal and bool((mask > 1).any())
+    if notices.is_said(KEY_PADDING) and not numbered:
+        return
+    live = mask != 0
+    wanted = arguments.get("shift_labels")
+    if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:
+        own = predicts_own_tokens(model)
+        wanted = labels if own else torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+    lost = (wanted != IGNORED) & ~live & ~before_documents(live)
+    if not bool(lost.any()):
+        return
+    row, place = lost.nonzero()[0].tolist()
+    what = (
+        f"the label {int(wanted[row, place])} in row {row} is predicted at token {place}, which attention_mask says is"
+    )
+    if numbered:
+        raise ValueError(
+            f"{what} padding, by the number 0. Number documents from 1: pass attention_mask + 1 if it counts from 0. "
+            f"Otherwise set labels of padding to {IGNORED}."
+        )
+    notices.say_once(
+        KEY_PADDING,
+        f"{what} padding. Padding sees no document in a patched model, so this loss is neither that of the documents "
+        f"nor that of stock transformers, which predicts such labels, too. Set labels of padding to {IGNORED}, as "
+        "collators of transformers do. If 0 numbers a document, count from 1.",
+    )
+
+
+def before_documents(live: Tensor) -> Tensor:
+    """(B, T) bool, the padding right before a document. A causal head predicts the document's first token from it, so
+    it stays in batches without padding, as a token that sees nothing."""
+    return torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1) & ~live
+
+
+def _can_read(labels: Any, packed_batch: PackedBatch) -> TypeGuard[Tensor]:
+    """Whether labels have a value for each token of whole rows, in host memory, and the call marks documents."""
+    if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
+        return False
+    on_host = labels.device.type == packed_batch.device.type == "cpu"
+    whole = labels.shape == packed_batch.tokens and not packed_batch.cached and not packed_batch.shared
+    return on_host and whole and packed_batch.tells_documents
 
 
 def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:

@@ -20,7 +20,7 @@ from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, cache_of, 
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.labels import require_targets_of_trees, warn_of_first_labels
+from tritonpack.patches.labels import check_padding_labels, require_targets_of_trees, warn_of_first_labels
 from tritonpack.patches.layers.image_positions import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
@@ -164,6 +164,7 @@ class ModelForward(UnpackingForward):
         if outermost:
             require_targets_of_trees(self.module, arguments, packed_batch)
             warn_of_first_labels(self.module, arguments, packed_batch)
+            check_padding_labels(self.module, arguments, packed_batch)
         arguments = self._pass_on(packed_batch, arguments)
         targets = self._targets(arguments, packed_batch) if outermost else self.context.state.targets
         within = targets.within(arguments) if outermost and targets is not None else arguments

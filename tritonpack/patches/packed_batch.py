@@ -464,12 +464,14 @@ class PackedBatch(TensorLike):
 
 
 def first_tokens(attention_mask: Tensor) -> Tensor:
-    """(B,) the first token of each row that is not padding. Padding between tokens is refused."""
+    """(B,) the first token of each row that is not padding. Padding between tokens, and numbers of several documents,
+    are refused."""
     live = attention_mask != 0
     require(
-        ((changes(live) & live).sum(1) <= 1).all(),
-        "attention_mask has padding between the tokens that the cache holds and new ones; pad on the left when "
-        "generating, and on the right if the cache holds virtual tokens (PEFT's).",
+        ((changes(attention_mask) & live).sum(1) <= 1).all(),
+        "attention_mask has padding between the tokens that the cache holds and new ones, or numbers several documents "
+        "of a row. Pad on the left when generating, and on the right if the cache holds virtual tokens (PEFT's). "
+        "Documents that continue from a cache are told apart by position_ids alone.",
     )
     return live.int().argmax(1)
 

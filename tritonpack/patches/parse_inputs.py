@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.checks import require
+from tritonpack.checks import mask_as_numbers, require
 from tritonpack.masks.block_diagonal import changes
 from tritonpack.patches.call_arguments import TREE
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
@@ -19,6 +19,11 @@ from tritonpack.patches.tensor_like import TensorLike
 SHARED_CONFIG = (
     "Its configuration object may be shared with a patched model, which writes the name there: build this model from "
     "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model)."
+)
+
+
+BEFORE_ROWS = (
+    "If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie before rows."
 )
 
 
@@ -85,7 +90,7 @@ def make_packed_batch(
     if pairs:
         mask = number_documents(mask, tokens).to(device)
     elif mask is not None:
-        mask = _whole_numbers(mask).to(device)
+        mask = mask_as_numbers(mask, "attention_mask").to(device)
     position_ids = arguments.get("position_ids")
     if position_ids is not None:
         position_ids = position_ids.to(device)
@@ -102,21 +107,6 @@ def make_packed_batch(
     packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler, causal=pairs)
     _require_agreement(packed_batch, told)
     return packed_batch
-
-
-def _whole_numbers(mask: Tensor) -> Tensor:
-    """A mask as int32. PEFT's virtual tokens make it floating point."""
-    numbers = mask.to(torch.int32)
-    good = (mask >= 0) & (mask == numbers)
-    require(
-        good.all(),
-        lambda: (
-            "attention_mask must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
-            f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. A mask to be added to scores "
-            "isn't supported."
-        ),
-    )
-    return numbers
 
 
 def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | None]) -> None:
@@ -223,6 +213,7 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
     cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     seq_idx = arguments.get("seq_idx")
     told = {}
+    virtual = "" if arguments.get("input_ids") is not None else f" {BEFORE_ROWS}"
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
@@ -237,6 +228,7 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
             lambda: (
                 f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "
                 f"({shape[0]} x {shape[1]}){f'; got {cu_q.tolist()!r:.200}' if cu_q.device.type == 'cpu' else ''}."
+                f"{virtual}"
             ),
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
@@ -244,7 +236,7 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
         told["cu_seq_lens_q"] = starts[:-1].view(shape)
     if isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:
-            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.")
+            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.{virtual}")
         told["seq_idx"] = changes(seq_idx.to(device))
     for starts in told.values():
         starts[:, :1] = True

@@ -27,13 +27,16 @@ class Patch:
 
     Attributes:
         model: the model that was given to `patch`.
-        report: what the patch changed.
     """
 
     def __init__(self, model: nn.Module, applied: AppliedPatch, lease: object) -> None:
         self.model = model
-        self.report: Report = applied.report
         self._applied, self._lease = applied, lease
+
+    @property
+    def report(self) -> Report:
+        """What the patch changed, and what computes attention where the model lies now."""
+        return self._applied.report.on_device(self.model)
 
     @property
     def saved(self) -> Saved | None:
@@ -171,5 +174,8 @@ def _require_model(model: object) -> None:
     elif isinstance(getattr(model, "model", None), nn.Module):
         what = f"a {type(model).__name__}, which holds a model; pass that model, such as trainer.model"
     else:
-        what = f"{model!r:.80} of type {type(model).__name__}"
+        several = isinstance(model, (list, tuple, set, dict))
+        shown = " ".join(repr(model).split())  # in one line
+        what = f"{shown:.80} of type {type(model).__name__}; pass "
+        what += "one model in each call" if several else "the model that you train"
     raise ValueError(f"expected a model, an instance of torch.nn.Module; got {what}.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tritonpack.backends import Backend, resolve_backend
 from tritonpack.patches.families import MIXERS, POSITION_TABLES
 
 
@@ -22,7 +24,9 @@ class Report:
             dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask;
             "padded" or "lengths" if each document runs in a row of its own, in a padded batch or in batches of one
             length.
-        backend: the backend of the kernels, as `varlen_attention` takes it.
+        backend: the backend of the kernels that was asked for, as `varlen_attention` takes it.
+        runs: what computes attention: the backend that "auto" chooses on the model's device, in its dtype, "sdpa",
+            "eager", or the model's own attention.
         layers: how many layers the decoder has.
         windows: how many keys a query of each layer sees, its own included; None for full attention.
         features: what else attention computes, such as "softcap", "sinks" or "chunks of 8192".
@@ -52,6 +56,22 @@ class Report:
     mlp_rows: int = 0
     mlps: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    runs: str = ""
+
+    def on_device(self, model: nn.Module) -> Report:
+        """This report, with what computes attention on the device on which the model lies."""
+        if self.attention != "tritonpack":
+            own = {"dense": "its own attention", "padded": self.replaced, "lengths": self.replaced}
+            return replace(self, runs=own.get(self.attention) or self.attention)
+        weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+        if weight is None or weight.device.type == "meta":
+            return replace(self, runs=self.backend)
+        try:
+            like = torch.empty(1, 1, 16, dtype=weight.dtype, device=weight.device)
+            found = resolve_backend(cast("Backend", self.backend), like)
+        except ValueError:  # no backend runs there; the first call says why
+            found = self.backend
+        return replace(self, runs=found if found == self.backend else f"{found} (auto, on {weight.device})")
 
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
@@ -81,7 +101,9 @@ class Report:
             return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
         own = "its own attention" if self.attention == "dense" else self.attention
         runs = (
-            f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
+            f"backend {self.runs or self.backend}"
+            if self.attention == "tritonpack"
+            else f"{own} with a dense mask, O(T^2) memory"
         )
         return f"{runs}, in place of {self.replaced}"
 

@@ -18,7 +18,7 @@ def why_no_sum(loss: Callable[[Tensor, Tensor, int], Tensor], like: Tensor, igno
         ignored: the target that counts as none.
     """
     words, device = like.shape[-1], like.device
-    row = torch.linspace(-1, 1, words, device=device).to(like.dtype).expand(1, 1, *like.shape[2:])
+    row = torch.linspace(-1, 1, words, dtype=torch.float32, device=device).to(like.dtype).expand(1, 1, *like.shape[2:])
     logits = torch.cat([row, row.flip(-1)], 1)
     first, second = [x for x in (words // 2, words // 3, words // 4) if x != ignored][:2]
 

@@ -92,7 +92,8 @@ class TiledMlp(InstanceForward):
 
     def _check(self, x: Tensor) -> None:
         """Refuse a module that doesn't treat each row by itself. This waits for the device, so it runs once."""
-        draws = torch.randn(TRIED_ROWS, x.shape[-1], generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        draws = torch.randn(TRIED_ROWS, x.shape[-1], generator=generator, dtype=torch.float32, device="cpu")
         rows = draws.to(x.device, x.dtype).view(*(1,) * (x.ndim - 2), TRIED_ROWS, x.shape[-1])
         with saved_tensors_hooks(same, same), RandomState(x).again(), _NoDropout():
             whole = self.inner(rows)

@@ -208,12 +208,12 @@ def make_inputs(
         slack_value: the value of rows outside every document in all five tensors; with NaN, a value that they reach
             becomes NaN.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     total_q, total_k = sum(case.seqlens) + case.slack, sum(case.seqlens_k or case.seqlens) + case.slack
     head_dim_v = case.head_dim_v or case.head_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     q = draw(total_q, case.heads, case.head_dim)
     k, v = (draw(total_k, case.kv_heads, width) for width in (case.head_dim, head_dim_v))
@@ -237,4 +237,4 @@ def make_inputs(
 
 
 def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(device=device, dtype=torch.int32)
+    return torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0).to(device=device, dtype=torch.int32)

@@ -95,10 +95,10 @@ def check_isolation(
         raise ValueError(f"lengths must hold at least two documents of at least one token; got {lengths}.")
     size = vocab_size or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     named = special_tokens(model.config) if hasattr(model, "config") else set()
-    ordinary = torch.tensor([token for token in range(size) if token not in named])
+    ordinary = torch.tensor([token for token in range(size) if token not in named], device="cpu")
     if len(ordinary) < 2:
-        ordinary = torch.arange(size)
-    following = torch.arange(size).index_copy_(0, ordinary, ordinary.roll(-1))
+        ordinary = torch.arange(size, device="cpu")
+    following = torch.arange(size, device="cpu").index_copy_(0, ordinary, ordinary.roll(-1))
     draw = partial(draw_of, ordinary)
     documents, drawn = draw(lengths, seed), draw(lengths, seed + 1)
     others = {

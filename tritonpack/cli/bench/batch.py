@@ -93,14 +93,14 @@ def make_batch(
     Args:
         parents: of a batch of trees, as `BlockDiagonalMask.from_tree` takes them.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
         size, dtype = (shape.tokens, heads, shape.head_dim), getattr(torch, shape.dtype)
         return torch.randn(size, device=device, dtype=dtype, generator=generator)
 
     q, k, v, dout = (draw(heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads))
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
     if parents is None:
         mask = BlockDiagonalMask.from_cu_seqlens(
             cu_seqlens, causal=shape.causal, window=shape.window, total_q=shape.tokens

@@ -203,7 +203,7 @@ def _time_on_device(call: Call, cold: torch.Tensor) -> tuple[float, float]:
 
 def quantiles(values: list[float]) -> tuple[float, float, float]:
     """The 20th, 50th and 80th percentile."""
-    p20, p50, p80 = torch.tensor(values).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    p20, p50, p80 = torch.tensor(values, device="cpu").quantile(torch.tensor([0.2, 0.5, 0.8], device="cpu")).tolist()
     return p20, p50, p80
 
 

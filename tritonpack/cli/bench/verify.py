@@ -23,11 +23,12 @@ def _sample_rows(batch: Batch, count: int) -> Tensor:
     total = batch.shape.tokens
     if total <= count:
         return torch.arange(total, device=batch.q.device)
-    order = torch.tensor(batch.lengths).argsort(descending=True, stable=True)
+    order = torch.tensor(batch.lengths, device="cpu").argsort(descending=True, stable=True)
     documents = order[[0, len(order) // 2, -1]]
     stops = batch.cu_seqlens.cpu().long()
     ends = torch.cat([stops[documents], stops[documents + 1] - 1])
-    drawn = torch.randperm(total, generator=torch.Generator().manual_seed(1))[: count - len(ends)]
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    drawn = torch.randperm(total, generator=generator, device="cpu")[: count - len(ends)]
     return torch.cat([ends, drawn]).unique().to(batch.q.device)
 
 

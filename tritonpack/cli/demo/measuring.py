@@ -129,7 +129,7 @@ def measure(
 
 def _load_attention(dtype: torch.dtype) -> None:
     """Let the first call of attention import and compile what it needs: neither memory nor time of training."""
-    q = torch.zeros(1, 1, 16, dtype=dtype, requires_grad=True)
+    q = torch.zeros(1, 1, 16, dtype=dtype, requires_grad=True, device="cpu")
     varlen_attention(q, q, q, BlockDiagonalMask.from_seqlens([1])).sum().backward()
 
 

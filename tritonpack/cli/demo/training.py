@@ -89,7 +89,7 @@ def attention_of(way: Way, model: torch.nn.Module) -> AbstractContextManager[Pat
 def collate(way: Way, documents: Sequence[Document], device: str) -> dict[str, Any]:
     """The batch of one step: padded rows for padded and unpadded, one row with all documents for naive and packed."""
     if way in ("padded", "unpadded"):
-        rows = [torch.as_tensor(document) for document in documents]
+        rows = [torch.as_tensor(document, device="cpu") for document in documents]
         batch: dict[str, Any] = {
             "input_ids": pad_sequence(rows, batch_first=True, padding_value=END_OF_DOCUMENT),
             "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED_LABEL),

@@ -216,7 +216,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         elif hasattr(sampler, "generator"):
             seed = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]
             sampler = copy.copy(sampler)
-            sampler.generator = torch.Generator().manual_seed(int(seed))
+            sampler.generator = torch.Generator(device="cpu").manual_seed(int(seed))
         numbers = np.asarray(list(sampler))
         if not numbers.size:
             raise ValueError("the sampler yields no document. Give it a dataset that isn't empty.")

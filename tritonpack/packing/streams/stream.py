@@ -48,7 +48,7 @@ class PackedStream(IterableDataset):
         self._length = length
         self._ranks = ranks
         # The epoch, and whether workers read the stream: in shared memory, because workers may outlive a pass.
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
         self._was_read = False  # in this process
         self._resume: Place | None = None
         self._worker = (0, 1)  # of the latest pass, or of the state that was loaded

@@ -116,7 +116,7 @@ their `get_rope_index` returns for the document alone |
         if self._positions is not None:
             padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
             parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
-            axes = torch.cat([*parts, torch.arange(padding).expand(3, -1)], dim=1)
+            axes = torch.cat([*parts, torch.arange(padding, device="cpu").expand(3, -1)], dim=1)
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
         self._require_one_kind(media, numbers)
         return batch | join_media(self.family, media, numbers)
@@ -229,7 +229,7 @@ their `get_rope_index` returns for the document alone |
             return
         for text in texts:
             labels = labels_of_tokens(text)
-            labels[torch.isin(labels, torch.tensor(list(self._placeholders().values())))] = IGNORED_LABEL
+            labels[torch.isin(labels, torch.tensor(list(self._placeholders().values()), device="cpu"))] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
                 labels[text["token_type_ids"] == 0] = IGNORED_LABEL
             text["labels"] = labels

@@ -84,10 +84,11 @@ class DocumentByDocument(InstanceForward):
 
         Without its kernels a layer raises, or ignores boundaries.
         """
-        generator = torch.Generator().manual_seed(0)
-        first, second, other = (torch.randn((1, n, width), generator=generator) for n in (5, 7, 5))
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        draws = torch.randn((1, 17, width), generator=generator, dtype=torch.float32, device="cpu")
+        first, second, other = draws.split((5, 7, 5), dim=1)
         documents = [x.to(weight.device, weight.dtype) for x in (first, second)]
-        places = torch.cat([torch.arange(5), torch.arange(7)])[None].to(weight.device)
+        places = torch.cat([torch.arange(5, device="cpu"), torch.arange(7, device="cpu")])[None].to(weight.device)
         packed_batch = PackedBatch(
             None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto")
         )

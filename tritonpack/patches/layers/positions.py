@@ -85,14 +85,14 @@ def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
 
 def _llama4(module: Any, places: Tensor) -> Tensor:
     if module.use_rope or not module.attn_temperature_tuning:
-        return torch.ones(places.shape, device=places.device)
+        return torch.ones(places.shape, dtype=torch.float32, device=places.device)
     return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
 
 def _inkling(module: Any, places: Tensor) -> Tensor:
     config = module.config
     if module.is_sliding or config.log_scaling_n_floor is None:
-        return torch.ones(places.shape, device=places.device)
+        return torch.ones(places.shape, dtype=torch.float32, device=places.device)
     beyond = ((places + 1).float() / config.log_scaling_n_floor).clamp(min=1.0)
     return 1.0 + config.log_scaling_alpha * torch.log(beyond)
 

@@ -49,14 +49,14 @@ def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: boo
     """
     rows = [list(row) for row in rows]
     width = max(sum(documents[i].numel() for i in row) for row in rows) + more
-    ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long, device="cpu") for _ in range(3))
     spans: dict[int, tuple[int, slice]] = {}
     for r, row in enumerate(rows):
         at = width - sum(documents[i].numel() for i in row) if left else 0
         for i in row:
             n = documents[i].numel()
             spans[i] = (r, slice(at, at + n))
-            ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n), 1
+            ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n, device="cpu"), 1
             at += n
     return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
 
@@ -68,12 +68,12 @@ def _row(documents: list[Tensor], *kept: str, more: int = 0, **arguments: Any) -
 
 
 def _offsets(documents: list[Tensor]) -> Tensor:
-    return torch.tensor([0] + [d.numel() for d in documents]).cumsum(0).to(torch.int32)
+    return torch.tensor([0] + [d.numel() for d in documents], device="cpu").cumsum(0).to(torch.int32)
 
 
 def _numbered(documents: list[Tensor], padding: int = 0) -> Tensor:
     """A mask `[1, t]` that numbers documents from 1, and is 0 for padding."""
-    numbers = torch.cat([torch.full((d.numel(),), i) for i, d in enumerate(documents, 1)])
+    numbers = torch.cat([torch.full((d.numel(),), i, device="cpu") for i, d in enumerate(documents, 1)])
     return nn.functional.pad(numbers, (0, padding))[None]
 
 

@@ -67,7 +67,7 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, **options: An
             raise NotSmallError(reason) from error
         note = f"only the language model inside was built, because the whole can't be: {reason}"
         return Built(inside.model, inside.kind, (note, *inside.notes))
-    spread(model, torch.Generator().manual_seed(0))
+    spread(model, torch.Generator(device="cpu").manual_seed(0))
     return Built(model.to(dtype).eval(), f"{type(model).__name__}, {AUTO[auto.__name__]}")
 
 
@@ -88,7 +88,7 @@ def small_model(kind: type[nn.Module], config: Any) -> nn.Module:
             raise ValueError("its weights are on the meta device; patch it outside of init_empty_weights")
     except Exception as error:  # a configuration's or a model's own code may raise anything
         raise NotSmallError(one_line(error)) from error
-    spread(model, torch.Generator().manual_seed(0))
+    spread(model, torch.Generator(device="cpu").manual_seed(0))
     return model.float().eval()
 
 
@@ -123,7 +123,7 @@ def spread(model: nn.Module, generator: torch.Generator) -> None:
             if id(parameter) in done or parameter.numel() == 0:
                 continue
             done.add(id(parameter))
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
             values = parameter.data
             settled = bool(values.isfinite().all()) and 0.1 < float(values.abs().mean()) < 100
             if isinstance(module, nn.Embedding):

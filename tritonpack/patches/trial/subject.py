@@ -83,7 +83,7 @@ def subject_of(model: nn.Module) -> Subject:
     text = config.get_text_config(decoder=True)
     size = getattr(text, "vocab_size", None) or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     named = special_tokens(config)
-    ordinary = torch.tensor([token for token in range(size) if token not in named])
+    ordinary = torch.tensor([token for token in range(size) if token not in named], device="cpu")
     names = [kind.__name__ for kind in type(model).__mro__]
     both_sides = holds_both_sides(model)
     # An encoder-decoder model reads a document's scores at this token.
@@ -117,8 +117,8 @@ def subject_of(model: nn.Module) -> Subject:
 
 def draw_of(tokens: Tensor, lengths: tuple[int, ...], seed: int) -> list[Tensor]:
     """Draw documents `[1, n]` of these lengths from token ids `[k]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return [tokens[torch.randint(len(tokens), (1, n), generator=generator)] for n in lengths]
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return [tokens[torch.randint(len(tokens), (1, n), generator=generator, device="cpu")] for n in lengths]
 
 
 def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ def choices_subject(model: nn.Module, draw: Draw, another: Callable[[Tensor], Te
 
 def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:
     """Return a function that replaces each ordinary token by another one, and keeps others, such as padding."""
-    table = torch.arange(size)
+    table = torch.arange(size, device="cpu")
     table[ordinary] = ordinary.roll(1)
     return lambda ids: table.to(ids.device)[ids]
 

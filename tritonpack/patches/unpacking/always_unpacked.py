@@ -18,6 +18,7 @@ from tritonpack import notices
 from tritonpack.patches.call_arguments import PACKING, SOURCE, TARGET, cache_of, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
 from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
+from tritonpack.patches.labels import check_padding_labels
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
@@ -83,6 +84,8 @@ class AlwaysUnpacked(UnpackingForward):
         taken = {name: x for name, x in arguments.items() if name not in READ or self.takes(name)}
         if cached or not any(packed_batch.tells_documents for packed_batch in packed_batches.values()):
             return self.run_rows(taken)
+        for packed_batch in packed_batches.values():
+            check_padding_labels(self.module, arguments, packed_batch)
         laid_out = {side: Documents.of(packed_batch, always=True) for side, packed_batch in packed_batches.items()}
         documents = {side: found for side, found in laid_out.items() if found is not None}
         packed = any(found.packed for found in documents.values())
@@ -132,7 +135,7 @@ class AlwaysUnpacked(UnpackingForward):
     def _require_nothing_of_an_encoder(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments that tell documents of an encoder without tokens."""
         mask = arguments.get("attention_mask")
-        numbered = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.numel() and int(mask.max()) > 1
+        numbered = isinstance(mask, Tensor) and mask.numel() and int(mask.max()) > 1
         told = [name for name in ("position_ids", "seq_idx") if arguments.get(name) is not None]
         for name in [*told, *(["attention_mask"] if numbered else [])]:
             raise ValueError(

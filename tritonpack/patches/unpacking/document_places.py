@@ -55,7 +55,7 @@ class Documents:
         packed: bool = True,
     ) -> Documents:
         """Documents that begin at these places of the flattened rows: `begin` and `length` are (documents,) int64."""
-        steps = torch.arange(int(length.max())).expand(len(length), -1)
+        steps = torch.arange(int(length.max()), device="cpu").expand(len(length), -1)
         if left:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])

@@ -170,9 +170,9 @@ class UnpackingForward(WholeModel):
                 f"outputs, without {others[0]}, or give each document a row of its own, unpatched."
             )
         if not isinstance(labels, Tensor):
-            return torch.tensor(1)
+            return torch.tensor(1, device="cpu")
         if labels.is_floating_point():
-            return torch.tensor(labels.shape[0])
+            return torch.tensor(labels.shape[0], device="cpu")
         shifted = labels.ndim == 2 and not self.one_result and shifts_labels(self.module, batch)
         return (labels[:, 1:] if shifted else labels).ne(IGNORED).sum()
 

@@ -121,7 +121,7 @@ class VarlenFunction:
         lengths_q, lengths_k = case.seqlens, case.seqlens_k or case.seqlens
         given: dict[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
         for side, lengths in (("q", lengths_q), ("k", lengths_k)):
-            offsets = torch.tensor([0, *lengths]).cumsum(0)
+            offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0)
             given[f"cu_seqlens_{side}"] = offsets.to(device=inputs.q.device, dtype=torch.int32)
             given[f"max_seqlen_{side}"] = max(lengths, default=0)
         if case.parents is not None:  # with its window, which counts depths

@@ -347,7 +347,7 @@ def _lse_of(result: tuple[Tensor, Tensor | None], inputs: Inputs) -> Tensor:
 
 
 def _begins(lengths: tuple[int, ...]) -> list[int]:
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return [0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()]
 
 
 def _describe(x: Tensor) -> str:

@@ -50,17 +50,17 @@ def collate(way: Way, groups: Sequence[Group], device: str) -> Step:
     right, as GRPOTrainer of TRL makes them. `packed` is one row with all sequences, and `tree` one row with each prompt
     once.
     """
-    completions = [torch.as_tensor(completion) for group in groups for completion in group.completions]
-    counts = torch.tensor([len(completion) for completion in completions])
-    advantages = torch.as_tensor(np.concatenate([group.advantages for group in groups])).float()
+    completions = [torch.as_tensor(completion, device="cpu") for group in groups for completion in group.completions]
+    counts = torch.tensor([len(completion) for completion in completions], device="cpu")
+    advantages = torch.as_tensor(np.concatenate([group.advantages for group in groups]), device="cpu").float()
     weights = advantages / counts.sum()
-    sequences = [torch.as_tensor(tokens) for group in groups for tokens in group.sequences()]
+    sequences = [torch.as_tensor(tokens, device="cpu") for group in groups for tokens in group.sequences()]
     prompts = [len(tokens) - len(completion) for tokens, completion in zip(sequences, completions, strict=True)]
     if way in ("padded", "shared"):
         inputs, targets = _padded(sequences, prompts, completions, weights)
     else:
         labels = [
-            torch.cat([torch.full((length,), IGNORED_LABEL), completion])
+            torch.cat([torch.full((length,), IGNORED_LABEL, device="cpu"), completion])
             for length, completion in zip(prompts, completions, strict=True)
         ]
         inputs = _packed(sequences, labels) if way == "packed" else pack_tree(sequences, labels=labels).inputs()
@@ -108,11 +108,11 @@ def _padded(
     longest = max(prompts)
     left = [longest - length for length in prompts]
     rows = [
-        torch.cat([torch.full((padding,), END_OF_DOCUMENT), tokens])
+        torch.cat([torch.full((padding,), END_OF_DOCUMENT, device="cpu"), tokens])
         for padding, tokens in zip(left, sequences, strict=True)
     ]
     real = [
-        torch.cat([torch.zeros(padding, dtype=torch.int64), torch.ones_like(tokens)])
+        torch.cat([torch.zeros(padding, dtype=torch.int64, device="cpu"), torch.ones_like(tokens)])
         for padding, tokens in zip(left, sequences, strict=True)
     ]
     tokens = pad_sequence(list(completions), batch_first=True)

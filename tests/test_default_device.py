@@ -1,0 +1,64 @@
+"""A default device other than that of the tensors, as notebooks set one, changes no result."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tritonpack
+from tritonpack import BlockDiagonalMask, PackingCollator
+
+pytest.importorskip("transformers")
+
+from tests.patches import zoo
+from tests.patches.models import tiny_model
+
+DOCUMENTS = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9]}, {"input_ids": [3, 4, 10]}]
+COLLATORS: dict[str, Any] = {
+    "packed": PackingCollator(),
+    "padded": PackingCollator(pad_to_multiple_of=16, pad_token_id=0),
+    "tree": tritonpack.TreeCollator(),
+}
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_collators(name: str, request: pytest.FixtureRequest) -> None:
+    expected = COLLATORS[name](DOCUMENTS)
+    request.getfixturevalue("meta_by_default")
+    got = COLLATORS[name](DOCUMENTS)
+    assert got.keys() == expected.keys()
+    for column, values in expected.items():
+        assert torch.equal(got[column], values) if isinstance(values, torch.Tensor) else got[column] == values
+
+
+def test_masks(meta_by_default: None) -> None:
+    assert BlockDiagonalMask.from_seqlens([3, 2]).device.type == "cpu"
+    assert BlockDiagonalMask.from_tree([-1, 0, 1, 2, 1]).device.type == "cpu"
+
+
+# The options of a patch, for a decoder, a recurrent model, and one that runs each document in a row of its own.
+PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "sdpa": ("llama", {"attention": "sdpa"}),
+    "unpad": ("llama", {"unpad": True}),
+    "share_prefixes": ("llama", {"share_prefixes": True}),
+    "tiles": ("llama", {"tiled_loss": 4, "tiled_mlp": 4}),
+    "mamba": ("mamba", {}),
+    "falcon_h1": ("falcon_h1", {}),
+    "blt": ("blt", {}),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.filterwarnings("ignore:document-rows")
+def test_calls(name: str, request: pytest.FixtureRequest) -> None:
+    family, options = PATCHES[name]
+    model = tiny_model("llama", dtype=torch.float32) if family == "llama" else zoo.tiny_model(family)
+    batch = PackingCollator()(DOCUMENTS) | {"use_cache": False}
+    with tritonpack.patch(model, **options):
+        expected = model(**batch).loss
+    request.getfixturevalue("meta_by_default")
+    with tritonpack.patch(model, **options):
+        got = model(**batch).loss
+        got.backward()
+    assert torch.equal(got, expected)
