@@ -1,6 +1,7 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m interpreter`, leave out files without such tests: to import all of them takes 10 seconds."""
-    if not (INTERPRETED and config.getoption("-m").startswith("interpreter") and collection_path.suffix == ".py"):
+    """With `-m gpu` or `-m interpreter`, leave out files without such tests.
+
+    To import all files takes 10 seconds, and packages that a GPU machine may lack.
+    """
+    tier = re.match(r"(gpu|interpreter)( and |$)", config.getoption("-m"))
+    if tier is None or collection_path.suffix != ".py":
         return None
-    return None if "mark.interpreter" in collection_path.read_text() else True
+    return None if f"mark.{tier[1]}" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
