@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.fresh import FreshInterpreters
+from tests.gpu.worker import CHANNEL, SECONDS, Worker
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run every case of sweeps, also those that make test-slow omits"
     )
+    parser.addoption("--one-process", action="store_true", help="run GPU tests in this process, without time limits")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -60,6 +62,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=[*dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+WORKER = Worker()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Run the tests that need a GPU in another process, with a time limit each."""
+    mark, here = item.get_closest_marker("gpu"), item.config.option
+    if mark is None or here.one_process or here.usepdb or CHANNEL in os.environ:
+        return None
+    WORKER.run(item, mark.kwargs.get("seconds", SECONDS))
+    return True
+
+
+def pytest_unconfigure() -> None:
+    WORKER.close()
 
 
 def _left_out(items: list[pytest.Item], marker: str) -> list[pytest.Item]:

@@ -4,6 +4,7 @@ So a test that calls a function wrongly, or that would end all work on the GPU, 
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -202,3 +203,6 @@ def test_torch_triton_transformers_and_pytest_suffice(tmp_path: Path) -> None:
     assert [run.returncode for run in runs] == [0, 0], found
     assert found == whole
     assert len(found) > 400
+    first = [re.sub(r".*::test_(\w+)\[(\w+)-.*", r"\1 \2", line) for line in found[:15]]
+    assert {*first[:3]} == {"small_cases causal"}
+    assert {*first[3:]} == {"large_cases long", "large_cases ordinary", "large_cases tiny"}
