@@ -3,12 +3,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
+DOCS := $(VENV)/.docs
+TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .PHONY: help install quick test test-slow test-all lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
 
 help:
+	@echo "make install    what tests, linters and the site need; the other commands install what each of them needs"
 	@echo "make demo       train four ways (padded, unpadded, naive, packed), compare, draw a picture: demo-out/demo.png"
 	@echo "make demo-grpo  train on GRPO's prompts and completions in four ways, draw a picture: demo-out/demo-grpo.png"
 	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
@@ -24,14 +27,26 @@ help:
 	@echo "make first-day  tests, benchmarks and tuning on a GPU, the most valuable first, 9 minutes a call: first-day/verdict.md"
 	@echo "make bench-gpu  the GPU benchmarks, with the python3 on PATH: rows in benchmarks/results; a second run continues the first"
 
-install: $(STAMP)
+install: $(TESTS)
 
+# Three environments in one folder: the demo's is small, the site's and the tests' grow from it.
 # torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries to a machine without a GPU.
-$(STAMP): pyproject.toml
+# The demo goes without Triton, a gigabyte that only a GPU uses; torch brings it there.
+$(DEMO): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q "transformers>=5.6" numpy "numba>=0.61" rich tqdm "typer>=0.19" matplotlib
+	$(BIN)/python -m pip install -q --no-deps -e .
+	touch $@
+
+$(DOCS): $(DEMO)
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
+
+# With the site's tools, because tests build the site.
+$(TESTS): $(DEMO)
 	$(BIN)/python -m pip install -q -e ".[dev,plots,training]"
-	touch $(STAMP)
+	touch $@ $(DOCS)
 
 quick: install
 	$(PYTEST) tests --quick -m "not gpu and not interpreter and not slow and not heavy"
@@ -54,13 +69,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: install
+docs: $(DOCS)
 	$(BIN)/python docs/tools/build_site.py
 
-demo: install
+demo: $(DEMO)
 	$(BIN)/tritonpack demo
 
-demo-grpo: install
+demo-grpo: $(DEMO)
 	$(BIN)/tritonpack demo-grpo
 
 bench: install
@@ -72,8 +87,10 @@ bench-cpu: install
 compile-matrix: install
 	$(BIN)/python -m benchmarks.compile_matrix
 
+# Kernels are compiled on all cores beside the first tests, which find theirs in Triton's cache from then on.
 test-gpu:
-	python3 -m pytest tests -m gpu -q
+	python3 -m benchmarks.gpu.compile_ahead >/dev/null 2>&1 & ahead=$$!; \
+	python3 -m pytest tests -m gpu -q; status=$$?; kill $$ahead 2>/dev/null; exit $$status
 
 # Exit status 3 means that the same command continues.
 bench-gpu:

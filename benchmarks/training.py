@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4, help="per step")
     parser.add_argument("--threads", type=int, default=1, help="of each way, on a CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of training.csv")
     options = parser.parse_args()
     if min(options.steps - 3, options.documents - 1, options.layers - 1, options.threads - 1) < 0:

@@ -244,7 +244,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--most", type=int, help="candidates of each kernel and head dimension (default: all)")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="processes at a time")
     parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no further candidate")
-    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--candidate", help=argparse.SUPPRESS)
     return parser
 

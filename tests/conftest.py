@@ -1,6 +1,7 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
+import re
 from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.fresh import FreshInterpreters
+from tests.gpu.worker import CHANNEL, SECONDS, Worker
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,13 +27,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run every case of sweeps, also those that make test-slow omits"
     )
+    parser.addoption("--one-process", action="store_true", help="run GPU tests in this process, without time limits")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m interpreter`, leave out files without such tests: to import all of them takes 10 seconds."""
-    if not (INTERPRETED and config.getoption("-m").startswith("interpreter") and collection_path.suffix == ".py"):
+    """With `-m gpu` or `-m interpreter`, leave out files without such tests.
+
+    To import all files takes 10 seconds, and packages that a GPU machine may lack.
+    """
+    tier = re.match(r"(gpu|interpreter)( and |$)", config.getoption("-m"))
+    if tier is None or collection_path.suffix != ".py":
         return None
-    return None if "mark.interpreter" in collection_path.read_text() else True
+    return None if f"mark.{tier[1]}" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -57,6 +64,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=[*dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+WORKER = Worker()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Run the tests that need a GPU in another process, with a time limit each."""
+    mark, here = item.get_closest_marker("gpu"), item.config.option
+    if mark is None or here.one_process or here.usepdb or CHANNEL in os.environ:
+        return None
+    WORKER.run(item, mark.kwargs.get("seconds", SECONDS))
+    return True
+
+
+def pytest_unconfigure() -> None:
+    WORKER.close()
 
 
 def _left_out(items: list[pytest.Item], marker: str) -> list[pytest.Item]:

@@ -1,7 +1,9 @@
 """The house rules: directions of imports, imports of heavy packages, sizes of files, docstrings."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -288,6 +290,36 @@ def test_nothing_is_installed_by_the_name_tritonpack() -> None:
     texts = [*MODULES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     by_name = re.compile(r"pip install [^\n`]*tritonpack|tritonpack\[")
     assert [str(path) for path in texts if by_name.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_demo_installs_what_the_package_needs_but_triton() -> None:
+    """The Makefile names the packages, because pip can't leave out one of them."""
+    needed = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (line,) = re.findall(r'pip install -q (".*matplotlib)$', (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    torch, triton, *others = needed["dependencies"]
+    assert (torch[:5], triton[:6]) == ("torch", "triton")
+    assert line.replace('"', "").split() == [*others, "matplotlib"]
+
+
+@pytest.mark.slow
+def test_installs_without_a_network(tmp_path: Path) -> None:
+    """The line of docs/installation.md, in a copy, because it writes into the folder."""
+    pytest.importorskip("setuptools", minversion="77")
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^pip (install --no-index .*)$", page, re.M)
+    shutil.copytree(PACKAGE, tmp_path / "tritonpack", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-m", "pip", *line.split(), "--target", "installed"]
+    environment = os.environ | {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "installed" / "tritonpack" / "patches" / "exact_classes.csv").exists()
+
+
+def test_ignored_folders_may_be_links() -> None:
+    """git ignores no link by a name that ends in a slash."""
+    assert "/" not in (ROOT / ".gitignore").read_text(encoding="utf-8")
 
 
 GENERATED = ("models.md", "compile-matrix.md")

@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: %(default)g)")
     parser.add_argument("--total-minutes", type=float, default=28.0, help="of all calls on a device (%(default)g)")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
-    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="steps to run although they are done")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these, whatever they need")
     parser.add_argument("--list", action="store_true", help="print the steps with their time limits and stop")
@@ -62,11 +62,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser()
     options = parser.parse_args(arguments)
     commit = options.commit or commit_here()
-    if commit == "unknown" or (commit.endswith("+") and not options.dry_run):
-        found = (
-            "git knows no commit here" if commit == "unknown" else f"the code was changed since commit {commit[:-1]}"
-        )
-        parser.error(f"{found}, and rows of unknown code don't count in the next call. Name it with --commit.")
     if options.peers is not None and not any(options.peers.glob("*/__init__.py")):
         parser.error(
             f"--peers must be a folder of packages; {options.peers} holds none. Unpack wheels with "

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to begin no further shape")
     parser.add_argument("--first", type=int, help="how many of the shapes (default: all)")
-    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--list", action="store_true", help="print the shapes and stop")

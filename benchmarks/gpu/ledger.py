@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import platform
 import subprocess
 import time
@@ -17,6 +18,8 @@ from tritonpack.cli.bench.batch import Shape
 from tritonpack.cli.bench.measure import FIGURES, LOST, OPS
 from tritonpack.cli.machine import installed_version
 
+ROOT = Path(__file__).parents[2]
+CODE = ("tritonpack", "benchmarks")  # the folders that figures depend on
 SHAPE = tuple(field.name for field in fields(Shape))
 ABOUT = (
     "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_4", "xformers",
@@ -60,15 +63,13 @@ def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, objec
 class Ledger:
     """The CSV of attention: appends rows to it, and knows which of them were measured before.
 
-    A row was measured before if all columns of ABOUT agree. No row counts where the commit is unknown or was changed.
+    A row was measured before if all columns of ABOUT agree.
     """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
         self.path, self.about = path, dict(about)
         self.known: dict[tuple[str, ...], str] = {}
         append(path, COLUMNS, [])
-        if about["commit"] == "unknown" or about["commit"].endswith("+"):
-            return
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 if all(row[name] == about[name] for name in ABOUT):
@@ -103,7 +104,7 @@ def _key(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The device, every version and the commit, which ends in "+" if the code has been changed since."""
+    """The device, every version and the code, as `commit_here` calls it."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU, smoke run by the host's clock",
@@ -119,17 +120,27 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
     }
 
 
-def commit_here() -> str:
-    """The commit of the code, with "+" if it has been changed since; "unknown" without git."""
-    commit = _output("git", "rev-parse", "--short", "HEAD")
-    code = ("tritonpack", "benchmarks", ":(exclude)benchmarks/results")
-    changed = _output("git", "status", "--porcelain", "--", *code) != "unknown"
-    return commit + "+" if changed and commit != "unknown" else commit
+def commit_here(root: Path = ROOT) -> str:
+    """The commit of the code, or "unknown"; with a digest of the code where git doesn't say that this is all.
+
+    The repository is named to git, which then accepts the clone of another user, and looks for none in folders above.
+    """
+    git = ("git", f"--git-dir={root / '.git'}", f"--work-tree={root}")
+    commit = _output(*git, "rev-parse", "--short", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--", *CODE, ":(exclude)benchmarks/results")
+    if commit != "unknown" and changed == "":
+        return commit
+    digest = hashlib.sha256()
+    for name in sorted(path.relative_to(root) for folder in CODE for path in (root / folder).rglob("*.*")):
+        if not {"__pycache__", "results"}.intersection(name.parts):
+            digest.update(f"{name}\0".encode() + (root / name).read_bytes())
+    return f"{commit}+{digest.hexdigest()[:8]}"
 
 
 def _output(*command: str) -> str:
-    """The first line of a command's output; "unknown" if there is none."""
+    """The first line of a command's output, "unknown" if the command fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return done.stdout.strip().partition("\n")[0]

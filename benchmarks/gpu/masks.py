@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--dense-tokens", type=int, default=16384)
-    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

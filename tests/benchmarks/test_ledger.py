@@ -1,12 +1,15 @@
 """The ledger: the rows that it writes, and those that count as measured before."""
 
 import csv
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu.ledger import ABOUT, COLUMNS, LOST, OPS, Ledger, environment
+from benchmarks.gpu.ledger import ABOUT, CODE, COLUMNS, LOST, OPS, Ledger, commit_here, environment
 from tritonpack.cli.bench.batch import Shape
 
 HERE = dict.fromkeys(ABOUT, "") | {"device": "a GPU", "commit": "abc1234", "torch": "2.11.0"}
@@ -53,11 +56,62 @@ def test_another_environment_is_measured_again(tmp_path: Path, other: dict[str, 
     assert not Ledger(tmp_path / "attention.csv", HERE | other).finished(SHAPE, ["x"])
 
 
-@pytest.mark.parametrize("commit", ["unknown", "abc1234+"])
-def test_code_without_a_commit_is_measured_again(tmp_path: Path, commit: str) -> None:
-    about = HERE | {"commit": commit}
-    filled(tmp_path / "attention.csv", about)
-    assert not Ledger(tmp_path / "attention.csv", about).finished(SHAPE, ["x"])
+class TestCode:
+    """What the code is called, in repositories of other owners, without one, and after a change."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        for folder in CODE:
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "a.py").write_text("x = 1\n")
+        return tmp_path
+
+    @pytest.fixture
+    def commit(self, root: Path) -> str:
+        """The code, committed."""
+        if shutil.which("git") is None:
+            pytest.skip("needs git")
+        git = ["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+            subprocess.run([*git, *command], check=True)
+        return subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+    def test_commit(self, root: Path, commit: str) -> None:
+        (root / "benchmarks" / "results").mkdir()
+        (root / "benchmarks" / "results" / "x.csv").write_text("1\n")
+        assert commit_here(root) == commit
+
+    def test_clone_of_another_user(self, root: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+        assert subprocess.run(["git", "-C", str(root), "status"], capture_output=True).returncode
+        assert commit_here(root) == commit
+
+    def test_change_gets_a_digest(self, root: Path, commit: str) -> None:
+        seen = set()
+        for text in ("x = 2\n", "x = 3\n"):
+            (root / "tritonpack" / "a.py").write_text(text)
+            seen.add(commit_here(root))
+        assert len(seen) == 2
+        assert all(re.fullmatch(rf"{commit}\+[0-9a-f]{{8}}", name) for name in seen)
+
+    def test_without_a_repository(self, root: Path) -> None:
+        name = commit_here(root)
+        assert re.fullmatch(r"unknown\+[0-9a-f]{8}", name)
+        (root / "tritonpack" / "__pycache__").mkdir()
+        (root / "tritonpack" / "__pycache__" / "a.pyc").write_text("")
+        assert commit_here(root) == name
+        (root / "benchmarks" / "a.py").rename(root / "benchmarks" / "b.py")
+        assert commit_here(root) != name
+
+    def test_folder_within_another_repository(self, root: Path, commit: str) -> None:
+        inner = root / "inner"
+        for folder in CODE:
+            (inner / folder).mkdir(parents=True)
+        assert commit_here(inner).startswith("unknown+")
+
+    def test_without_git(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        assert commit_here(root).startswith("unknown+")
 
 
 def test_peer_that_lost_the_device(tmp_path: Path) -> None:

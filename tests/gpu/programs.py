@@ -14,7 +14,7 @@ def goes_on(program: str) -> bool:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=300,
+        timeout=120,
     )
     print(done.stderr)
     return "went on" in done.stdout
