@@ -20,12 +20,13 @@ SOURCES = MODULES + [
 ]
 
 # Room of the package -> the other rooms that it may import from.
-GROUND = {"checks", "errors", "masks", "notices", "options"}
+GROUND = {"checks", "compilation", "errors", "masks", "notices", "options"}
 ALLOWED = {
     "errors": set(),
     "notices": {"errors"},
     "checks": {"errors"},
-    "kernels": {"checks", "errors"},
+    "compilation": {"notices"},
+    "kernels": {"checks", "errors", "notices"},
     "masks": {"checks", "errors", "kernels"},
     "options": {"checks", "errors", "masks"},
     "backends": GROUND | {"kernels"},
@@ -48,12 +49,12 @@ GUESTS = {
     "axolotl": {"integrations"},
     "datasets": {"cli", "packing"},
     "matplotlib": {"cli"},
-    "numba": {"backends", "packing"},
+    "numba": {"backends", "compilation"},
     "pyarrow": {"cli", "packing"},
     "pydantic": {"integrations"},
     "rich": {"cli"},
     "torch.distributed": {"cli", "packing", "parallel"},
-    "tqdm": {"cli"},
+    "tqdm": {"cli", "compilation"},
     "transformers": {"cli", "integrations", "parallel", "patches", "testing"},
     "triton": {"backends", "kernels"},
     "typer": {"cli"},

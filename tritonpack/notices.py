@@ -1,12 +1,14 @@
-"""Warnings that appear once per process, and the models that are patched in this process.
+"""Warnings and lines that appear once per process, and the models that are patched in this process.
 
 A `PackingWarning` reports a likely mistake that may be intended: a packed batch while no model is patched, a second
-epoch in the order of the first.
+epoch in the order of the first. A line on standard error says why a process seems to wait.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import warnings
 from multiprocessing import parent_process
 from typing import Any
@@ -33,6 +35,21 @@ def say_once(key: str, message: str) -> None:
         return
     end = f"warnings.filterwarnings('ignore', '{key}', tritonpack.PackingWarning)"
     warnings.warn(f"{key}: {message} To silence this warning: {end}", PackingWarning, stacklevel=_users_level())
+
+
+def tell_once(key: str, message: str) -> None:
+    """Print a line to standard error at the first call for a key in this process, if this process `speaks`."""
+    mine = object()
+    if _said.setdefault(key, mine) is mine and speaks():
+        print(f"tritonpack: {message}", file=sys.stderr, flush=True)
+
+
+def speaks() -> bool:
+    """Whether lines of this process are shown: it is the first rank of a machine, and no DataLoader's later worker."""
+    from torch.utils.data import get_worker_info
+
+    worker = get_worker_info()
+    return sys.stderr is not None and os.environ.get("LOCAL_RANK", "0") == "0" and (worker is None or worker.id == 0)
 
 
 def is_said(key: str) -> bool:

@@ -47,19 +47,17 @@ from tritonpack.backends.vectors import (
     will_read,
     will_write,
 )
+from tritonpack.compilation import COUNTS_NOTHING, compiled
 
 ROWS = 8  # of a product
 STRIPE = 32  # rows of queries whose gradients are computed together; a multiple of ROWS
 AHEAD = 16  # tokens; rows are asked for when the rows of so many tokens before them are read
 
 # A product and a sum may become one instruction, and nothing else changes: `exp` depends on the order of its sums.
-_OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
-# For functions that allocate no array: otherwise numba counts the references to each array that they are passed. The
-# option isn't public, so a numba without it only takes longer.
-_NO_COUNTS: Any = {"_nrt": False} if hasattr(numba.core.options.DefaultOptions, "_nrt") else {}
-# A call passes each array as 13 numbers through memory, which takes longer than what most of these functions do.
-inlined: Any = numba.njit(**_OPTIONS, **_NO_COUNTS, forceinline=True)
-compiled: Any = numba.njit(**_OPTIONS)
+_FASTMATH: Any = {"fastmath": {"contract"}}
+# A call passes each array as 13 numbers through memory, which takes longer than what most of these functions do. Their
+# machine code is kept with that of their callers.
+inlined: Any = numba.njit(nogil=True, error_model="numpy", forceinline=True, **_FASTMATH, **COUNTS_NOTHING)
 
 
 @inlined
@@ -343,7 +341,4 @@ def _kept(function: Any, dtype: Any) -> Any:
         about.update(Path(source).read_bytes())
     named = FunctionType(function.__code__, globals(), function.__name__)
     named.__qualname__ = f"{function.__name__}-{about.hexdigest()[:16]}"
-    try:
-        return numba.njit(cache=True, **_OPTIONS)(named)
-    except (RuntimeError, OSError):  # no such folder
-        return compiled(named)
+    return compiled(**_FASTMATH)(named)

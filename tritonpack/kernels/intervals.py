@@ -12,6 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonpack.kernels.compilation import announce_compilation
+
+announce_compilation()  # here: launches on a GPU take masks or tile tables from kernels, which import this file
+
 OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
 RUN_ROWS = 1024
 RUN_WARPS = 8

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 _FEW = 48  # fewer keys are sorted by insertion
 
 try:
-    import numba
+    from tritonpack import compilation
 except ImportError as error:
     raise ImportError(
         "tritonpack packs and plans with loops that numba compiles, and numba can't be imported here "
@@ -22,15 +22,9 @@ except ImportError as error:
         "tritonpack.packing work without it."
     ) from error
 
-# numba's cache on disk keeps the machine code of a loop as long as its file doesn't change, with that of the loops that
-# it calls. So after a change of a loop that another file calls, delete the .nbi and .nbc files in __pycache__.
-compiled: Any = numba.njit(cache=True, nogil=True)
-
-# For loops that allocate no array and are called for a few documents at a time. Otherwise numba counts the references
-# to each array that a function is passed, and counting takes longer than such a loop. The option isn't public, so a
-# numba without it only takes longer.
-_COUNTS_NOTHING: Any = {"_nrt": False} if hasattr(numba.core.options.DefaultOptions, "_nrt") else {}
-compiled_without_arrays: Any = numba.njit(cache=True, nogil=True, **_COUNTS_NOTHING)
+compiled: Any = compilation.compiled()
+# For loops that allocate no array and are called for a few documents at a time.
+compiled_without_arrays: Any = compilation.compiled(**compilation.COUNTS_NOTHING)
 
 
 @compiled
@@ -109,7 +103,9 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
         The bin of each document, (documents,) int32, and the number of bins.
     """
     num_items = len(lengths)
-    shortest = lengths.min()
+    shortest = lengths[0]
+    for length in lengths:
+        shortest = min(shortest, length)
     leaves = 1
     while leaves <= capacity:
         leaves *= 2
@@ -136,7 +132,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
                 chosen = top_bin[room]
                 top_bin[room] = below[chosen]
                 if below[chosen] < 0:
-                    _mark(marks, room, False)
+                    _change_mark(marks, room)
             count = min(run_end - placed, room // length, max_items - held[chosen])
             held[chosen] += count
             bins[placed : placed + count] = chosen
@@ -145,15 +141,15 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
             if room >= shortest and held[chosen] < max_items:  # all other bins are closed
                 below[chosen] = top_bin[room]
                 if top_bin[room] < 0:
-                    _mark(marks, room, True)
+                    _change_mark(marks, room)
                 top_bin[room] = chosen
     return bins, num_bins
 
 
 @compiled
-def _mark(marks: Any, room: int, marked: bool) -> None:
+def _change_mark(marks: Any, room: int) -> None:
     node = len(marks) // 2 + room
-    marks[node] = marked
+    marks[node] = not marks[node]
     while node > 1 and marks[node // 2] != (marks[node] or marks[node ^ 1]):
         node //= 2
         marks[node] = not marks[node]

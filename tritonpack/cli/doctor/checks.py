@@ -11,6 +11,7 @@ from functools import partial
 from typing import get_args
 from unittest import SkipTest
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,15 +101,22 @@ def models() -> str:
 
 
 def packing() -> str:
-    """Pack lengths whose bins are known."""
+    """Pack lengths whose bins are known, and plan steps of two ranks. Both compile what a first packing would."""
     if importlib.util.find_spec("numba") is None:
         raise SkipTest("numba isn't installed, which packing needs; pip install numba")
-    from tritonpack.packing import pack
+    from tritonpack.packing import pack, plan_epoch
 
     bins = sorted(sorted(int(i) for i in items) for items in pack([6, 5, 4, 3, 2], capacity=10))
     if bins != [[0, 2], [1, 3, 4]]:
         raise AssertionError(f"lengths 6, 5, 4, 3, 2 in bins of 10 make {bins}, not [[0, 2], [1, 3, 4]]")
-    return "documents packed as they should be (the first run on a machine compiles for some seconds)"
+    lengths = np.arange(1, 11).repeat(8)
+    plan = plan_epoch(lengths, 16, 2, tail="keep")
+    fullest = int(plan.sums(lengths).max())
+    if sorted(plan.items.tolist()) != list(range(len(lengths))) or fullest > 16:
+        raise AssertionError(
+            f"{plan} of {len(lengths)} documents for rows of 16 tokens holds rows of {fullest}: {plan.items}"
+        )
+    return "documents packed and planned as they should be"
 
 
 def sequence_parallelism() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
-from tritonpack.packing.planning.filling import has_room
+from tritonpack.packing.planning.filling import has_room, total, use
 from tritonpack.packing.planning.tournament import UNLIMITED, begin_tournament, num_leaves, set_key
 
 # Shares of a step's tokens, as divisors:
@@ -27,7 +27,7 @@ def divide(
     """Give each step of a group its rows, and even out rows that aren't full unless they are `level`, in place.
 
     Args:
-        lengths, others: (units,) and (units, resources), as in `Demands`.
+        lengths, others, budgets: as in `Demands`; the last two are None without resources.
         rows, order, groups: those of `fill_steps`; `rows` is changed.
 
     Returns:
@@ -36,13 +36,19 @@ def divide(
     fills = np.empty(groups[-1, 1] + groups[-1, 2], dtype=np.int64)
     # Memory that is used for every group and step anew, because small steps would take longer to allocate than to deal.
     every_row, every_length = np.empty(len(order), dtype=np.int32), np.empty(len(order), dtype=np.int64)
-    most_rows = groups[:, 2].max() * ranks
+    most_steps = np.int64(0)
+    for group in range(len(groups)):
+        most_steps = max(most_steps, groups[group, 2])
+    most_rows = most_steps * ranks
+    none, one = np.int64(0), np.int64(1)  # numba compiles a function once more for each literal number
     scratch = np.empty((5, max(len(order), 2 * num_leaves(most_rows))), dtype=np.int64)
-    used = np.empty((most_rows, len(budgets)), dtype=np.int64)
+    used = others  # None without resources
+    if budgets is not None:
+        used = np.empty((most_rows, len(budgets)), dtype=np.int64)
     grouped, step_of = np.empty(len(order), dtype=np.int64), np.empty(most_rows, dtype=np.int64)
     starts = np.empty(most_rows // ranks + 2, dtype=np.int64)
     for group in range(len(groups)):
-        begin, step, steps, fill = groups[group]
+        begin, step, steps, fill = groups[group, 0], groups[group, 1], groups[group, 2], groups[group, 3]
         end = groups[group + 1, 0] if group + 1 < len(groups) else len(order)
         first, num_rows = step * ranks, steps * ranks
         units, row_of, own_lengths = order[begin:end], every_row[begin:end], every_length[begin:end]
@@ -56,10 +62,11 @@ def divide(
         uneven = not level and ranks > 1 and taken < whole - whole // _UNEVEN
         if steps > 1:
             if half_empty:
-                _group(row_of, num_rows, 1, grouped, starts, step_of)
+                _group(row_of, num_rows, one, grouped, starts, step_of)
                 _even_out(
-                    own_lengths, others, units, row_of, grouped, 0, starts[1], 0, num_rows, fill, budgets, scratch, used
-                )
+                    own_lengths, others, units, row_of, grouped, none, starts[1], none, num_rows, fill, budgets,
+                    scratch, used,
+                )  # fmt: skip
             _deal(own_lengths, units, row_of, num_rows, ranks, half_empty)
         if uneven:
             _group(row_of, ranks, steps, grouped, starts, step_of)
@@ -104,36 +111,46 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
             if hashed >= drawn[row]:
                 drawn[row], place_of[row] = hashed, documents[place]
             squares += float(lengths[place]) * lengths[place]
-    if size.min() == 0:  # fewer documents than rows: the last rows are empty
-        return
-    count, taken = size.sum(), tokens.sum()
+    for row in range(rows):
+        if size[row] == 0:  # fewer documents than rows: the last rows are empty
+            return
+    count, taken = total(size), total(tokens)
     mean = taken / count
     # Sorts are of integers with the row in their last bits, which is fast and the same everywhere.
     keys, spare, starts = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(257, np.int64)
+    shift, step_bits = np.int64(_ROW_BITS), np.int64(0)
+    while 1 << step_bits < steps:
+        step_bits += 1
     by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
     most = np.int64(0)
     for row in range(rows):
         of_row = tokens[row] * 64 // size[row]
         most = max(most, of_row)
         keys[row] = of_row << _ROW_BITS | row
-    sort_by_bytes(keys, spare, starts, rows, _ROW_BITS, most)
+    sort_by_bytes(keys, spare, starts, rows, shift, most)
     for rank in range(rows):
         by_mean[rank] = keys[rank] & _ROW
+    most = np.int64(0)
     for row in range(rows):
+        most = max(most, place_of[row])
         keys[row] = place_of[row] << _ROW_BITS | row
-    sort_by_bytes(keys, spare, starts, rows, _ROW_BITS, place_of.max())
+    sort_by_bytes(keys, spare, starts, rows, shift, most)
     for rank in range(rows):
         rank_by_place[keys[rank] & _ROW] = rank
-    crowded = tokens * rows > taken + taken // _CROWDED
+    crowded, num_crowded = np.empty(rows, dtype=np.bool_), 0
+    for row in range(rows):
+        crowded[row] = tokens[row] * rows > taken + taken // _CROWDED
+        num_crowded += crowded[row]
     row_at = np.empty(rows, dtype=np.int64)  # the row that becomes `step * ranks + rank`
     variance = squares / count - mean * mean
-    few = uneven and 0 < crowded.sum() <= rows // _CROWDED
-    together = ranks if few else 0  # crowded rows that may share a step
+    few = uneven and 0 < num_crowded <= rows // _CROWDED
+    together = ranks if few else np.int64(0)  # crowded rows that may share a step
     while True:
-        strata, weight = 1, 32 if ranks > 1 else 0
+        strata, weight = np.int64(1), np.int64(32 if ranks > 1 else 0)
         while True:
             _deal_strata(by_mean, rank_by_place, strata, weight, ranks, keys, spare, starts, row_at)
-            _gather(row_at, crowded, ranks, together)
+            if together:
+                _gather(row_at, crowded, ranks, together, keys, spare, starts, step_bits)
             even = _is_even(row_at, tokens, size, ranks, mean, variance)
             if even or strata == ranks:
                 break
@@ -144,11 +161,17 @@ def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int, unev
         if even or not together:
             break
         together //= 2
-    places = np.zeros(steps, dtype=np.int64)  # steps come in the order of the stream, too
+    # Steps come in the order of the stream, too.
+    most = np.int64(0)
     for step in range(steps):
+        place = np.int64(0)
         for number in range(step * ranks, (step + 1) * ranks):
-            places[step] += rank_by_place[row_at[number]]
-    for step, dealt in enumerate(np.argsort(places, kind="mergesort")):
+            place += rank_by_place[row_at[number]]
+        keys[step] = place << step_bits | step
+        most = max(most, place)
+    sort_by_bytes(keys, spare, starts, steps, step_bits, most)
+    for step in range(steps):
+        dealt = keys[step] & ((1 << step_bits) - 1)
         for rank in range(ranks):
             place_of[row_at[dealt * ranks + rank]] = step * ranks + rank
     for place in range(len(row_of)):
@@ -175,7 +198,8 @@ def _deal_strata(
         for place in range((last - first) * steps):
             rank_by_mean = first * steps + place
             keys[place] = (8 * rank_by_place[by_mean[rank_by_mean]] + weight * rank_by_mean) << _ROW_BITS | place
-        sort_by_bytes(keys, spare, starts, (last - first) * steps, _ROW_BITS, (8 + weight) * len(by_mean))
+        most = (8 + weight) * len(by_mean)
+        sort_by_bytes(keys, spare, starts, (last - first) * steps, np.int64(_ROW_BITS), most)
         place = 0
         for step in range(steps):
             for rank in range(first, last):
@@ -195,33 +219,38 @@ def _is_even(row_at: Any, tokens: Any, size: Any, ranks: int, mean: float, varia
     steps = len(row_at) // ranks
     between = chance = 0.0  # the variance of the steps' mean lengths, as a sum over steps: as it is, and by chance
     for step in range(steps):
-        total = held = np.int64(0)
+        taken = held = np.int64(0)
         for number in range(step * ranks, (step + 1) * ranks):
-            total += tokens[row_at[number]]
+            taken += tokens[row_at[number]]
             held += size[row_at[number]]
-        between += (total / held - mean) ** 2
+        between += (taken / held - mean) ** 2
         chance += 1 / held
     chance *= variance * (steps - 1) / steps
     return between <= _CHANCE * chance
 
 
 @compiled
-def _gather(row_at: Any, crowded: Any, ranks: int, together: int) -> None:
+def _gather(
+    row_at: Any, crowded: Any, ranks: int, together: int, keys: Any, spare: Any, starts: Any, step_bits: int
+) -> None:  # fmt: skip
     """Interchange rows between steps, in place, so that few steps have crowded rows, each at most `together` of them.
 
     The steps that have most of them already get the others.
+
+    Args:
+        keys, spare, starts: as in `_deal_strata`.
+        step_bits: the bits of a step's number.
     """
-    if not together:
-        return
     steps = len(row_at) // ranks
     in_step = np.zeros(steps, dtype=np.int64)
     for step in range(steps):
         for number in range(step * ranks, (step + 1) * ranks):
             in_step[step] += crowded[row_at[number]]
-    by_number = np.argsort(-in_step, kind="mergesort")
-    giver, taker = steps - 1, 0  # places in `by_number`
+        keys[step] = (ranks - in_step[step]) << step_bits | step  # those with most first
+    sort_by_bytes(keys, spare, starts, steps, step_bits, ranks)
+    giver, taker = steps - 1, 0  # places in `keys`
     while giver > taker:
-        give, take = by_number[giver], by_number[taker]
+        give, take = keys[giver] & ((1 << step_bits) - 1), keys[taker] & ((1 << step_bits) - 1)
         if not in_step[give]:
             giver -= 1
         elif in_step[take] >= together:
@@ -246,8 +275,10 @@ def _group(row_of: Any, ranks: int, steps: int, grouped: Any, starts: Any, step_
         step_of: (rows or more,) int64, whose values don't matter. A table takes less time than divisions.
     """
     for step in range(steps):
-        step_of[step * ranks : (step + 1) * ranks] = step
-    starts[: steps + 2] = 0  # where groups start, from the second number on
+        for row in range(step * ranks, (step + 1) * ranks):
+            step_of[row] = step
+    for step in range(steps + 2):  # where groups start, from the second number on
+        starts[step] = 0
     for row in row_of:
         if row >= 0:
             starts[step_of[row] + 2] += 1
@@ -280,29 +311,34 @@ def _even_out(
     """
     tokens, keys, emptiest, placed = scratch[0], scratch[1], scratch[2], scratch[3]
     tried = scratch[4]  # rows without room for the other resources of a unit
-    tokens[:rows] = 0
+    for row in range(rows):
+        tokens[row] = 0
     held = np.int64(0)
     for turn in range(begin, end):
         tokens[row_of[own[turn]] - first] += lengths[own[turn]]
         held += lengths[own[turn]]
-    fullest = tokens[:rows].max()
+    fullest = np.int64(0)
+    for row in range(rows):
+        fullest = max(fullest, tokens[row])
     if rows * fullest - held <= rows * fullest // _UNEVEN or end - begin <= rows:
         return fullest
-    leaves = num_leaves(rows)
+    leaves, unlimited = num_leaves(rows), np.int64(UNLIMITED)
     # The tokens of rows, UNLIMITED of those that don't exist or were tried. Each row gets one of the first units.
     for row in range(rows):
         place = own[begin + row]
         placed[row], tokens[row], keys[leaves + row] = row, lengths[place], lengths[place]
-        for resource in range(len(budgets)):
-            used[row, resource] = others[units[place], resource]
-    keys[leaves + rows : 2 * leaves] = UNLIMITED
+        if budgets is not None:
+            for resource in range(len(budgets)):
+                used[row, resource] = others[units[place], resource]
+    for leaf in range(leaves + rows, 2 * leaves):
+        keys[leaf] = unlimited
     begin_tournament(keys, emptiest, leaves)
     for turn in range(begin + rows, end):
-        length, unit = lengths[own[turn]], units[own[turn]]
+        length, unit = lengths[own[turn]], np.int64(units[own[turn]])
         count = 0
         while keys[1] < UNLIMITED and not has_room(used, emptiest[1], others, unit, budgets):
             tried[count] = emptiest[1]
-            set_key(keys, emptiest, leaves, tried[count], UNLIMITED)
+            set_key(keys, emptiest, leaves, tried[count], unlimited)
             count += 1
         row = emptiest[1]
         if keys[1] + length > fill:
@@ -310,11 +346,12 @@ def _even_out(
         placed[turn - begin] = row
         tokens[row] = keys[1] + length
         set_key(keys, emptiest, leaves, row, tokens[row])
-        for resource in range(len(budgets)):
-            used[row, resource] += others[unit, resource]
+        use(used, row, others, unit, np.int64(1))
         for number in range(count):
             set_key(keys, emptiest, leaves, tried[number], tokens[tried[number]])
-    highest = tokens[:rows].max()
+    highest = np.int64(0)
+    for row in range(rows):
+        highest = max(highest, tokens[row])
     if highest < fullest:
         for turn in range(begin, end):
             row_of[own[turn]] = first + placed[turn - begin]

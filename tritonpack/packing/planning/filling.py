@@ -15,19 +15,30 @@ _LOW = 2**32 - 1
 
 
 @compiled_without_arrays
+def total(values: Any) -> int:
+    """The sum of integers. numba takes longer to compile `values.sum()`."""
+    found = np.int64(0)
+    for value in values:
+        found += value
+    return found
+
+
+@compiled_without_arrays
 def placed_sum(amounts: Any, row_of: Any) -> int:
     """The sum over units that have a row."""
-    total = np.int64(0)
+    found = np.int64(0)
     for unit in range(len(row_of)):
         if row_of[unit] >= 0:
-            total += amounts[unit]
-    return total
+            found += amounts[unit]
+    return found
 
 
 @compiled_without_arrays
 def has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
     """Whether a row has room for a unit in every resource but tokens."""
     fits = True
+    if budgets is None:
+        return fits
     for resource in range(len(budgets)):
         fits = fits and used[row, resource] + others[unit, resource] <= budgets[resource]
     return fits
@@ -36,6 +47,8 @@ def has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
 @compiled_without_arrays
 def use(used: Any, row: int, others: Any, unit: int, sign: int) -> None:
     """Add what a unit takes of each resource but tokens to a row, or take it away with sign -1."""
+    if used is None:
+        return
     for resource in range(used.shape[1]):
         used[row, resource] += sign * others[unit, resource]
 
@@ -52,25 +65,33 @@ def fuller(
         amounts, full: (units,) what units take of that resource, and what a row holds.
         taken: what rows hold now.
     """
-    most = amounts.sum() if len(budgets) else _most_tokens(lengths, rows, fill)
+    most = _most_tokens(lengths, rows, fill) if budgets is None else total(amounts)
     if taken == most:
         return row_of
     wide_open = rows * full // _WIDE_OPEN
     if taken < min(rows * full, most) - wide_open:
-        if len(budgets):
-            packed = _match(lengths, others, overdue, rows, fill, budgets)
-        else:
+        if budgets is None:
             packed = _first_fit(lengths, overdue, rows, fill)
+        else:
+            packed = _match(lengths, others, overdue, rows, fill, budgets)
         held = placed_sum(amounts, packed)
-        used = np.zeros(rows, dtype=np.bool_)
-        for row in packed:
-            used[row] |= row >= 0
-        if held > taken and used.all():
+        if held > taken and _every_row_holds(packed, rows):
             held += _exchange(lengths, others, amounts, overdue, packed, rows, fill, budgets, full)
             if held > taken + wide_open:
                 return packed
     _exchange(lengths, others, amounts, overdue, row_of, rows, fill, budgets, full)
     return row_of
+
+
+@compiled
+def _every_row_holds(row_of: Any, rows: int) -> bool:
+    """Whether each row holds a unit."""
+    holds, empty = np.zeros(rows, dtype=np.int64), rows
+    for row in row_of:
+        if row >= 0:
+            empty -= 1 - holds[row]
+            holds[row] = 1
+    return empty == 0
 
 
 @compiled_without_arrays
@@ -155,7 +176,7 @@ def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budget
         for unit in range(len(lengths)):
             if overdue[unit] != turn:
                 continue
-            best, chosen = -1.0, -1
+            best, chosen = -1.0, np.int64(-1)
             for row in range(rows):
                 if lengths[unit] <= room[row] and has_room(used, row, others, unit, budgets):
                     alike = lengths[unit] * room[row] / float(fill) ** 2
@@ -167,7 +188,7 @@ def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budget
             if chosen >= 0:
                 row_of[unit] = chosen
                 room[chosen] -= lengths[unit]
-                use(used, chosen, others, unit, 1)
+                use(used, chosen, others, unit, np.int64(1))
     return row_of
 
 
@@ -185,23 +206,25 @@ def _exchange(
             held_in[row] += amounts[unit]
         else:
             left += 1
-    if not len(budgets) and not _can_exchange(amounts, overdue, row_of, held_in, full):
-        return 0
+    if budgets is None and not _can_exchange(amounts, overdue, row_of, held_in, full):
+        return np.int64(0)
 
-    gained = np.int64(0)
-    used = np.zeros((rows, len(budgets)), dtype=np.int64)
+    gained, add, take = np.int64(0), np.int64(1), np.int64(-1)
+    used = others  # None without resources
+    if budgets is not None:
+        used = np.zeros((rows, len(budgets)), dtype=np.int64)
     first = np.zeros(rows + 2, dtype=np.int64)  # where the units of each row begin in `held`, from the second on
     out = np.empty(left, dtype=np.int64)  # deferred units, those first that take most
     left = 0
     for unit in range(len(lengths)):
-        row = row_of[unit]
+        row = np.int64(row_of[unit])
         if row >= 0:
             first[row + 2] += 1
-            use(used, row, others, unit, 1)
+            use(used, row, others, unit, add)
         else:
             out[left] = (np.int64(2**31) - amounts[unit]) << 32 | unit
             left += 1
-    if len(budgets):  # otherwise they come in this order
+    if budgets is not None:  # otherwise they come in this order
         out.sort()
     for row in range(rows):
         first[row + 2] += first[row + 1]
@@ -225,7 +248,7 @@ def _exchange(
                         low = middle + 1
                     else:
                         high = middle
-                use(used, row, others, own, -1)
+                use(used, row, others, own, take)
                 for turn in range(low, min(left, low + _CHOICES)):
                     new = out[turn] & _LOW
                     gain = amounts[new] - amounts[own]
@@ -234,7 +257,7 @@ def _exchange(
                     if tokens[row] - lengths[own] + lengths[new] <= fill and has_room(used, row, others, new, budgets):
                         best, best_out, best_place = gain, turn, place
                         break
-                use(used, row, others, own, 1)
+                use(used, row, others, own, add)
             if best == 0:
                 break
             own, new = held[best_place], out[best_out] & _LOW
@@ -242,8 +265,8 @@ def _exchange(
             held[best_place] = new
             tokens[row] += lengths[new] - lengths[own]
             held_in[row] += best
-            use(used, row, others, own, -1)
-            use(used, row, others, new, 1)
+            use(used, row, others, own, take)
+            use(used, row, others, new, add)
             gained += best
             key = (np.int64(2**31) - amounts[own]) << 32 | own
             place = best_out

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
-from tritonpack.packing.planning.filling import fuller, has_room, placed_sum, use
+from tritonpack.packing.planning.filling import fuller, has_room, placed_sum, total, use
 from tritonpack.packing.planning.tournament import UNLIMITED, begin_tournament, num_leaves, set_key
 
 PATIENCE = 2  # how many steps a unit may be deferred
@@ -35,7 +35,7 @@ def fill_steps(
     lengths: Any, others: Any, kinds: Any, costs: Any, ranks: int, capacity: int, budgets: Any, target: int,
     lookahead: float, together: int, level: bool, last_step: int,
 ) -> Any:  # fmt: skip
-    """The row of each unit. The arguments are those of `plan_steps`.
+    """The row of each unit. The arguments are those of `plan_steps`; others and budgets are None without resources.
 
     Returns:
         rows: (units,) int64, `step * ranks + rank`; the ranks of a group of steps aren't divided among its steps yet.
@@ -50,66 +50,86 @@ def fill_steps(
     arrived = np.empty(count, dtype=np.int32)  # the turn that read a unit from the stream
     pool = np.empty(count, dtype=np.int32)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
-    left, others_left = lengths.sum(), others.sum(axis=0)
+    left = total(lengths)
     # Memory that is used for every step anew, because small steps would take longer to allocate than to plan.
     keys, own = np.empty((3, max(count, 257)), dtype=np.int64), np.empty((2, count), dtype=np.int64)
     every_unit, every_overdue = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.bool_)
-    every_others, every_row = np.empty((count, len(budgets)), dtype=np.int64), np.empty(count, dtype=np.int32)
-    of_rows, used = np.empty((7, 0), dtype=np.int64), np.empty((0, len(budgets)), dtype=np.int64)
-    wholes, spares, offers = budgets.copy(), budgets.copy(), budgets.copy()
-    scratch = np.empty((3, 1 + len(budgets)), dtype=np.int64)
-    largest_kind = kinds.max()
-    done = waiting = cursor = turn = step = 0
+    every_row = np.empty(count, dtype=np.int32)
+    of_rows = np.empty((7, 0), dtype=np.int64)
+    own_others = used = others_scratch = others  # None without resources
+    wholes = spares = offers = budgets
+    if budgets is not None:
+        others_left = np.zeros(len(budgets), dtype=np.int64)
+        for resource in range(len(budgets)):
+            others_left[resource] = total(others[:, resource].copy())
+        every_others, used = np.empty((count, len(budgets)), np.int64), np.empty((0, len(budgets)), np.int64)
+        wholes, spares, offers = budgets.copy(), budgets.copy(), budgets.copy()
+        others_scratch = np.empty((3, len(budgets)), dtype=np.int64)
+    largest_kind = np.int64(0)
+    for kind in kinds:
+        largest_kind = max(largest_kind, kind)
+    done = waiting = cursor = turn = step = scarce = np.int64(0)
     while done < count:
         last = step == last_step
         fill = capacity if last else target
         steps = left // (ranks * fill)  # the steps that the remaining units fill
-        for resource in range(len(budgets)):
-            steps = max(steps, others_left[resource] // (ranks * budgets[resource]))
+        if budgets is not None:
+            for resource in range(len(budgets)):
+                steps = max(steps, others_left[resource] // (ranks * budgets[resource]))
         steps = max(1, min(together, steps, last_step - step, waiting + count - cursor))
         rows = ranks * steps
         whole = rows * fill
         spare = int(lookahead * whole)
         offer = UNLIMITED if last else whole + spare
-        for resource in range(len(budgets)):
-            wholes[resource] = rows * budgets[resource]
-            spares[resource] = int(lookahead * wholes[resource])
-            offers[resource] = UNLIMITED if last else wholes[resource] + spares[resource]
+        if budgets is not None:
+            for resource in range(len(budgets)):
+                wholes[resource] = rows * budgets[resource]
+                spares[resource] = int(lookahead * wholes[resource])
+                offers[resource] = UNLIMITED if last else wholes[resource] + spares[resource]
         if of_rows.shape[1] < 4 * rows:
-            of_rows, used = np.empty((7, 4 * rows), dtype=np.int64), np.empty((rows, len(budgets)), dtype=np.int64)
+            of_rows = np.empty((7, 4 * rows), dtype=np.int64)
+            if budgets is not None:
+                used = np.empty((rows, len(budgets)), dtype=np.int64)
         for final in (False, True):
             pooled, stop = _offer(
                 lengths, others, budgets, pool, offered, waiting, cursor, rows, fill, whole, wholes, offer, offers,
-                scratch,
+                others_scratch,
             )  # fmt: skip
             arrived[cursor:stop] = turn
             size = _largest_first(kinds, pool, pooled, offered, largest_kind, keys, every_unit)
             units, overdue, row_of = every_unit[:size], every_overdue[:size], every_row[:size]
-            own_lengths, own_costs, own_others = own[0, :size], own[1, :size], every_others[:size]
+            own_lengths, own_costs = own[0, :size], own[1, :size]
             for place in range(size):
                 unit = units[place]
                 own_lengths[place], own_costs[place] = lengths[unit], costs[unit]
                 overdue[place] = turn - arrived[unit] >= PATIENCE
-                for resource in range(len(budgets)):
-                    own_others[place, resource] = others[unit, resource]
             # Whether rows are full is said by the resource of which the offer has most, relative to what rows hold.
-            scarce = _scarcest(own_lengths, own_others, fill, budgets)
-            amounts = own_lengths if scarce < 0 else own_others[:, scarce].copy()
-            full = fill if scarce < 0 else budgets[scarce]
-            held, cost = amounts.sum(), own_costs.sum()
+            amounts, full, margin = own_lengths, fill, spare
+            if budgets is not None:
+                own_others = every_others[:size]
+                for place in range(size):
+                    for resource in range(len(budgets)):
+                        own_others[place, resource] = others[units[place], resource]
+                scarce = _scarcest(own_lengths, own_others, fill, budgets)
+                if scarce >= 0:
+                    amounts, full, margin = own_others[:, scarce].copy(), budgets[scarce], spares[scarce]
+            held = total(amounts)
             # The share of a row is the cost of a full row of units like the offered ones. If one unit costs more, the
             # share is the cost of that unit. The end of an epoch needs no limit.
             limited = level and (stop < count or held >= rows * full)
-            share = max(int(cost / held * full), own_costs.max()) if limited else UNLIMITED
+            share = _share(own_costs, held, full) if limited else UNLIMITED
             _place(own_lengths, own_others, own_costs, overdue, rows, fill, budgets, share, row_of, of_rows, used)
             taken = placed_sum(amounts, row_of)
-            margin = spare if scarce < 0 else spares[scarce]
-            if final or not limited or (offer if scarce < 0 else offers[scarce]) <= taken + margin + margin // 8:
+            offered_amount = offer
+            if budgets is not None and scarce >= 0:
+                offered_amount = offers[scarce]
+            if final or not limited or offered_amount <= taken + margin + margin // 8:
                 break
             # Rows that stop at their share hold less: offer as much.
             offer = placed_sum(own_lengths, row_of) + spare
-            for resource in range(len(budgets)):
-                offers[resource] = placed_sum(own_others[:, resource].copy(), row_of) + spares[resource]
+            if budgets is not None:
+                for resource in range(len(budgets)):
+                    offers[resource] = placed_sum(own_others[:, resource].copy(), row_of) + spares[resource]
         waiting, cursor = pooled, stop
         if not level and taken < held and taken < rows * full - rows * full // _OPEN:
             row_of = fuller(own_lengths, own_others, amounts, overdue, row_of, rows, fill, budgets, full, taken)
@@ -120,8 +140,9 @@ def fill_steps(
                 order[done] = units[place]
                 done += 1
                 left -= own_lengths[place]
-                for resource in range(len(budgets)):
-                    others_left[resource] -= own_others[place, resource]
+                if budgets is not None:
+                    for resource in range(len(budgets)):
+                        others_left[resource] -= own_others[place, resource]
         kept = 0
         for place in range(waiting):
             pool[kept] = pool[place]
@@ -133,12 +154,23 @@ def fill_steps(
 @compiled_without_arrays
 def _scarcest(lengths: Any, others: Any, fill: int, budgets: Any) -> int:
     """The resource of which units need the most rows, -1 for tokens."""
-    scarce, most = -1, lengths.sum() / fill
+    scarce, most = np.int64(-1), total(lengths) / fill
     for resource in range(len(budgets)):
-        rows = others[:, resource].sum() / budgets[resource]
-        if rows > most:
-            scarce, most = resource, rows
+        taken = np.int64(0)
+        for unit in range(len(others)):
+            taken += others[unit, resource]
+        if taken / budgets[resource] > most:
+            scarce, most = resource, taken / budgets[resource]
     return scarce
+
+
+@compiled_without_arrays
+def _share(costs: Any, held: int, full: int) -> int:
+    """The cost of a full row of units like these, or of the costliest unit, if that is more."""
+    largest = np.int64(0)
+    for cost in costs:
+        largest = max(largest, cost)
+    return max(int(total(costs) / held * full), largest)
 
 
 @compiled_without_arrays
@@ -153,12 +185,12 @@ def _largest_first(kinds: Any, pool: Any, pooled: int, offered: Any, most: int, 
         Their number.
     """
     keys = scratch[0]
-    count = 0
+    count = np.int64(0)
     for place in range(pooled):
         if offered[place]:
             keys[count] = kinds[pool[place]] << 32 | pool[place]
             count += 1
-    sort_by_bytes(keys, scratch[1], scratch[2], count, 32, most)
+    sort_by_bytes(keys, scratch[1], scratch[2], count, np.int64(32), most)
     for place in range(count):
         units[place] = keys[place] & _LOW
     return count
@@ -182,10 +214,10 @@ def _offer(
     complete, beyond = most - int(_CLOSE * whole), max(1, int(_BEYOND * whole))
     most_halves = int(_HALF_ROWS * rows)
     tokens = np.int64(0)
-    given = place = 0
-    scratch[:] = 0
-    held, passed_others, halves = scratch[0], scratch[1], scratch[2]  # halves: units of more than half a row
-    passed = np.int64(0)
+    given = place = halves = passed = np.int64(0)  # halves: units of more than half a row
+    if budgets is not None:
+        scratch[:] = 0
+        held, passed_others, others_halves = scratch[0], scratch[1], scratch[2]
     stopping = False  # too much was passed over, or there are too many of more than half a row
     while place < waiting or cursor < len(lengths):
         if place == waiting:
@@ -196,24 +228,27 @@ def _offer(
             cursor += 1
         unit = pool[place]
         fits = tokens + lengths[unit] <= most
-        for resource in range(len(budgets)):
-            fits = fits and held[resource] + others[unit, resource] <= mosts[resource]
+        if budgets is not None:
+            for resource in range(len(budgets)):
+                fits = fits and held[resource] + others[unit, resource] <= mosts[resource]
         offered[place] = fits or given < rows
         if offered[place]:
             tokens += lengths[unit]
             given += 1
-            halves[0] += lengths[unit] > fill // 2
-            stopping |= halves[0] >= most_halves
-            for resource in range(len(budgets)):
-                held[resource] += others[unit, resource]
-                halves[1 + resource] += others[unit, resource] > budgets[resource] // 2
-                stopping |= halves[1 + resource] >= most_halves
+            halves += lengths[unit] > fill // 2
+            stopping |= halves >= most_halves
+            if budgets is not None:
+                for resource in range(len(budgets)):
+                    held[resource] += others[unit, resource]
+                    others_halves[resource] += others[unit, resource] > budgets[resource] // 2
+                    stopping |= others_halves[resource] >= most_halves
         else:
             passed += lengths[unit]
             stopping |= passed >= beyond
-            for resource in range(len(budgets)):
-                passed_others[resource] += others[unit, resource]
-                stopping |= passed_others[resource] >= max(1, int(_BEYOND * wholes[resource]))
+            if budgets is not None:
+                for resource in range(len(budgets)):
+                    passed_others[resource] += others[unit, resource]
+                    stopping |= passed_others[resource] >= max(1, int(_BEYOND * wholes[resource]))
         place += 1
     return waiting, cursor
 
@@ -236,13 +271,18 @@ def _place(
     leaves = num_leaves(ranks)
     cost, tokens = scratch[0], scratch[1]
     aside = scratch[2]  # rows without room for a unit
-    used[:ranks] = 0
+    if budgets is not None:
+        used[:ranks] = 0
+    add, unlimited = np.int64(1), np.int64(UNLIMITED)  # numba compiles a function once more for each literal number
     # Two tournaments: the costs of open rows, and the tokens of parked ones.
     open_costs, cheapest, parked_tokens, emptiest = scratch[3], scratch[4], scratch[5], scratch[6]
-    begun = 0  # rows that hold units
+    begun = np.int64(0)  # rows that hold units
+    any_overdue = False
+    for unit in range(len(overdue)):
+        any_overdue |= overdue[unit]
     least = np.int64(0)  # no row holds fewer tokens, once all are begun
     for turn in (True, False):
-        if turn and not overdue.any():
+        if turn and not any_overdue:
             continue
         for unit in range(len(lengths)):
             if overdue[unit] != turn:
@@ -251,13 +291,12 @@ def _place(
             if begun < ranks:
                 row_of[unit] = begun
                 tokens[begun], cost[begun] = length, costs[unit]
-                use(used, begun, others, unit, 1)
+                use(used, begun, others, unit, add)
                 open_costs[leaves + begun], parked_tokens[leaves + begun] = costs[unit], UNLIMITED
                 begun += 1
                 if begun == ranks:
-                    open_costs[leaves + ranks : 2 * leaves], parked_tokens[leaves + ranks : 2 * leaves] = (
-                        UNLIMITED, UNLIMITED,
-                    )  # fmt: skip
+                    for leaf in range(leaves + ranks, 2 * leaves):
+                        open_costs[leaf] = parked_tokens[leaf] = UNLIMITED
                     begin_tournament(open_costs, cheapest, leaves)
                     begin_tournament(parked_tokens, emptiest, leaves)
                 continue
@@ -266,13 +305,15 @@ def _place(
             while parked_tokens[1] + length <= fill:
                 row = emptiest[1]
                 set_key(open_costs, cheapest, leaves, row, cost[row])
-                set_key(parked_tokens, emptiest, leaves, row, UNLIMITED)
+                set_key(parked_tokens, emptiest, leaves, row, unlimited)
             parked = put_aside = 0
             while open_costs[1] < UNLIMITED:
                 row = cheapest[1]
                 if tokens[row] + length > fill:
                     if parked == ranks // _PARKED:  # perhaps no row has room
-                        least = tokens[:ranks].min()
+                        least = tokens[0]
+                        for other in range(1, ranks):
+                            least = min(least, tokens[other])
                         if least + length > fill:
                             break
                     parked += 1
@@ -285,9 +326,9 @@ def _place(
                         row_of[unit] = row
                         tokens[row] += length
                         cost[row] += costs[unit]
-                        use(used, row, others, unit, 1)
+                        use(used, row, others, unit, add)
                         set_key(open_costs, cheapest, leaves, row, cost[row])
                     break
-                set_key(open_costs, cheapest, leaves, row, UNLIMITED)
+                set_key(open_costs, cheapest, leaves, row, unlimited)
             for place in range(put_aside):
                 set_key(open_costs, cheapest, leaves, aside[place], cost[aside[place]])

@@ -46,13 +46,16 @@ def plan_steps(
         (units,) int64, the row of each unit, `step * ranks + rank`.
     """
     last = UNLIMITED if last_step is None else last_step
-    lengths, others, kinds, budgets = demands.lengths, demands.others, demands.kinds, demands.budgets
+    lengths, kinds = demands.lengths, demands.kinds
+    # numba compiles the loops without those over resources if there are none.
+    others, budgets = (demands.others, demands.budgets) if len(demands.budgets) else (None, None)
     try:
         rows, order, groups = fill_steps(
             lengths, others, kinds, costs, ranks, demands.capacity, budgets, target, float(lookahead), together, level,
             last,
         )  # fmt: skip
-        fills = divide(lengths, others, rows, order, groups, ranks, budgets, level)
+        if ranks > 1 or together > 1:
+            fills = divide(lengths, others, rows, order, groups, ranks, budgets, level)
         if ranks > 1:
             balance(lengths, others, kinds, costs, rows, order, ranks, fills, budgets)
     except SystemError as error:

@@ -19,7 +19,7 @@ UNLIMITED = 2**62  # above all keys
 @compiled_without_arrays
 def num_leaves(rows: int) -> int:
     """The leaves of a tree of so many rows: a power of two. The tree has twice as many nodes."""
-    leaves = 1
+    leaves = np.int64(1)
     while leaves < rows:
         leaves *= 2
     return leaves

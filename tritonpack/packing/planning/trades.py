@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sort_by_bytes
+from tritonpack.packing.planning.tournament import UNLIMITED, begin_tournament, num_leaves, set_key
 
 _TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
 _PARTNERS = 3  # the cheapest rows that the costliest one tries to trade with before trading ends
@@ -31,7 +32,7 @@ def balance(
 
     Args:
         lengths: (documents,) int32.
-        others: (documents, resources) int64, what they take of other resources.
+        others: (documents, resources) int64, what they take of other resources; None without resources, as budgets.
         kinds: (documents,) int64; documents of one kind are interchangeable.
         costs: (documents,) int64.
         rows: (documents,) int64, `step * ranks + rank` of each document; changed in place.
@@ -61,7 +62,10 @@ def balance(
     # These are used for each step anew, because small steps would take longer to allocate than to balance.
     held = np.empty((ranks, 2 * longest + 2), dtype=np.int32)
     sums = np.empty((5, ranks), dtype=np.int64)
-    spare = np.empty((ranks, len(budgets)), dtype=np.int64)
+    tournament = np.empty((2, 2 * num_leaves(ranks)), dtype=np.int64)
+    spare = others  # None without resources
+    if budgets is not None:
+        spare = np.empty((ranks, len(budgets)), dtype=np.int64)
     offered = np.empty((ranks, _OFFERED + 1), dtype=np.int32)
     offers = np.empty((2, ranks, _GROUPS), dtype=np.int64)
     scratch = np.empty((5, max(held.shape[1], _GROUPS, 257)), dtype=np.int64)
@@ -78,11 +82,12 @@ def balance(
                 held[row, number] = document
                 room[row] -= own_lengths[document]
                 cost[row] += own_costs[document]
-            for resource in range(len(budgets)):
-                spare[row, resource] = budgets[resource]
-                for number in range(begin, end):
-                    spare[row, resource] -= others[order[by_row[number]], resource]
-        _sort_by_cost(by_cost, cost)
+            if budgets is not None:
+                for resource in range(len(budgets)):
+                    spare[row, resource] = budgets[resource]
+                    for number in range(begin, end):
+                        spare[row, resource] -= others[order[by_row[number]], resource]
+        _sort_by_cost(by_cost, cost, tournament[0], tournament[1])
         _trade(
             own_lengths, others, own_kinds, own_costs, order, rows, first, held, offered, keys, key_costs,
             room, cost, size, num_offers, by_cost, spare, scratch,
@@ -137,9 +142,10 @@ def _trade(
                         room[taker] -= lengths[document]
                         cost[giver] -= costs[document]
                         cost[taker] += costs[document]
-                        for resource in range(spare.shape[1]):
-                            spare[giver, resource] += others[order[document], resource]
-                            spare[taker, resource] -= others[order[document], resource]
+                        if spare is not None:
+                            for resource in range(spare.shape[1]):
+                                spare[giver, resource] += others[order[document], resource]
+                                spare[taker, resource] -= others[order[document], resource]
             num_offers[dear] = num_offers[cheap] = 0
             _settle(by_cost, cost)
             break
@@ -176,7 +182,7 @@ def _make_offers(
     offered[row, num_offered], cost[num_offered] = _NONE, 0
 
     # The longest group comes first, and is the longest document with the next one.
-    count = 0
+    count = np.int64(0)
     most = np.int64(0)
     for first in range(num_offered + 1):
         own = lengths[offered[row, first]] if first < num_offered else 0
@@ -185,7 +191,7 @@ def _make_offers(
             sums[count] = total << 16 | first << 8 | second
             most = max(most, total)
             count += 1
-    sort_by_bytes(sums, spare, scratch[4], count, 16, most)
+    sort_by_bytes(sums, spare, scratch[4], count, np.int64(16), most)
     for group in range(count):
         key = sums[group]
         keys[row, group] = key
@@ -229,6 +235,8 @@ def _fits(
     dear: int, cheap: int, mine: int, theirs: int, offered: Any, order: Any, others: Any, spare: Any
 ) -> bool:  # fmt: skip
     """Whether two rows have room for each other's groups in every resource but tokens."""
+    if spare is None:
+        return True
     for resource in range(spare.shape[1]):
         more = np.int64(0)  # what the costly row gets
         for row, key, sign in ((dear, mine, -1), (cheap, theirs, 1)):
@@ -257,15 +265,26 @@ def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> N
     size[taker] += 1
 
 
-@compiled
-def _sort_by_cost(by_cost: Any, cost: Any) -> None:
-    """Write the rows by ascending cost to `by_cost`; of equal ones the first comes first."""
-    if len(cost) > _FEW_RANKS:
-        by_cost[:] = np.argsort(cost, kind="mergesort")
+@compiled_without_arrays
+def _sort_by_cost(by_cost: Any, cost: Any, keys: Any, winners: Any) -> None:
+    """Write the rows by ascending cost to `by_cost`; of equal ones the first comes first.
+
+    Args:
+        keys, winners: (2 * leaves,) of a tournament; their values don't matter.
+    """
+    ranks = np.int64(len(cost))
+    if ranks <= _FEW_RANKS:
+        for row in range(ranks):
+            by_cost[row] = row
+        _settle(by_cost, cost)
         return
-    for row in range(len(cost)):
-        by_cost[row] = row
-    _settle(by_cost, cost)
+    leaves = num_leaves(ranks)
+    for row in range(leaves):
+        keys[leaves + row] = cost[row] if row < ranks else UNLIMITED
+    begin_tournament(keys, winners, leaves)
+    for place in range(ranks):
+        by_cost[place] = winners[1]
+        set_key(keys, winners, leaves, winners[1], np.int64(UNLIMITED))
 
 
 @compiled_without_arrays

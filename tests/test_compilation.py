@@ -1,0 +1,163 @@
+"""A first use compiles the functions that it needs, each once, and says so in a line; the next process is silent."""
+
+import gc
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba")
+
+from tests.fresh import FreshInterpreters
+from tritonpack import compilation, notices
+from tritonpack.packing.planning import planner
+
+PROGRAM = """
+import json, os
+os.environ["NUMBA_CACHE_DIR"] = {folder!r}
+from numba.core import event
+
+class Compiled(event.Listener):
+    def on_start(self, event):
+        function = event.data["dispatcher"].py_func
+        if function.__module__.startswith("tritonpack."):
+            names.append(function.__module__.split(".")[-1] + "." + function.__name__)
+    def on_end(self, event):
+        pass
+
+names = []
+event.register("numba:compile", Compiled())
+import tritonpack
+{use}
+print(json.dumps(names))
+"""
+LOADER = 'tritonpack.dataloader([{"input_ids": list(range(1 + i % 50))} for i in range(200)], tokens=256)'
+# More than one signature: documents as int32 in the stream and int64 in a step.
+TWICE = {"filling.total"}
+# What a dataloader of one rank doesn't use: trades between ranks, budgets, and heuristics of `pack`.
+UNUSED = {"trades", "filling._match", "planner._scarcest", "heuristics.best_fit", "heuristics.longest_first"}
+
+
+def compiled_by(fresh: FreshInterpreters, folder: Path, use: str) -> tuple[list[str], str]:
+    """The functions of this package that a new process compiles, and what it prints to standard error."""
+    done = fresh.run(PROGRAM.format(folder=str(folder), use=use))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.heavy
+def test_first_dataloader_compiles_what_it_uses_once_and_says_so(fresh: FreshInterpreters, tmp_path: Path) -> None:
+    names, printed = compiled_by(fresh, tmp_path, LOADER)
+    assert {"planner.fill_steps", "dealing.divide"} <= set(names)
+    assert {name for name, times in Counter(names).items() if times > 1} <= TWICE
+    assert not UNUSED & {*names, *(name.split(".")[0] for name in names)}
+    assert printed == "tritonpack: compiling the functions of packing, once per machine (about 10 s)\n"
+    assert compiled_by(fresh, tmp_path, LOADER) == ([], "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "use",
+    [
+        "tritonpack.packing.plan_epoch([5, 3] * 200, 64, 2, steps_together=2)",
+        "n = tritonpack.packing.Units.of_sequences([[3, 2]] * 200, images=[1] * 200); "
+        "tritonpack.packing.plan_epoch(n, 64, 2, budgets={'images': 9}, steps_together=2)",
+        "[tritonpack.packing.pack([5, 3] * 200, 64, algorithm=name) "
+        "for name in ('best_fit_decreasing', 'first_fit', 'next_fit', 'windowed')]",
+    ],
+    ids=["ranks", "budgets", "pack"],
+)
+def test_no_use_compiles_a_function_twice(fresh: FreshInterpreters, tmp_path: Path, use: str) -> None:
+    names, _ = compiled_by(fresh, tmp_path, use)
+    assert names
+    assert {name for name, times in Counter(names).items() if times > 1} <= TWICE
+    assert compiled_by(fresh, tmp_path, use) == ([], "")
+
+
+def an_event(function: Any) -> Any:
+    return SimpleNamespace(data={"dispatcher": function})
+
+
+def foreign(x: int) -> int:
+    return x
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> compilation._Compilations:
+    monkeypatch.setattr(notices, "_said", {})
+    return compilation._Compilations()
+
+
+def compile_once(listener: compilation._Compilations, *functions: Any) -> None:
+    """The events of a function that numba compiles with the functions that it calls."""
+    for function in functions:
+        listener.on_start(an_event(function))
+    for function in reversed(functions):
+        listener.on_end(an_event(function))
+
+
+FOREIGN = SimpleNamespace(py_func=foreign)
+
+
+def test_one_line_for_a_folder(listener: compilation._Compilations, capsys: pytest.CaptureFixture[str]) -> None:
+    compile_once(listener, FOREIGN)
+    assert capsys.readouterr() == ("", "")
+    for _ in range(2):
+        compile_once(listener, planner.fill_steps, planner._offer, FOREIGN)
+    out, line = capsys.readouterr()
+    assert (out, line.count("\n")) == ("", 1)
+    assert line.startswith("tritonpack: compiling the functions of packing, once per machine")
+
+
+@pytest.mark.parametrize("rank", ["1", "7"])
+def test_later_ranks_of_a_machine_are_silent(
+    listener: compilation._Compilations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    compile_once(listener, planner.fill_steps)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bar_on_a_terminal_counts_the_functions(
+    listener: compilation._Compilations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    compile_once(listener, planner._largest_first, planner.sort_by_bytes, FOREIGN)
+    printed = capsys.readouterr().err
+    assert "compiling: 0 of 2 functions" in printed
+    assert printed.endswith("\r")  # the bar is gone
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_afterwards_if_it_was_before(listener: compilation._Compilations, enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    try:
+        listener.on_start(an_event(planner.fill_steps))
+        listener.on_start(an_event(planner._offer))
+        listener.on_end(an_event(planner._offer))
+        assert not gc.isenabled()
+        listener.on_end(an_event(planner.fill_steps))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_without_a_folder_for_machine_code_functions_are_compiled_in_each_process(
+    listener: compilation._Compilations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr("numba.core.dispatcher.Dispatcher.enable_caching", refuse)
+    made = compilation.compiled()(foreign)
+    assert made(3) == 3
+    monkeypatch.setattr(foreign, "__module__", "tritonpack.packing.example")
+    compile_once(listener, made)
+    assert "in each process" in (line := capsys.readouterr().err)
+    assert "set NUMBA_CACHE_DIR" in line
