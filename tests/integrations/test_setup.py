@@ -192,10 +192,15 @@ class TestResuming:
     def test_refuses_another_plan(self, tmp_path: Path) -> None:
         checkpoint = self.stopped(tmp_path, 4)
         others: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
-            ({}, 72, {}, "tokens was 64 and is 72.*steps_per_epoch was 10 and is 9"),
-            ({"seed": 5}, TOKENS, {}, "seed was 0 and is 5"),
+            (
+                {},
+                72,
+                {},
+                "rest of its epoch 0 has other batches since: tokens was 64 and is 72. Restore that, or",
+            ),
+            ({"seed": 5}, TOKENS, {}, r"its data_seed \(or else seed\) was 0 and is 5. Set that seed in"),
             ({"gradient_accumulation_steps": 2}, TOKENS, {}, "gradient_accumulation_steps was 1 and is 2"),
-            ({"train_dataset": DOCUMENTS[::-1]}, TOKENS, {}, "lengths was '.*' and is '"),
+            ({"train_dataset": DOCUMENTS[::-1]}, TOKENS, {}, "other lengths.* Train on the same documents in the same"),
             ({}, TOKENS, {"objective": "linear"}, "objective was 'quadratic' and is 'linear'"),
         ]
         for arguments_, tokens, options, message in others:
@@ -207,7 +212,10 @@ class TestResuming:
         saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
         path.write_text(json.dumps(saved))
         trainer = self.trainer(tmp_path)
-        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match="another version of tritonpack or"):
+        with (
+            tritonpack.setup(trainer, TOKENS),
+            pytest.raises(ValueError, match=r"it has version 0\. Resume with the version"),
+        ):
             trainer.train(resume_from_checkpoint=checkpoint)
         del saved["stateful_callbacks"]["tritonpack"]
         path.write_text(json.dumps(saved))

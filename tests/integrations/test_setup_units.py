@@ -112,13 +112,14 @@ def test_checkpoint_of_other_budgets_is_refused(tmp_path: Path) -> None:
     stopped.train()
     checkpoint = tmp_path / "checkpoint-2"
     saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["tritonpack"]
-    assert saved["settings"]["budgets"] == {"tokens of both": 100}
-    resumed = prepared(100)
-    rest = Watch(resumed.model)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert rest.batches == watch.batches[2:]
-    with pytest.raises(ValueError, match=r"budgets was \{.tokens of both.: 100\} and is \{.tokens of both.: 101\}"):
-        prepared(101).train(resume_from_checkpoint=str(checkpoint))
+    assert json.loads(saved["loader"]["legs"])[0]["budgets"] == {"tokens of both": 100}
+    for budget in (100, 101):  # with 101 the plan is the same
+        resumed = prepared(budget)
+        rest = Watch(resumed.model)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert rest.batches == watch.batches[2:]
+    with pytest.raises(ValueError, match=r"budgets was \{.tokens of both.: 100\} and is \{.tokens of both.: 80\}"):
+        prepared(80).train(resume_from_checkpoint=str(checkpoint))
 
 
 class OfPairs(Trainer):

@@ -14,7 +14,7 @@ BLOCKS = blocks("packing")
 TEXTS = (
     ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
     "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
-    "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
+    "batches_done=step", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
     "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture", "Units.of_trees", "def documents(pair)",
     "num_patches", "32768, units, budgets",
 )  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -27,7 +25,7 @@ from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.documents import fetch
 from tritonpack.packing.measured import LENGTH_COLUMNS
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
-from tritonpack.packing.samplers.state import digest_units
+from tritonpack.packing.samplers.state import Words, describe_changes
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
@@ -46,11 +44,18 @@ _FROM_ARGUMENTS = {
     "shuffle": "train_sampling_strategy",
     "epochs": "num_train_epochs",
 }
-# What decides the batches of an epoch, beside the lengths.
-_PLANNING = (
-    "num_replicas", "seed", "shuffle", "budgets", "objective", "cost_model", "tail", "lookahead", "steps_together",
-    "overlong", "max_document_length",
-)  # fmt: skip
+# What messages about checkpoints call settings of rows.
+_WORDS = Words(
+    {
+        "batch_max_length": "tokens",
+        "num_replicas": "the number of processes",
+        "seed": "data_seed (or else seed)",
+        "shuffle": "the shuffling (train_sampling_strategy)",
+    },
+    "Train on the same {} in the same order, with the same max_document_length",
+    "Set that seed in the TrainingArguments",
+    "pass ignore_data_skip=True in the TrainingArguments to begin the epoch anew",
+)
 _MADE_HERE = ("num_replicas", "rank", "group", "shard", "worker_init_fn")
 _OPTIONS = tuple(
     name
@@ -204,9 +209,7 @@ class TrainerSetup:
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=place["rank"]),
             **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
         )
-        defaults = inspect.signature(dataloader).parameters
-        planned = {**packing, "num_replicas": loader.rows.num_replicas}
-        self._planned = {name: planned.get(name, defaults[name].default) for name in _PLANNING}
+        loader.rows._words = _WORDS
         self._documents = loader.documents
         return loader
 
@@ -311,7 +314,6 @@ class _PackedTraining(SavedTokensCallback):
         self._rows = PackedRows()
         self._batches = 0  # batches of the epoch that were trained on
         self._resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
-        self._saved: dict[str, Any] = {}  # the settings, and the state of the loader at the begin of the epoch
         super().__init__(handle.trainer)
 
     def _find_counts(self) -> list[Any]:
@@ -319,7 +321,7 @@ class _PackedTraining(SavedTokensCallback):
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, train_dataloader: Any, **__: Any) -> None:
         self._loader: PackedDataLoader = train_dataloader
-        self._resumed, self._saved = None, {}
+        self._resumed = None
         if state.global_step and not args.ignore_data_skip:
             self._resumed = self._check_resumed(args, state)
         super().on_train_begin()
@@ -336,43 +338,32 @@ class _PackedTraining(SavedTokensCallback):
                 "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
                 "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
             )
-        now, was = self._settings(), saved["settings"]
-        changes = [f"{name} was {was.get(name)!r} and is {now[name]!r}" for name in now if was.get(name) != now[name]]
-        if changes:
-            raise ValueError(
-                f"the checkpoint can't be resumed, because the training has changed since: {'; '.join(changes)}. "
-                "Restore that, or pass ignore_data_skip=True in the TrainingArguments to begin its epoch anew."
+        rows, steps, accumulated = self._loader.rows, len(self._loader), args.gradient_accumulation_steps
+        epoch, legs, made, done = rows._find_place(saved["loader"])
+        if legs:
+            was, now = ({**one.settings, "least_steps": 0} for one in (legs[-1], made))
+            changes = describe_changes(was, now, _WORDS.names) or (
+                f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
             )
-        rows = copy.copy(self._loader.rows)
-        rows.set_epoch(saved["loader"]["epoch"])
-        if rows.state_dict(0) != saved["loader"]:
             raise ValueError(
-                "the checkpoint was saved with another version of tritonpack or NumPy, which plans other batches. "
-                "Resume with that version, or pass ignore_data_skip=True to begin its epoch anew."
+                f"the checkpoint can't be resumed, because the rest of its epoch {epoch} has other batches since: "
+                f"{changes}. Restore that, or {_WORDS.anew}."
             )
-        steps, accumulated = now["steps_per_epoch"], args.gradient_accumulation_steps
+        counted = (epoch, done // rows.num_replicas)
         epoch, done = divmod(state.global_step, -(-steps // accumulated))
-        counted = (saved["loader"]["epoch"], saved["batches_done"])
         if counted not in ((epoch, done * accumulated), (epoch - 1, steps) if not done else None):
+            before = saved["gradient_accumulation_steps"]
+            reason = (
+                "an epoch was ended early"
+                if before == accumulated
+                else f"gradient_accumulation_steps was {before} and is {accumulated}"
+            )
             raise ValueError(
                 f"the checkpoint was saved after {counted[1]} batches of epoch {counted[0]}, and Trainer would resume "
-                f"after {done * accumulated} batches of epoch {epoch}, because an epoch was ended early. Pass "
-                "ignore_data_skip=True in the TrainingArguments to begin the epoch anew."
+                f"after {done * accumulated} batches of epoch {epoch}, because {reason}. Restore that, or "
+                f"{_WORDS.anew}."
             )
         return epoch, done * accumulated
-
-    def _settings(self) -> dict[str, Any]:
-        """All that decides the batches and their numbers, as plain numbers and strings."""
-        handle, args = self._handle, self._trainer.args
-        cost_model = handle._planned["cost_model"]
-        return {
-            **handle._planned,
-            "cost_model": cost_model and asdict(cost_model),
-            "tokens": handle._tokens,
-            "lengths": digest_units(self._loader.documents.measured.units),
-            "steps_per_epoch": len(self._loader),
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        }
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._batches = 0
@@ -388,11 +379,13 @@ class _PackedTraining(SavedTokensCallback):
         end = min(self._batches + args.gradient_accumulation_steps, len(loader))
         for batch in range(self._batches, end):
             row = plan.row(batch, loader.rank)
-            padded = loader.documents.measured.padded_tokens(row, handle._planned["max_document_length"])
+            padded = loader.documents.measured.padded_tokens(row, handle._packing.get("max_document_length"))
             self._rows.add(padded, int(lengths[row].sum()))
             self._rows.room += plan.capacity
         self._batches = end
-        if self._saved.get("loader", {}).get("epoch") != loader.epoch:  # once an epoch: it digests the whole plan
-            self._saved = {"loader": loader.state_dict(0), "settings": self._settings()}
-        state.stateful_callbacks[STATE] = {**self._saved, "batches_done": end}
+        state.stateful_callbacks[STATE] = {
+            "loader": loader.state_dict(end),
+            "steps_per_epoch": len(loader),
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        }
         super().on_step_end()

@@ -23,11 +23,12 @@ from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
-from tritonpack.packing.samplers.state import are_documents
+from tritonpack.packing.samplers.state import Words, are_documents
 from tritonpack.packing.units import Units, check_budgets, fit_units
 
 _CHOSEN_HERE = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
 _OWN = ("shuffle", "collate_fn")  # options of `dataloader` with names that torch's DataLoader has, too
+_SAME_LENGTHS = "Pass the same {} in the same order, with the same max_document_length"
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in (*_CHOSEN_HERE, *_OWN))
 
 
@@ -57,13 +58,13 @@ class PackedDataLoader(DataLoader):
         **options: Any,
     ) -> None:
         self.rows, self.rank = rows, rank
+        rows._advances = True
+        rows._words = Words({**rows._words.names, "batch_max_length": "tokens"}, _SAME_LENGTHS)
         self._own = _Rows(rows, rank)
-        self._started = False  # a pass over the current epoch
-        self._done = 0  # batches of the current epoch that this loader has handed out
-        self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
-        self._offered = self._own if shard else _Rows(rows, None)
+        self._pass, self._done = 0, 0  # the latest pass over this loader, and the batches that it has handed out
         self.documents = documents
-        super().__init__(documents, batch_sampler=self._offered, collate_fn=collate, **options)
+        offered = self._own if shard else _Rows(rows, None)
+        super().__init__(documents, batch_sampler=offered, collate_fn=collate, **options)
 
     @property
     def _index_sampler(self) -> Any:
@@ -80,15 +81,11 @@ class PackedDataLoader(DataLoader):
 
     def __iter__(self) -> Any:
         # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
-        if self._started and not self._offered.is_epoch_chosen:
-            self.rows.set_epoch(self.epoch + 1)
-        self._started = True
-        self._offered.note_pass()
-        epoch, done = self._resumed or (self.epoch, 0)
-        self._done, self._resumed = (done if epoch == self.epoch else 0), None
-        epoch = self.epoch
+        self.rows._find_begin()
+        self._pass = this = self.rows._passes + 1
+        self._done = self.rows._batches_done // self.rows.num_replicas
         for number, batch in enumerate(super().__iter__(), self._done + 1):
-            if self.epoch == epoch:
+            if this == self.rows._passes:
                 self._done = number
             yield batch
 
@@ -99,7 +96,6 @@ class PackedDataLoader(DataLoader):
             ValueError: an epoch that isn't an integer of at least 0.
         """
         self.rows.set_epoch(epoch)
-        self._begin_at(self.epoch)
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
         """Where the epoch stands, as plain numbers and strings, the same on every rank.
@@ -113,13 +109,7 @@ class PackedDataLoader(DataLoader):
                 fetches batches from a copy of this loader.
         """
         if batches_done is None:
-            if self._offered.is_divided and not self._started:
-                raise ValueError(
-                    "the batches were fetched from the loader that accelerate made of this one, so they weren't "
-                    "counted here. Pass batches_done, the batches of this epoch that this process trained on."
-                )
-            epoch, done = self._resumed or (self.epoch, self._done)
-            batches_done = done if epoch == self.epoch else 0
+            batches_done = self._count()
         done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
         return self.rows.state_dict(done * self.rows.num_replicas)
 
@@ -131,12 +121,17 @@ class PackedDataLoader(DataLoader):
                 unchanged.
         """
         self.rows.load_state_dict(state)
-        self._begin_at(self.epoch)
-        self._resumed = (self.epoch, self.rows._done // self.rows.num_replicas)
 
-    def _begin_at(self, epoch: int) -> None:
-        self._started, self._done = False, 0
-        self._offered.begin_at(epoch)
+    def _count(self) -> int:
+        """The batches of the epoch that were handed out, or that a loaded state counts."""
+        if self.rows._resumed or self.rows._counted_epoch != self.epoch:
+            return self.rows._batches_done // self.rows.num_replicas
+        if self._pass != self.rows._passes:
+            raise ValueError(
+                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
+                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+            )
+        return self._done
 
     def __str__(self) -> str:
         rows, measured = self.rows, self.documents.measured
@@ -342,24 +337,14 @@ class _Rows(Sampler[list[int]]):
 
     def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
         self._rows, self.rank = rows, rank
-        self.is_divided = False  # by accelerate
-        self.is_epoch_chosen = False  # by a library or a loop that calls `set_epoch` here, since the last pass began
-        self._next: int | None = None
-        self._shift = 0
 
     def __len__(self) -> int:
         return len(self._rows) // (1 if self.rank is None else self._rows.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, because DataLoader with workers makes two iterators for a pass and uses only the second.
-        self.is_divided = self.rank is None
-        self.note_pass()
         first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
-        row = None
-        for row in islice(self._rows, first, None, stride):
-            yield row
-        if row is None:  # a state of the end of an epoch: accelerate doesn't count empty passes
-            self.begin_at(self._rows.epoch + 1)
+        yield from islice(self._rows, first, None, stride)
 
     @property
     def batch_size(self) -> None:
@@ -384,20 +369,18 @@ class _Rows(Sampler[list[int]]):
         """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
         return self
 
-    def begin_at(self, epoch: int) -> None:
-        """Let the next pass of accelerate be over this epoch, whatever its number there."""
-        self._next = epoch if self.rank is None else None
-
-    def note_pass(self) -> None:
-        """A pass begins, here or in the loader: the next `set_epoch` is for another one."""
-        self._next, self.is_epoch_chosen = None, False
-
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, as accelerate and Lightning do at each pass. accelerate numbers its own passes from 0."""
-        if self._next is not None:
-            self._shift = self._next - epoch
-        self._rows.set_epoch(epoch + self._shift)
-        self.is_epoch_chosen = True
+        """Choose the epoch, as accelerate and Lightning do at each pass."""
+        self._rows.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the steps whose rows were fetched. torchdata's StatefulDataLoader reads it at each batch."""
+        ranks = 1 if self.rank is None else self._rows.num_replicas
+        return self._rows.state_dict(-(-self._rows._batches_done // ranks) * ranks)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume there: see PackedDataLoader."""
+        self._rows.load_state_dict(state)
 
 
 def _check_fit(units: Units, tokens: int, budgets: Any, overlong: Any, *, can_cut: bool) -> None:

@@ -184,7 +184,7 @@ class TestStates:
         [
             ({"batch_size": 4}, "batch_size was 3 and is 4"),
             ({"drop_last": False}, "drop_last was True and is False"),
-            ({"bin_size": 9}, "bin_size was None and is 9"),
+            ({"bin_size": 2}, "bin_size was None and is 2"),
             ({"seed": 7}, "seed was 0 and is 7"),
             ({"sequential": True, "group_size": 5}, "group_size was 100000 and is 5; sequential was"),
         ],

@@ -34,6 +34,7 @@ from tritonpack.packing.samplers.ranks import (
 )
 from tritonpack.packing.samplers.state import (
     ResumableSampler,
+    Words,
     are_documents,
     describe_changes,
     describe_units,
@@ -108,10 +109,6 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     """
 
     _VERSION = 2
-    _OTHER_BATCHES = (
-        "the state was saved with another order, or with another version of tritonpack or NumPy, which plans other "
-        "batches from the same settings. Resume with these, or start an epoch anew with set_epoch."
-    )
 
     def __init__(
         self,
@@ -175,6 +172,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             self.steps_together = check_integer(steps_together, "steps_together")
             self._epochs = check_integer(epochs, "epochs")
             self._least_steps: dict[int, int] = {}  # by seed
+            self._words = Words()
             self._options: dict[str, Any] = {
                 "budgets": self.budgets,
                 "objective": objective,
@@ -207,7 +205,13 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         try:
             return plan_rest(self._units, epoch, legs, settings, self._order)
         except OtherPlanError:
-            raise ValueError(self._OTHER_BATCHES) from None
+            raise self._other_batches() from None
+
+    def _other_batches(self) -> ValueError:
+        return ValueError(
+            "the state was saved with another order, or with another version of tritonpack or NumPy, which plans other "
+            f"batches from the same settings. Resume with these, or {self._words.anew}."
+        )
 
     @property
     def _batches_per_step(self) -> int:
@@ -279,26 +283,30 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if not same(state["lengths"], self._lengths_summary):
             raise ValueError(
                 f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
-                f"of {self._lengths_summary!r}. Pass the lengths of the same {self._noun} in the same order, or start "
-                "an epoch anew with set_epoch."
+                f"of {self._lengths_summary!r}. {self._words.same_lengths.format(self._noun)}, or {self._words.anew}."
             )
         legs = read_legs(state["legs"], self._settings())
         last = legs[-1]
-        if self._seed_is_given and not same(last.settings["seed"], self.seed):
+        takes_seed = not self._seed_is_given and self._epochs_differ
+        if not takes_seed and self._epochs_differ and not same(last.settings["seed"], self.seed):
             raise ValueError(
-                f"the state can't be resumed, because its seed was {last.settings['seed']!r} and is {self.seed}. Pass "
-                "that seed, or none: the sampler then takes that of the state."
+                f"the state can't be resumed, because its {self._words.names.get('seed', 'seed')} was "
+                f"{last.settings['seed']!r} and is {self.seed}. {self._words.same_seed}."
             )
-        settings = self._settings_with(check_integer(last.settings["seed"], "seed of the state", 0, None))
-        begun = self._shard and last.rows_done % self.num_replicas != 0  # a step that other processes have begun
-        goes_on = same(last.settings, settings) and not begun
-        earlier = tuple(legs[:-1] if goes_on else legs)
+        seed = check_integer(last.settings["seed"], "seed of the state", 0, None) if takes_seed else self.seed
+        settings = self._settings_with(seed)
+        earlier = tuple(legs[:-1])
+        begun = self._shard and last.rows_done % self.num_replicas != 0  # a step, by other processes
         made = self._plan_rest(epoch, earlier, settings)
-        if goes_on:
+        goes_on = made.digest == last.plan and made.plan.num_ranks == last.num_replicas and not begun
+        if same(last.settings, settings):
             try:
                 check_leg(last, made.plan)
             except OtherPlanError:
-                raise ValueError(self._OTHER_BATCHES) from None
+                raise self._other_batches() from None
+        if not (goes_on and same(last.settings, settings)):
+            rest = self._plan_rest(epoch, tuple(legs), settings)  # which checks the last leg, too
+            earlier, made = (earlier, made) if goes_on else (tuple(legs), rest)
         rows = made.steps_before * self.num_replicas + (last.rows_done if goes_on else 0)
         legs_with_rows = tuple(leg for leg in earlier if leg.rows_done)
         return epoch, legs_with_rows, made, rows * self._batches_per_step // self.num_replicas
@@ -306,15 +314,17 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
 
-        With the settings of the state the batches are those of an uninterrupted epoch. With another number of ranks,
-        another `batch_max_length` or other options, what is left of the epoch is planned anew with them, and a warning
-        names the changes. Every document is then trained on once, but for those that `tail` leaves out.
+        The batches are those of an uninterrupted epoch if the settings plan the same epoch as those of the state, also
+        if they aren't the same, such as `epochs`. Otherwise, as with another number of ranks or another
+        `batch_max_length`, what is left of the epoch is planned anew, and a warning names the changes. Every document
+        is then trained on once, but for those that `tail` leaves out.
 
         Every rank must call this, with the same state: ranks that share a process group compare it.
 
         Raises:
-            ValueError: a damaged state, one of another class or version, one that was saved with other lengths or with
-                another seed than was given, another state on another rank. The sampler is then unchanged.
+            ValueError: a damaged state, one of another class or version, one that was saved with other lengths, or with
+                another seed than was given if the order depends on it, another state on another rank. The sampler is
+                then unchanged.
             TimeoutError: ranks that don't load a state.
         """
         found = fault = None
@@ -331,7 +341,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         self._resume(*found)
         self.seed = found[2].settings["seed"]
         legs, made = found[1:3]
-        changes = describe_changes(legs[-1].settings, made.settings) if legs else ""
+        changes = describe_changes(legs[-1].settings, made.settings, self._words.names) if legs else ""
         if changes and found[3] == made.steps_before * self._batches_per_step and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",

@@ -99,7 +99,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
 
-    _DIGEST = "order"
+    _VERSION = 2
+    _DIGEST = "batches"
     _OTHER_BATCHES = (
         "the sampler yields another order of documents in epoch {epoch} than when the state was saved. Use a sampler "
         "whose order depends only on the epoch, such as torch's RandomSampler."
@@ -255,7 +256,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         return [made.items[start:stop].tolist() for start, stop in pairwise(ends)]
 
     def _digest(self, made: _Bins) -> str:
-        return made.order
+        sizes = np.array([self.batch_size, self._num_batches(made)])
+        return digest(made.items, made.offsets, self.lengths[made.items], sizes)
 
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
@@ -264,6 +266,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         return {name: getattr(self, name) for name in names} | divided | {"lengths": digest(self.lengths)}
 
     def __iter__(self) -> Any:  # yields bins, not documents
+        batches = super().__iter__()
         if not self._same_on_all_ranks:
             orders = gather(self._current().order)
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]
@@ -273,7 +276,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
                     "so documents would be seen twice or never. Pass torch's RandomSampler, or a sampler with the same "
                     "order on all ranks."
                 )
-        return super().__iter__()
+        return batches
 
     @property
     def len_across_ranks(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pprint import pformat
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
@@ -14,13 +16,33 @@ from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import FittedLengths, check_integer, fit_for_sampler
+from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import has_group
 from tritonpack.packing.units import FittedUnits, Units, fit_units
 
 Made = TypeVar("Made")
 
 
-class ResumableSampler(ABC, Generic[Made]):
+@dataclass(frozen=True)
+class Words:
+    """What messages about states call things: the words of the function that the user called.
+
+    Attributes:
+        names: of settings that have another name there.
+        same_lengths: what to do if lengths differ; `{}` is "documents" or "units".
+        same_seed: what to do if seeds differ.
+        anew: what to do if a state can't be resumed.
+    """
+
+    names: Mapping[str, str] = field(
+        default_factory=lambda: {"least_steps": "the least number of steps of an epoch (option epochs)"}
+    )
+    same_lengths: str = "Pass the lengths of the same {} in the same order"
+    same_seed: str = "Pass that seed, or none: the sampler then takes that of the state"
+    anew: str = "start an epoch anew with set_epoch"
+
+
+class ResumableSampler(EpochCounter, ABC, Generic[Made]):
     """A batch sampler whose batches depend only on its settings and the epoch.
 
     A subclass makes the batches of an epoch (`_make`) and returns them by number. This class counts how many were
@@ -49,7 +71,7 @@ class ResumableSampler(ABC, Generic[Made]):
         epochs_differ: bool,
         budgets: Mapping[str, int] | None = None,
     ) -> None:
-        self.epoch = 0
+        EpochCounter.__init__(self)
         self.seed = check_integer(seed, "seed", 0, None)
         fitted: FittedLengths | FittedUnits
         tokens: NDArray[Any]
@@ -69,8 +91,8 @@ class ResumableSampler(ABC, Generic[Made]):
         self._legs: tuple[Any, ...] = ()  # the parts of that epoch that were trained on with other settings
         self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
         self._resumed = False  # the next iteration begins after `_done` batches
-        self._epoch_chosen = True  # since the latest iteration began
-        self._iterations = 0  # only the latest iteration counts its batches
+        self._passes = 0  # only the latest pass counts its batches
+        self._advances = False  # each pass is over the next epoch, unless one was chosen
 
     @abstractmethod
     def _make(self, epoch: int) -> Made:
@@ -108,36 +130,40 @@ class ResumableSampler(ABC, Generic[Made]):
         return self._num_batches(self._current())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if self._counted_epoch != self.epoch:
+        self._find_begin()
+        return self._pass()
+
+    def _find_begin(self) -> None:
+        """Find the epoch and the first batch of the next pass."""
+        self._advances |= self._number != NEVER  # a loader of accelerate makes passes
+        if self._advances:
+            self._go_on()
+        if self._counted_epoch != self.epoch or not self._resumed:
             self._counted_epoch, self._done, self._resumed, self._legs = self.epoch, 0, False, ()
-        if self._done == len(self) and not (self._resumed or self._epoch_chosen) and self._epochs_differ:
+        self._current()
+
+    def _pass(self) -> Iterator[list[Any]]:
+        # A pass begins with its first batch: some loaders make iterators that they don't use, or choose an epoch after.
+        self._find_begin()
+        if self._begin() and self._epochs_differ:
             say_once(
                 "same-epoch",
                 f"a sampler begins a second pass over epoch {self.epoch}, so the documents come in the same order "
                 "again. Call set_epoch(number) on the sampler before each pass over the DataLoader. If you want the "
                 f"same order, call set_epoch({self.epoch}) again.",
             )
-        if not self._resumed:
-            self._done, self._legs = 0, ()
-        self._iterations += 1
-        return self._yield(self._current(), range(self._done, len(self)), self._iterations)
-
-    def _yield(self, made: Made, numbers: range, iteration: int) -> Iterator[list[Any]]:
-        if iteration == self._iterations:  # not in __iter__: a DataLoader with workers calls that twice for one pass
-            self._resumed = self._epoch_chosen = False
-        for number in numbers:
-            if iteration == self._iterations:
+        self._resumed = False
+        self._passes += 1
+        mine, made = (self._passes, self.epoch), self._current()
+        for number in range(self._done, self._num_batches(made)):
+            if mine == (self._passes, self._counted_epoch):
                 self._done = number + 1
             yield self._batch(made, number)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration.
-
-        Raises:
-            ValueError: an epoch that isn't an integer of at least 0.
-        """
-        self.epoch = check_integer(epoch, "epoch", 0, None)
-        self._epoch_chosen = True
+    @property
+    def _batches_done(self) -> int:
+        """The batches of the epoch that the latest iterator has yielded, or that a loaded state counts."""
+        return self._done if self._counted_epoch == self.epoch else 0
 
     @property
     def sampler(self) -> Any:
@@ -157,10 +183,7 @@ class ResumableSampler(ABC, Generic[Made]):
         Raises:
             ValueError: more batches than the epoch has.
         """
-        if batches_done is not None:
-            done = _check_batches_done(batches_done, len(self))
-        else:
-            done = self._done if self._counted_epoch == self.epoch else 0
+        done = self._batches_done if batches_done is None else _check_batches_done(batches_done, len(self))
         return {"version": self._VERSION, "epoch": self.epoch, **self._place(done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,7 +199,7 @@ class ResumableSampler(ABC, Generic[Made]):
         self.set_epoch(epoch)
         self._made = (epoch, legs, made)
         self._counted_epoch, self._legs, self._done, self._resumed = epoch, legs, done, True
-        self._iterations += 1
+        self._passes += 1
 
     def _place(self, done: int) -> dict[str, Any]:
         """What a state holds besides the version and the epoch."""
@@ -189,12 +212,19 @@ class ResumableSampler(ABC, Generic[Made]):
     def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Made, int]:
         """The epoch of a state, its legs, the batches after them, and how many batches are done; changes nothing."""
         epoch = self._check_header(state, {"batches_done", "settings", self._DIGEST})
-        _check_settings(state["settings"], self._settings())
+        if not isinstance(state["settings"], Mapping):
+            raise ValueError(f"settings of the state must be a mapping; got {_kind(state['settings'])}.")
         if not isinstance(state[self._DIGEST], str):
             raise ValueError(f"{self._DIGEST} of the state must be a str; got {_kind(state[self._DIGEST])}.")
         made = self._current() if epoch == self.epoch else self._make(epoch)
         if state[self._DIGEST] != self._digest(made):
-            raise ValueError(self._OTHER_BATCHES.format(epoch=epoch))
+            changes = describe_changes(state["settings"], self._settings())
+            raise ValueError(
+                f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
+                "Restore them, or start an epoch anew with set_epoch."
+                if changes
+                else self._OTHER_BATCHES.format(epoch=epoch)
+            )
         return epoch, (), made, _check_batches_done(state["batches_done"], self._num_batches(made))
 
     def _check_header(self, state: Any, names: set[str]) -> int:
@@ -256,25 +286,19 @@ def are_documents(units: Units) -> bool:
     return not units.resources and bool((units.squares == units.tokens**2).all())
 
 
-def _check_settings(saved: Any, settings: Mapping[str, Any]) -> None:
-    """ValueError unless the settings of a state are those of the sampler."""
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"settings of the state must be a mapping; got {_kind(saved)}.")
-    changes = describe_changes(saved, settings)
-    if changes:
-        raise ValueError(
-            f"the state can't be resumed, because these settings have changed since it was saved: {changes}. Restore "
-            "them, or start an epoch anew with set_epoch."
-        )
+def describe_changes(
+    saved: Mapping[str, Any], settings: Mapping[str, Any], words: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does.
 
-
-def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
+    Args:
+        words: names of settings as the user knows them, if they are others.
+    """
     changes = []
     for name in sorted({*settings, *saved}, key=str):
         was, now = (repr(values[name]) if name in values else "missing" for values in (saved, settings))
         if not (name in saved and name in settings and same(saved[name], settings[name])):
-            changes.append(f"{name} was {was} and is {now}")
+            changes.append(f"{words.get(name, name)} was {was} and is {now}")
     return "; ".join(changes)
 
 

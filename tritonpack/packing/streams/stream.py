@@ -13,8 +13,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag, is_number
+from tritonpack.notices import say_once
 from tritonpack.packing.documents import TOKENS, Length, check_length_function, is_iterable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer
+from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import place_among_processes
 from tritonpack.packing.streams.stream_pass import (
     Divide,
@@ -31,28 +33,54 @@ STATE_VERSION = 1
 DIVISIONS: tuple[str, ...] = get_args(Divide)
 
 
-class PackedStream(IterableDataset):
+class _Shared:
+    """An integer attribute of a stream, in the memory that the stream and its copies in workers share."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, stream: Any, owner: Any) -> int:
+        return int(stream._shared[self._place])
+
+    def __set__(self, stream: Any, value: int) -> None:
+        stream._shared[self._place] = value
+
+
+class PackedStream(EpochCounter, IterableDataset):
     """The bins that pack_stream returns, as a torch IterableDataset. Each iteration is a pass over the documents.
 
     `DataLoader(stream, batch_size=1, collate_fn=PackingCollator())` loads a bin as one row. Every worker packs its own
     part of the documents.
 
     Attributes:
-        epoch: the epoch of the next pass.
+        epoch: the epoch of the next pass; while a pass is under way its epoch.
         num_replicas, rank: as given or found; `rank` is None with `shard=False`.
     """
+
+    # In shared memory, because DataLoader workers read copies of the stream, and may outlive a pass.
+    epoch = _Shared(0)
+    _latest = _Shared(1)
+    _is_chosen = _Shared(2)
+    _number = _Shared(3)
+    _had_number = _Shared(4)
+    _shift = _Shared(5)
+    _passes = _Shared(6)  # that have begun
+    _passes_epochs_on = _Shared(7)  # to the documents: since the first call of set_epoch
+    _is_read_by_workers = _Shared(8)
 
     def __init__(self, documents: Any, options: Options, length: Length | None, ranks: tuple[int, int]) -> None:
         self._documents = documents
         self._options = options
         self._length = length
         self._ranks = ranks
-        # The epoch, and whether workers read the stream: in shared memory, because workers may outlive a pass.
-        self._shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
+        self._shared = torch.zeros(9, dtype=torch.int64, device="cpu").share_memory_()
+        EpochCounter.__init__(self)
         self._was_read = False  # in this process
-        self._resume: Place | None = None
+        self._resume: tuple[Place | None, int, int | None] | None = None  # a state's place, its epoch, and `_passes`
         self._worker = (0, 1)  # of the latest pass, or of the state that was loaded
         self._pass = StreamPass(options, self._open, length, None)
+        self._pass_epoch = NEVER
+        self._is_begun = False  # the latest pass
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the latest pass, which belongs to this process."""
@@ -60,20 +88,28 @@ class PackedStream(IterableDataset):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._pass = StreamPass(self._options, self._open, self._length, self._resume)
+        self._pass = StreamPass(self._options, self._open, self._length, self._begin_of_next())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        worker = worker_place()
-        if self._resume is not None and self._worker != worker:
+        worker, place = worker_place(), self._begin_of_next()
+        if place is not None and self._worker != worker:
             raise ValueError(
                 f"the state was saved by worker {self._worker[0]} of {self._worker[1]}, and this is worker {worker[0]} "
                 f"of {worker[1]}. Resume with the same num_workers, and through torchdata's StatefulDataLoader, which "
                 "gives every worker its own state."
             )
-        self._shared[1] = get_worker_info() is not None
-        place, self._resume, self._worker = self._resume, None, worker
+        self._is_read_by_workers = get_worker_info() is not None
+        self._resume, self._worker = None, worker
         self._pass = StreamPass(self._options, self._open, self._length, place)
+        self._pass_epoch, self._is_begun = self.epoch, False
         return self._pass
+
+    def _begin_of_next(self) -> Place | None:
+        """The place of a loaded state, if no pass has begun there and no other epoch was chosen."""
+        if self._resume is None:
+            return None
+        place, epoch, passes = self._resume
+        return place if epoch == self.epoch and passes in (None, self._passes) else None
 
     def _open(self, mark: Mark) -> Source:
         if isinstance(self._documents, Iterator):
@@ -88,11 +124,21 @@ class PackedStream(IterableDataset):
                     f"the documents are an iterator, and {worker_place()[1]} workers can't read one iterator. {remedy}"
                 )
         self._was_read = True
-        return Source(self._documents, self._ranks, mark)
-
-    @property
-    def epoch(self) -> int:
-        return int(self._shared[0])
+        again = False
+        if not self._is_begun:
+            self._is_begun, self._pass_epoch = True, self.epoch
+            if worker_place()[0] == 0:
+                again = self._begin()
+                self._passes += 1
+        source = Source(self._documents, self._ranks, mark, self.epoch if self._passes_epochs_on else None)
+        if again and source.has_epochs:
+            say_once(
+                "same-epoch",
+                f"a stream begins a second pass over epoch {self.epoch}, so its documents come in the same order "
+                "again. Call set_epoch(number) before each pass, on the stream or on the loader that accelerate made. "
+                f"If you want the same order, call set_epoch({self.epoch}) again.",
+            )
+        return source
 
     @property
     def num_replicas(self) -> int:
@@ -147,12 +193,10 @@ class PackedStream(IterableDataset):
                 "TrainingArguments(accelerator_config={'dispatch_batches': False}), or "
                 "DataLoaderConfiguration(dispatch_batches=False)."
             )
-        epoch = check_integer(epoch, "epoch", 0, None)
-        if epoch != self.epoch:
-            self._resume = None
-        self._shared[0] = epoch
+        super().set_epoch(epoch)
+        self._passes_epochs_on = True
         if hasattr(self._documents, "set_epoch"):
-            self._documents.set_epoch(epoch)
+            self._documents.set_epoch(self.epoch)
 
     @property
     def generator(self) -> None:
@@ -178,12 +222,14 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: workers of a DataLoader read the stream, and this process doesn't know how far.
         """
-        if get_worker_info() is None and self._shared[1]:
+        if get_worker_info() is None and self._is_read_by_workers:
             raise ValueError(
                 "the workers of a DataLoader read this stream, so its place isn't known here. Use torchdata's "
                 "StatefulDataLoader and save its state_dict(), or a DataLoader without workers."
             )
-        place = self._resume or self._pass.place()
+        place = self._begin_of_next()
+        if place is None and self._pass_epoch == self.epoch:
+            place = self._pass.place()
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
@@ -203,9 +249,14 @@ class PackedStream(IterableDataset):
                 first bin: other documents than when the state was saved.
         """
         epoch, worker, place = _check_state(state, asdict(self._options))
-        self.set_epoch(epoch)
-        self._resume, self._worker = place, worker
-        self._shared[1] = 0
+        in_worker = get_worker_info() is not None
+        if worker[0] == 0:
+            self.set_epoch(epoch)
+        else:  # the first worker counts the passes
+            self.epoch, self._passes_epochs_on = epoch, True
+        self._resume, self._worker = (place, epoch, None if in_worker else self._passes), worker
+        self._pass_epoch = NEVER
+        self._is_read_by_workers = False
 
 
 def pack_stream(

@@ -114,14 +114,21 @@ class Source:
     Args:
         documents: an iterable, or a function that returns one.
         ranks: (number of ranks, rank) that share the documents.
+        epoch: for documents that have `set_epoch`; None leaves theirs.
+
+    Attributes:
+        has_epochs: whether the documents have `set_epoch`.
     """
 
-    def __init__(self, documents: Any, ranks: tuple[int, int], mark: Mark) -> None:
+    def __init__(self, documents: Any, ranks: tuple[int, int], mark: Mark, epoch: int | None = None) -> None:
         values: Any = documents if is_iterable(documents) else documents()
         if not is_iterable(values):
             raise ValueError(
                 f"the function must return an iterable of documents for each pass; it returned {values!r:.100}."
             )
+        self.has_epochs = hasattr(values, "set_epoch")
+        if self.has_epochs and epoch is not None:
+            values.set_epoch(epoch)
         worker, workers = (0, 1) if isinstance(values, IterableDataset) else worker_place()
         self._parts, self._part = ranks[0] * workers, ranks[1] * workers + worker
         if mark.source is not None and is_from_datasets(values):

@@ -1,0 +1,146 @@
+"""Which settings may change before a state is resumed: those that leave the plan of the epoch alone, and no others."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from tests.packing.lengths import log_normal
+from tests.packing.test_passes import DOCUMENTS, LENGTHS, one_pass
+from tritonpack import (
+    CostModel,
+    MultipackBatchSampler,
+    MultipackDistributedBatchSampler,
+    PackingWarning,
+    dataloader,
+    notices,
+)
+
+DONE = 3
+
+
+def sampler(**options):
+    options = {"tail": "spread", "steps_together": 1, "seed": 0, "capacity": 256, "lengths": LENGTHS, **options}
+    return MultipackDistributedBatchSampler(options.pop("capacity"), options.pop("lengths"), **options)
+
+
+def loader(**options):
+    return dataloader(DOCUMENTS, **{"tokens": 256, "seed": 0, "steps_together": 1, **options})
+
+
+def bins(**options):
+    options = {
+        "sampler": RandomSampler(DOCUMENTS),
+        "batch_size": 2,
+        "batch_max_len": 256,
+        "lengths": LENGTHS,
+        **options,
+    }
+    return MultipackBatchSampler(**{"seed": 0, **options})
+
+
+def resumed(make, before, after, epoch=0):
+    """The batches that are left after a state was loaded, those of the same settings, and the warning."""
+    source, target = make(**before), make(**after)
+    source.set_epoch(epoch)
+    state = json.loads(json.dumps(source.state_dict(batches_done=DONE)))
+    notices._said.pop("other-settings", None)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        target.load_state_dict(state)
+    said = [str(each.message) for each in found if each.category is PackingWarning]
+    whole = make(**before)
+    whole.set_epoch(epoch)
+    rest = one_pass(target) if make is loader else list(target)
+    return rest, (one_pass(whole) if make is loader else list(whole))[DONE:], "".join(said)
+
+
+SAME = {
+    "more epochs": (sampler, {}, {"epochs": 3}),
+    "fewer epochs": (sampler, {"epochs": 3}, {}),
+    "a lookahead without effect": (sampler, {"lookahead": 0.01}, {"lookahead": 0.0100001}),
+    "another seed of a fixed order": (sampler, {"shuffle": False}, {"shuffle": False, "seed": 3}),
+    "an order that is the shuffled one": (
+        sampler, {"shuffle": False}, {"order": np.arange(len(LENGTHS)), "seed": 5},
+    ),
+    "longer documents left out": (sampler, {}, {"overlong": "drop"}),
+    "another sharding": (sampler, {"num_replicas": 1, "rank": 0}, {"num_replicas": 1, "shard": False}),
+    "more epochs of a loader": (loader, {}, {"epochs": 3}),
+    "how rows are loaded": (loader, {}, {"num_workers": 1, "labels": "tokens"}),
+    "a cut that no document needs": (loader, {}, {"max_document_length": 250}),
+    "a limit of bins that none reaches": (bins, {}, {"bin_size": 50}),
+    "larger groups": (bins, {}, {"group_size": 70}),
+    "another seed of a sequence": (
+        bins, {"sampler": SequentialSampler(DOCUMENTS)}, {"sampler": SequentialSampler(DOCUMENTS), "seed": 3},
+    ),
+    "more processes": (bins, {}, {"num_replicas": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_the_same_plan_resumes_exactly_and_in_silence(case, epoch):
+    make, before, after = SAME[case]
+    rest, expected, said = resumed(make, before, after, epoch)
+    assert rest == expected
+    assert not said
+
+
+TWO = {"num_replicas": 2, "rank": 0}
+COST = {"objective": "cost", "cost_model": CostModel(1.0, 0.01)}
+OTHER = {
+    "rows": (sampler, {}, {"capacity": 300}, "batch_max_length was 256 and is 300. "),
+    "ranks": (sampler, {}, {"num_replicas": 2, "rank": 0}, "num_replicas was 1 and is 2"),
+    "tail": (sampler, {}, {"tail": "drop"}, "tail was 'spread' and is 'drop'. "),
+    "cost": (sampler, TWO, TWO | COST, "objective was 'quadratic' and is 'cost'"),
+    "shuffle": (sampler, {}, {"shuffle": False}, "shuffle was True and is False. "),
+    "rows of a loader": (loader, {}, {"tokens": 300}, "other settings: tokens was 256 and is 300. "),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_another_plan_goes_on_and_is_named(case):
+    make, before, after, message = OTHER[case]
+    *_, said = resumed(make, before, after)
+    assert "epoch 0 goes on with other settings: " in said
+    assert message in said
+    assert "least_steps" not in said
+
+
+def test_epochs_that_need_more_steps_are_named_as_the_option():
+    lengths = log_normal(30, mean=100, high=250, seed=1)
+    options = {"lengths": lengths, "lookahead": 0.0}
+    short = next(epoch for epoch in range(40) if len(at(epoch, **options)) < len(sampler(**options, epochs=40)))
+    state = at(short, **options).state_dict(batches_done=2)
+    target = sampler(**options, epochs=40)
+    notices._said.pop("other-settings", None)
+    with pytest.warns(PackingWarning, match=r"the least number of steps of an epoch \(option epochs\) was 1 and is"):
+        target.load_state_dict(state)
+
+
+def at(epoch, **options):
+    found = sampler(**options)
+    found.set_epoch(epoch)
+    return found
+
+
+REFUSED = {
+    "seed": (sampler, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),
+    "lengths": (sampler, {}, {"lengths": LENGTHS[::-1].copy()}, "Pass the lengths of the same documents in the same"),
+    "seed of a loader": (loader, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),
+    "cut": (loader, {}, {"max_document_length": 60}, "other lengths.* with the same max_document_length"),
+    "bins per batch": (bins, {}, {"batch_size": 1}, "batch_size was 2 and is 1. Restore"),
+    "limit of bins": (bins, {}, {"bin_size": 2}, "bin_size was None and is 2. Restore"),
+    "smaller groups": (bins, {}, {"group_size": 7}, "group_size was 100000 and is 7. Restore"),
+    "seed of bins": (bins, {}, {"seed": 3}, "seed was 0 and is 3. Restore"),
+    "order of bins": (bins, {}, {"sampler": SequentialSampler(DOCUMENTS)}, "another order of documents in epoch 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_go_on_is_refused_by_name(case):
+    make, before, after, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        resumed(make, before, after)
