@@ -7,7 +7,10 @@ epoch in the order of the first.
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import parent_process
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +22,7 @@ from tritonpack.errors import PackingWarning
 patched_models: WeakSet[Any] = WeakSet()
 
 _said: dict[str, object] = {}
+_unheard = threading.local()  # marks threads in which nothing is said
 
 
 def say_once(key: str, message: str) -> None:
@@ -28,11 +32,25 @@ def say_once(key: str, message: str) -> None:
         key: the subject of the warning, in lower case with hyphens. The text begins with it, so filters can name it.
         message: the facts and the remedy, in full sentences.
     """
+    if hasattr(_unheard, "now"):
+        return
     mine = object()
     if _said.setdefault(key, mine) is not mine:  # one step, so that only one of several threads warns
         return
     end = f"warnings.filterwarnings('ignore', '{key}', tritonpack.PackingWarning)"
     warnings.warn(f"{key}: {message} To silence this warning: {end}", PackingWarning, stacklevel=_users_level())
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Say nothing in this thread, and leave each key to a later call: calls of a trial aren't the user's."""
+    outer = hasattr(_unheard, "now")
+    _unheard.now = True
+    try:
+        yield
+    finally:
+        if not outer:
+            del _unheard.now
 
 
 def is_said(key: str) -> bool:
