@@ -39,6 +39,24 @@ def test_a_warning_when_a_trial_finds_packed_rows_wrong(monkeypatch: pytest.Monk
         model(**BATCH)
 
 
+def test_a_warning_when_another_transformers_packs_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CTRL, which makes its mask itself in old versions."""
+    monkeypatch.setattr(notices, "_said", {})
+    known = {"packed": {"CTRLLMHeadModel": {"5.99"}}, "padded": {"CTRLLMHeadModel": {exact_classes.installed()}}}
+    monkeypatch.setattr(exact_classes, "versions", lambda: {**known, "lengths": {}})
+    model = transformers.CTRLLMHeadModel(zoo.tiny_config("ctrl"))
+    with pytest.warns(tritonpack.PackingWarning, match=r"apart \(with transformers 5.99 packed rows are exact\), so"):
+        assert tritonpack.patch(model).report.attention == "padded"
+
+
+def test_no_version_is_named_if_layers_of_a_model_are_why_it_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doge is packed, but for its experts."""
+    monkeypatch.setattr(notices, "_said", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tritonpack.patch(zoo.tiny_model("doge-experts")).report.attention == "lengths"
+
+
 def test_a_trial_leaves_the_warning_to_the_first_packed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(transformers.CpmAntForCausalLM):  # in packed rows it is refused before it is tried
         pass

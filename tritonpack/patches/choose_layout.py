@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options
-from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, newest_packed, without_wrappers
+from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, newest_packed, shown_layout, without_wrappers
 from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
@@ -66,8 +66,8 @@ def choose_layout(model: nn.Module, asked: Options) -> Choice:
                     f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
                     f"{asked} would do nothing. Leave these options out."
                 )
-            if refusals and isinstance(refusals[0], TrialFailedError):
-                _warn_of_rows(model, layout, refusals[0].found)
+            if refusals:
+                _warn_of_rows(model, layout, refusals[0])
             if asked.unpad or asked.share_prefixes:
                 _require_one_row(modules)
             if asked.share_prefixes:
@@ -76,13 +76,19 @@ def choose_layout(model: nn.Module, asked: Options) -> Choice:
     raise refusals[0]
 
 
-def _warn_of_rows(model: nn.Module, layout: Layout, found: str) -> None:
-    """Warn that each document gets a row of its own, because a trial found packed rows of the model wrong."""
+def _warn_of_rows(model: nn.Module, layout: Layout, refusal: UnsupportedModelError) -> None:
+    """Warn that each document gets a row of its own, if a trial decided so, or another transformers packs the class.
+
+    `refusal` says why the model isn't packed.
+    """
     kind = without_wrappers(type(model))
-    newest = newest_packed(kind)
-    known = f"; with transformers {newest} packed rows are exact" if newest else ""
-    how = "a padded batch" if layout == "padded" else "batches of one length"
-    warn_of_rows(kind.__name__, how, f" (in a trial with transformers {installed()}, {found}{known})")
+    version = None if shown_layout(kind) == "packed" else newest_packed(kind)  # else it is about this model's layers
+    reasons = [f"with transformers {version} packed rows are exact"] if version else []
+    if isinstance(refusal, TrialFailedError):
+        reasons.insert(0, f"in a trial with transformers {installed()}, {refusal.found}")
+    if reasons:
+        how = "a padded batch" if layout == "padded" else "batches of one length"
+        warn_of_rows(kind.__name__, how, f" ({'; '.join(reasons)})")
 
 
 def require_trees(model: nn.Module) -> None:
