@@ -52,6 +52,19 @@ def test_message_names_the_filter_that_silences_it(heard: list[warnings.WarningM
     assert str(heard[1].message).startswith("another-key")
 
 
+def test_nothing_is_said_while_unheard(heard: list[warnings.WarningMessage]) -> None:
+    """In this thread alone, and the key is left to a later call."""
+    with notices.unheard():
+        with notices.unheard():
+            pass
+        notices.say_once("a-key", "Facts.")
+        other = threading.Thread(target=notices.say_once, args=("another-key", "Facts."))
+        other.start()
+        other.join()
+    notices.say_once("a-key", "Facts.")
+    assert [str(warning.message).partition(":")[0] for warning in heard] == ["another-key", "a-key"]
+
+
 def test_one_of_many_threads_warns(heard: list[warnings.WarningMessage]) -> None:
     barrier = threading.Barrier(16)
 

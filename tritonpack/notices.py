@@ -9,7 +9,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import parent_process
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +24,7 @@ from tritonpack.errors import PackingWarning
 patched_models: WeakSet[Any] = WeakSet()
 
 _said: dict[str, object] = {}
+_unheard = threading.local()  # marks threads in which nothing is said
 
 
 def say_once(key: str, message: str) -> None:
@@ -30,6 +34,8 @@ def say_once(key: str, message: str) -> None:
         key: the subject of the warning, in lower case with hyphens. The text begins with it, so filters can name it.
         message: the facts and the remedy, in full sentences.
     """
+    if hasattr(_unheard, "now"):
+        return
     mine = object()
     if _said.setdefault(key, mine) is not mine:  # one step, so that only one of several threads warns
         return
@@ -50,6 +56,18 @@ def speaks() -> bool:
 
     worker = get_worker_info()
     return sys.stderr is not None and os.environ.get("LOCAL_RANK", "0") == "0" and (worker is None or worker.id == 0)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Say nothing in this thread, and leave each key to a later call: calls of a trial aren't the user's."""
+    outer = hasattr(_unheard, "now")
+    _unheard.now = True
+    try:
+        yield
+    finally:
+        if not outer:
+            del _unheard.now
 
 
 def is_said(key: str) -> bool:

@@ -1,4 +1,7 @@
-"""A part of the sweep with the oldest transformers that pyproject.toml allows, in an environment of its own."""
+"""A part of the sweep with older versions of transformers, each in an environment of its own.
+
+The oldest one is that of pyproject.toml.
+"""
 
 import json
 import os
@@ -12,53 +15,90 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OLDEST = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1] + ".0"  # type: ignore[index]
-FOLDER = ROOT / ".matrix" / f"transformers-{OLDEST}"
+BETWEEN = "5.17.0"  # its sdpa drops softcaps
 
-# Windows, chunks, latent attention, mixtures of experts, sinks, images, encoders, dense masks, absolute positions,
-# recurrences and convolutions.
-EXACT = """
-    bert bloom cohere deepseek_v3 exaone4 falcon falcon_h1 gemma gemma3 gpt2 gpt_neox gpt_oss granitemoe jamba lfm2
-    llama llama4_text mamba mamba2 minimax mistral mixtral modernbert-decoder olmo2 opt phi3 qwen2 qwen3 qwen3_moe
-    qwen3_next recurrent_gemma roberta smollm3 stablelm starcoder2 whisper xlnet
+# Model types whose causal class is packed exactly. With the oldest version: windows, chunks, latent attention, mixtures
+# of experts, sinks, images, encoders, dense masks, absolute positions, recurrences and convolutions.
+PACKED = {
+    OLDEST: """
+        bert bloom cohere deepseek_v3 doge exaone4 falcon falcon_h1 gemma gemma2 gemma3 gpt2 gpt_neox gpt_oss
+        granitemoe jamba lfm2 llama llama4_text mamba mamba2 minimax mistral mixtral modernbert-decoder olmo2 opt phi3
+        qwen2 qwen3 qwen3_moe qwen3_next recurrent_gemma roberta smollm3 stablelm starcoder2 whisper xlnet
+    """,
+    BETWEEN: "doge falcon_h1 gemma2 gpt_oss llama mistral",
+}
+# Types that are packed with the newest transformers. With the oldest they leak, so a document gets a row of its own.
+OWN_ROWS = {OLDEST: "ctrl roformer", BETWEEN: ""}
+
+# A known class and an unknown one, which is tried, with a softcap so small that each score is far from it.
+SOFTCAP = """
+import tritonpack
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+class Unknown(Gemma2ForCausalLM):
+    pass
+
+config = Gemma2Config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5,
+)
+for kind in (Gemma2ForCausalLM, Unknown):
+    print(tritonpack.patch(kind(config)).report.attention)
+try:
+    tritonpack.patch(Gemma2ForCausalLM(config), attention="sdpa")
+except tritonpack.UnsupportedModelError as error:
+    print(error)
 """
-OWN_ROWS = "ctrl roformer"  # packed with the newest transformers; with the oldest their trial must find that they leak
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """An interpreter with the oldest transformers and its requirements; other packages are those installed here."""
-    program, done = FOLDER / "bin" / "python", FOLDER / ".installed"
+def interpreter(version: str) -> str:
+    """Return a Python with a version of transformers and its requirements; other packages are those installed here."""
+    folder = ROOT / ".matrix" / f"transformers-{version}"
+    program, done = folder / "bin" / "python", folder / ".installed"
     if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True)
-        here = FOLDER / "here"
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        here = folder / "here"
         here.mkdir()
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
             if not entry.name.startswith("kernels"):  # an older transformers can't import it, or downloads with it
                 (here / entry.name).symlink_to(entry)
-        (own,) = FOLDER.glob("lib/python*/site-packages")
+        (own,) = folder.glob("lib/python*/site-packages")
         (own / "here.pth").write_text(f"{here}\n")
-        pip = [program, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"transformers=={OLDEST}"]
+        pip = [program, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"transformers=={version}"]
         subprocess.run(pip, check=True, capture_output=True)
         done.touch()
     return str(program)
 
 
-def run(python: str, *arguments: str) -> str:
+def run(version: str, *arguments: str) -> str:
+    """Run the interpreter of a version, and return what it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [interpreter(version), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_the_sweep_with_the_oldest_transformers(python: str, tmp_path: Path) -> None:
-    assert run(python, "-c", "import transformers; print(transformers.__version__)").strip() == OLDEST
-    types = [*EXACT.split(), *OWN_ROWS.split()]
-    run(python, "-m", "tests.patches.sweep", "--mapping", "CAUSAL_LM", "--how", "patch", "--types", *types,
+@pytest.mark.parametrize("version", PACKED)
+def test_the_sweep_with_an_older_transformers(version: str, tmp_path: Path) -> None:
+    assert run(version, "-c", "import transformers; print(transformers.__version__)").strip() == version
+    own_rows = OWN_ROWS[version].split()
+    types = [*PACKED[version].split(), *own_rows]
+    run(version, "-m", "tests.patches.sweep", "--mapping", "CAUSAL_LM", "--how", "patch", "--types", *types,
         "--out", str(tmp_path))  # fmt: skip
-    found = [json.loads(line) for line in (tmp_path / f"{OLDEST}.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (tmp_path / f"{version}.jsonl").read_text().splitlines()]
     verdicts = {row["key"].partition("/")[2]: (row["verdict"], row.get("reason", "")) for row in found}
     assert verdicts.keys() == set(types)
     assert {name: verdict for name, verdict in verdicts.items() if verdict[0] != "exact"} == {}
     layouts = {row["key"].partition("/")[2]: row.get("layout", "packed") for row in found}
-    assert {name for name, layout in layouts.items() if layout != "packed"} == {*OWN_ROWS.split()}
+    assert {name for name, layout in layouts.items() if layout != "packed"} == {*own_rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", PACKED)
+def test_a_softcap_that_sdpa_drops(version: str) -> None:
+    """Documents alone are computed by eager attention, which applies it, and a patch to sdpa is refused."""
+    known, unknown, refusal = run(version, "-c", SOFTCAP).splitlines()
+    assert (known, unknown) == ("tritonpack", "tritonpack")
+    assert "doesn't support sdpa; use attention='eager'" in refusal

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -22,7 +23,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
@@ -376,6 +380,30 @@ def test_documents_are_longer_than_the_windows_of_a_model_tried_itself() -> None
     wide = zoo.tiny_config("mistral", sliding_window=40)
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: logits: \d"):
         tritonpack.patch(TakesMore(wide, 1))
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_trial_applies_a_softcap_that_sdpa_drops(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers up to 5.17. Documents alone run by eager attention, in a small copy or the model itself."""
+
+    def dropping(*args: Any, softcap: Any = None, **options: Any) -> Any:
+        return sdpa_attention_forward(*args, **options)
+
+    class Own(Gemma2ForCausalLM):
+        def __init__(self, config: Any, **more: bool) -> None:
+            super().__init__(config)
+            if not small and not more:
+                raise ValueError("it needs more than a configuration")
+
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", dropping)
+    model = Own(zoo.tiny_config("gemma2", attn_logit_softcapping=0.5), more=True)
+    assert model.config._attn_implementation == "sdpa"
+    assert tritonpack.patch(model).report.attention == "tritonpack"
+    assert model.config._attn_implementation == "tritonpack"
+    tritonpack.unpatch(model)
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"doesn't support sdpa; use attention='eager'"):
+        tritonpack.patch(model, attention="sdpa")
 
 
 class WindowIgnored(MistralForCausalLM):

@@ -41,6 +41,9 @@ MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 # What is set for each type, and for each type of a part.
 ROWS: dict[str, dict[str, Any]] = {**OTHERS, **CAUSAL}
 
+# The types of parts that may be of any type, in versions of transformers whose configurations name no default.
+PART_TYPES = {"text_encoder": "t5", "audio_encoder": "encodec"}
+
 FIRST_TOKEN = 6  # below are padding, the ends of a document, and masks and separators of a few types
 
 
@@ -57,8 +60,8 @@ def _values(config_class: type[PreTrainedConfig], row: dict[str, Any]) -> dict[s
     for name, part_class in (config_class.sub_configs or {}).items():
         part_row = dict(row.pop(name, {}))
         if part_class is AutoConfig:
-            part_type = config_class.sub_configs_defaults[name].model_type
-            part_class = CONFIG_MAPPING[part_type]
+            defaults = getattr(config_class, "sub_configs_defaults", None)
+            part_class = CONFIG_MAPPING[defaults[name].model_type if defaults else PART_TYPES[name]]
         values[name] = part_class(**_values(part_class, {**ROWS.get(part_class.model_type, {}), **part_row}))
     return {**values, **row}
 

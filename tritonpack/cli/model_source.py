@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tritonpack.cli.paths import require_path
+from tritonpack.patches.interface import use_eager_if_sdpa_differs
 from tritonpack.patches.trial.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 
 NAMED = "the class that its configuration names"
@@ -120,6 +121,7 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
             else:
                 kind = model_class(config)
         model = kind.from_pretrained(source, config=part, dtype="auto", **options).to(device).eval()
+        use_eager_if_sdpa_differs(model)
     except Exception as error:  # files, memory, packages and a model's own code may raise anything
         raise ValueError(_why(name, error)) from error
     return with_note(Built(model, f"{type(model).__name__}, {what}"), config, why)

@@ -11,13 +11,15 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options
-from tritonpack.patches.exact_classes import LAYOUTS, Layout
+from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, newest_packed, shown_layout, without_wrappers
 from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
+from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.choose import fits
-from tritonpack.patches.probe import require_evidence, require_tree_evidence
+from tritonpack.patches.probe import TrialFailedError, require_evidence, require_tree_evidence
 from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional
+from tritonpack.patches.unpacking.always_unpacked import warn_of_rows
 from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
 
 
@@ -64,12 +66,29 @@ def choose_layout(model: nn.Module, asked: Options) -> Choice:
                     f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
                     f"{asked} would do nothing. Leave these options out."
                 )
+            if refusals:
+                _warn_of_rows(model, layout, refusals[0])
             if asked.unpad or asked.share_prefixes:
                 _require_one_row(modules)
             if asked.share_prefixes:
                 require_trees(model)
             return Choice(modules, layout, losses, require_trees)
     raise refusals[0]
+
+
+def _warn_of_rows(model: nn.Module, layout: Layout, refusal: UnsupportedModelError) -> None:
+    """Warn that each document gets a row of its own, if a trial decided so, or another transformers packs the class.
+
+    `refusal` says why the model isn't packed.
+    """
+    kind = without_wrappers(type(model))
+    version = None if shown_layout(kind) == "packed" else newest_packed(kind)  # else it is about this model's layers
+    reasons = [f"with transformers {version} packed rows are exact"] if version else []
+    if isinstance(refusal, TrialFailedError):
+        reasons.insert(0, f"in a trial with transformers {installed()}, {refusal.found}")
+    if reasons:
+        how = "a padded batch" if layout == "padded" else "batches of one length"
+        warn_of_rows(kind.__name__, how, f" ({'; '.join(reasons)})")
 
 
 def require_trees(model: nn.Module) -> None:
@@ -194,7 +213,7 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
                 "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
-        if attention == "sdpa" and not module._supports_sdpa and not takes_dense_mask(module):
+        if attention == "sdpa" and not takes_sdpa(module) and not takes_dense_mask(module):
             raise SettingError(
                 f"{type(module).__name__} (model type {kind!r}) doesn't support sdpa; use attention='eager' or "
                 "'tritonpack'."

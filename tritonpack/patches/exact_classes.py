@@ -27,6 +27,12 @@ def shown_layout(kind: type) -> Layout | None:
     return next((layout for layout in LAYOUTS if installed() in versions()[layout].get(kind.__name__, ())), None)
 
 
+def newest_packed(kind: type) -> str | None:
+    """Return the newest version of transformers in which `exact_classes.csv` lists a class of it as packed, if any."""
+    found = versions()["packed"].get(kind.__name__, ()) if kind.__module__.startswith("transformers.") else ()
+    return max(found, key=lambda version: [int(part) for part in version.split(".")], default=None)
+
+
 def installed() -> str:
     """Return the installed version of transformers as `exact_classes.csv` writes it, such as "5.23"."""
     return ".".join(transformers.__version__.split(".")[:2])

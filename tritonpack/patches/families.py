@@ -81,6 +81,9 @@ OWN_MASKS = {
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
+# Model types whose causal mask sdpa leaves out, without padding, in versions of transformers before 5.24.
+UNLIKE_BY_SDPA = _names("doge")
+
 # Attention among a token's own states, which needs no mask. It is called through transformers' interface.
 WITHIN_TOKENS = _names(
     "Inkling2BlockAttentionResidual Inkling2LoopBlockAttentionResidual Inkling2LoopMessageAttentionResidual"

@@ -18,6 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.families import UNLIKE_BY_SDPA
 from tritonpack.patches.foreign_parallelism import require_masks_kept
 from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
@@ -37,8 +38,28 @@ NAMES = {
 def stock_name(module: PreTrainedModel, before: str | None) -> str:
     """The name that a module's attention had before its patch, or transformers' default if that was our name."""
     if before is None or before in NAMES.values():
-        return "sdpa" if module._supports_sdpa else "eager"
+        return "sdpa" if takes_sdpa(module) else "eager"
     return before
+
+
+def takes_sdpa(module: PreTrainedModel) -> bool:
+    """Whether transformers' sdpa computes all of a module's attention.
+
+    It has no softcap. Newer versions of transformers say so; older ones drop the softcap without a word.
+    """
+    return bool(module._supports_sdpa) and not getattr(module.config, "attn_logit_softcapping", None)
+
+
+def use_eager_if_sdpa_differs(model: nn.Module) -> None:
+    """Let modules of a model run by eager attention where sdpa drops a softcap or a mask in some transformers.
+
+    Call it for a model whose documents alone are what packed documents are compared with.
+    """
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation_internal != "sdpa":
+            continue
+        if not takes_sdpa(module) or module.config.model_type in UNLIKE_BY_SDPA:
+            module.config._attn_implementation_internal = "eager"
 
 
 def make_mask(

@@ -20,6 +20,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import Options, applied_to
 from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
+from tritonpack.patches.interface import use_eager_if_sdpa_differs
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tokens import text_config
@@ -67,6 +68,22 @@ class CannotTryError(Exception):
     """A model can't be tried; the message says why."""
 
 
+class TrialFailedError(UnsupportedModelError):
+    """A trial found that documents don't stay apart in a layout.
+
+    Args:
+        why: why the model was tried.
+        found: where documents meet.
+    """
+
+    def __init__(self, why: str, found: str) -> None:
+        super().__init__(
+            f"{why}, and on a few tokens its packed documents don't stay apart: {found}. Train it on one document per "
+            "row, unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
+        )
+        self.found = found
+
+
 def require_evidence(
     model: nn.Module, layout: Layout, asked: Options, patch_untried: PatchUntried
 ) -> list[tuple[nn.Module, str]]:
@@ -110,10 +127,7 @@ def require_evidence(
                 "document per row, unpatched."
             ) from error
         if found.wrong:
-            raise UnsupportedModelError(
-                f"{why}, and on a few tokens its packed documents don't stay apart: {found.wrong}. Train it on one "
-                "document per row, unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
-            )
+            raise TrialFailedError(why, found.wrong)
         if found.loss:
             losses.append((root, found.loss))
     return losses
@@ -242,6 +256,7 @@ def _try_itself(root: PreTrainedModel, attempt: Trial) -> Found:
             raise CannotTryError(f"it can't be copied: {one_line(error)}") from error
         for applied in applied_to(twin):
             applied.revert()
+        use_eager_if_sdpa_differs(twin)
         return twin.to(dtype).eval().requires_grad_()
 
     return _try_in_both(build, attempt, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))

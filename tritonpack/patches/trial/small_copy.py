@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from tritonpack.patches.interface import use_eager_if_sdpa_differs
 from tritonpack.patches.trial.shrink import shrink
 
 # transformers' auto classes in the order in which a model is looked for, and what each of their models is.
@@ -67,6 +68,7 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, **options: An
             raise NotSmallError(reason) from error
         note = f"only the language model inside was built, because the whole can't be: {reason}"
         return Built(inside.model, inside.kind, (note, *inside.notes))
+    use_eager_if_sdpa_differs(model)
     spread(model, torch.Generator(device="cpu").manual_seed(0))
     return Built(model.to(dtype).eval(), f"{type(model).__name__}, {AUTO[auto.__name__]}")
 
@@ -88,6 +90,7 @@ def small_model(kind: type[nn.Module], config: Any) -> nn.Module:
             raise ValueError("its weights are on the meta device; patch it outside of init_empty_weights")
     except Exception as error:  # a configuration's or a model's own code may raise anything
         raise NotSmallError(one_line(error)) from error
+    use_eager_if_sdpa_differs(model)
     spread(model, torch.Generator(device="cpu").manual_seed(0))
     return model.float().eval()
 

@@ -12,6 +12,8 @@ import torch
 from transformers import logging
 from transformers.initialization import guard_torch_init_functions
 
+from tritonpack import notices
+
 T = TypeVar("T")
 
 
@@ -39,11 +41,11 @@ def _run(function: Callable[[], T]) -> T:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out the warnings that transformers gives to users who train or generate."""
+    """Leave out the warnings that transformers and tritonpack give to users who train or generate."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), notices.unheard():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -101,11 +101,7 @@ class AlwaysUnpacked(UnpackingForward):
 
     def _warn(self) -> None:
         how = self.calls if self.by_length else "a padded batch"
-        notices.say_once(
-            f"document-rows-{self.name.lower()}",
-            f"{self.name} can't keep several documents in a row apart, so each gets a row of its own, in {how}: "
-            "exact, and no faster than without packing.",
-        )
+        warn_of_rows(self.name, how)
 
     def run_rows(self, arguments: dict[str, Any]) -> Any:
         ids = arguments.get("decoder_input_ids")
@@ -184,6 +180,15 @@ class AlwaysUnpacked(UnpackingForward):
                 f"{self.name} runs with one document a row, so packed rows can't use a cache. Leave the cache out.",
             )
         return packed_batch
+
+
+def warn_of_rows(name: str, how: str, why: str = "") -> None:
+    """Warn once that packing doesn't make a class faster. `how` its documents run, and `why`, in parentheses."""
+    notices.say_once(
+        f"document-rows-{name.lower()}",
+        f"{name} can't keep several documents in a row apart{why}, so each gets a row of its own, in {how}: exact, and "
+        "no faster than without packing.",
+    )
 
 
 def padding_of_tables(module: nn.Module) -> int | None:
