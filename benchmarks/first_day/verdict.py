@@ -43,7 +43,8 @@ class Target(NamedTuple):
 GLUON = "tritonpack, gluon"
 FLASH_2 = "FlashAttention-2 (torch)"
 MODELS = {OURS: "", GLUON: "gluon "}  # what precedes the names of their kernels in PREDICTED
-# Written by `python -m benchmarks.instruction_model --kernels forward dq dkdv --gluon --head-dims 64 128 --csv FILE`.
+# Written by `python -m benchmarks.instruction_model --kernels forward dq dkdv --gluon --head-dims 64 128 --csv FILE`,
+# under each version of Triton that benchmarks/compile_matrix.py names.
 PREDICTED = ROOT / "benchmarks" / "results" / "predicted.csv"
 HOPPER = "9.0"
 AT_128, AT_64 = Place("one", 16384, 16, 16, 128, True), Place("one", 16384, 32, 32, 64, True)

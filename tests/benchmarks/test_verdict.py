@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.compile_matrix import VERSIONS
 from benchmarks.first_day import verdict
 from benchmarks.first_day.runner import ROOT, Platform
 from benchmarks.first_day.verdict import (
@@ -162,10 +163,13 @@ class TestDevices:
         assert "\n\nCommits: abc1234, def5678.\n\n" in text
 
 
-def test_predictions_are_of_the_shipped_tiles() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_predictions_are_of_the_shipped_tiles(version: str) -> None:
     """The command that writes them stands above `PREDICTED`."""
     with PREDICTED.open(newline="", encoding="utf-8") as file:
-        rows = {(row["kernel"], int(row["head_dim"])): row for row in csv.DictReader(file)}
+        found = [row for row in csv.DictReader(file) if row["triton"] == version]
+    rows = {(row["kernel"], int(row["head_dim"])): row for row in found}
+    assert len(rows) == len(found)
     assert set(rows) == {(f"{of}{kernel}", d) for of in ("", "gluon ") for kernel in ("forward", "dq", "dkdv")
                          for d in (64, 128)}  # fmt: skip
     for (kernel, head_dim), row in rows.items():

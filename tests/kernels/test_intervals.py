@@ -173,6 +173,20 @@ def test_segment_ids_are_checked(name: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_without_assertions_each_run_of_an_id_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD GPUs; `validate` doesn't see it (docs/troubleshooting.md)."""
+    monkeypatch.setitem(intervals.ASSERTIONS, "debug", False)
+    ids = torch.tensor(BAD_SEGMENTS["in two pieces"])
+    with assertions():
+        mask = BlockDiagonalMask.from_segment_ids(ids).validate()
+    runs = BlockDiagonalMask.from_seqlens(ids.unique_consecutive(return_counts=True)[1].tolist())
+    assert torch.equal(mask.key_start, runs.key_start)
+    assert torch.equal(mask.key_stop, runs.key_stop)
+    with pytest.raises(ValueError, match="contiguous"):
+        BlockDiagonalMask.from_segment_ids(ids)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_rows_may_have_the_same_ids() -> None:
     """Also where their entries in the table are neighbours, as some of these are."""
     ids = torch.tensor([[1, 2, 3]] * 40)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,20 @@ BAD = {
         "dk and dv of sm_90 at 256 must have the same block_n",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [
+        ("gfx908", "gfx942"), ("gfx90a:sramecc+:xnack-", "gfx942"), ("gfx942", "gfx942"), ("gfx950", "gfx942"),
+        ("gfx1100", "gfx1100"), ("gfx1103", "gfx1100"), ("gfx1151", "gfx1100"), ("gfx1170", "gfx1100"),
+        ("gfx1200", "gfx1201"), ("gfx1201", "gfx1201"), ("gfx1250", "gfx1201"),
+    ],
+)  # fmt: skip
+def test_amd_gpus_use_the_tiles_of_their_family(gpu: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
+    assert tiles.current_arch.__wrapped__(torch.device("cuda", 0)) == arch
 
 
 @pytest.mark.parametrize(

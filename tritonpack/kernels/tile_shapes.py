@@ -431,14 +431,15 @@ def current_arch(device: torch.device) -> str:
     """The architecture whose tiles a device uses.
 
     A GPU without its own uses those of its major version or else of sm_80 (NVIDIA), or of its family (AMD): gfx1100 for
-    RDNA 3 and 3.5, gfx1201 for RDNA 4, gfx942 for CDNA. Of GPUs that use others' tiles, docs/compile-matrix.md says
-    which ones are compiled. AMD's older GPUs run float32 alone, whose tiles are the same everywhere.
+    gfx11 (RDNA 3 and 3.5), gfx1201 for gfx12 (RDNA 4), gfx942 for CDNA. Of GPUs that use others' tiles,
+    docs/compile-matrix.md says which ones are compiled. AMD's older GPUs run float32 alone, whose tiles are the same
+    everywhere.
     """
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:
-        families = {"gfx110": "gfx1100", "gfx115": "gfx1100", "gfx120": "gfx1201"}
-        return families.get(torch.cuda.get_device_properties(device).gcnArchName[:6], "gfx942")
+        families = {"gfx11": "gfx1100", "gfx12": "gfx1201"}
+        return families.get(torch.cuda.get_device_properties(device).gcnArchName[:5], "gfx942")
     arch = f"sm_{torch.cuda.get_device_capability(device)[0]}0"
     return arch if arch in TILES else "sm_80"
 

@@ -60,7 +60,8 @@ class BlockDiagonalMask(Bounds):
     [3, 3, 3, 5, 5, 6]
 
     The constructors never wait for an accelerator. They check values in host memory at once and raise ValueError, and
-    values on an accelerator by a device-side assertion. `validate()` checks any mask, waiting.
+    values on an accelerator by a device-side assertion, except on AMD GPUs, which assert nothing: there, make a mask
+    from copies in host memory to check its ids or offsets. `validate()` checks the bounds of any mask, waiting.
 
     A mask's tensors must not be overwritten: calls raise ValueError if torch counted a write to one of them. It counts
     none through `.data`, NumPy, a collective in place or another library's kernel. In host memory tensors are
