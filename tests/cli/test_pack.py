@@ -156,6 +156,13 @@ def test_folder_that_cannot_be_made(documents, capsys):
     assert capsys.readouterr().err == message
 
 
+def test_wrong_documents_leave_no_folder(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("no JSON")
+    assert run("pack", tmp_path / "a.jsonl", "--capacity", 12, "--out", tmp_path / "deep" / "rows") == 2
+    assert "line 1 of" in capsys.readouterr().err
+    assert not (tmp_path / "deep").exists()
+
+
 @pytest.mark.parametrize(
     "name", ["no.jsonl", "./no", "~/no", "a/b/no", "here/no", "someone/no", "no", "*.jsonl", "here"]
 )

@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 import tritonpack
-from tritonpack.cli.files import make_folder
+from tritonpack.cli.files import make_folder, require_folder
 from tritonpack.cli.paths import require_documents, require_lengths, require_path
 from tritonpack.errors import OutputError
 
@@ -369,8 +369,7 @@ def pack(
         _require(module, "packing to disk")
     with _usage_errors():  # before imports that take seconds
         require_documents(dataset)
-        if not out.resolve().is_relative_to(Path(dataset).resolve()):
-            make_folder(out, "packing.png")
+        require_folder(out, "packing.png")
     from tritonpack.cli.pack import Options, as_options, examine
 
     options = Options(

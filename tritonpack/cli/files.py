@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,15 @@ def make_folder(folder: Path, *names: str) -> None:
         raise ValueError(f"--out {folder} can't be made: {error.strerror}; name another folder") from error
     for name in names:
         require_writable(folder / name, "--out")
+
+
+def require_folder(folder: Path, *names: str) -> None:
+    """Check before the work what `make_folder` checks, and leave no new folder."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    make_folder(folder, *names)
+    with suppress(OSError):  # not empty, by another process
+        for each in new:
+            each.rmdir()
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -181,7 +181,7 @@ def _pack(
 
     from tritonpack.packing.offline import steps
     from tritonpack.packing.offline.documents import choose_columns
-    from tritonpack.packing.offline.folder import Folder, make_folder
+    from tritonpack.packing.offline.folder import Folder, made
     from tritonpack.packing.offline.open_source import Stream, open_source
 
     say = progress or (lambda step, done, parts: None)
@@ -191,8 +191,8 @@ def _pack(
     }  # fmt: skip
     if isinstance(dataset, (str, os.PathLike)) and Path(out).resolve().is_relative_to(Path(dataset).resolve()):
         raise ValueError(f"out={out} lies in {dataset}, whose files are the documents; name a folder outside.")
-    make_folder(Path(out))  # before documents are read
-    opened = open_source(dataset, split)
+    with made(Path(out)):  # before documents are read
+        opened = open_source(dataset, split)
     folder = Folder(Path(out), settings, opened.digest)
     with folder.lock(wait):
         if folder.summary is None:

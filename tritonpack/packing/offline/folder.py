@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +174,27 @@ class Folder:
         return lambda path: path.write_text(text, encoding="utf-8")
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder of the rows; ValueError if it can't be made."""
+@contextmanager
+def made(path: Path) -> Iterator[None]:
+    """Make the folder of the rows; if an error leaves the context, remove it again.
+
+    Raises:
+        ValueError: it can't be made.
+    """
     if path.exists() and not path.is_dir():
         raise ValueError(f"out={path} is a file; name a folder.")
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out={path} can't be made: {error.strerror}; name another folder.") from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # not empty, by another process
+            for folder in new:
+                folder.rmdir()
+        raise
 
 
 def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
