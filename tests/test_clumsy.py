@@ -100,17 +100,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "from_position_ids": (
         Mask.from_position_ids,
         {"position_ids": torch.arange(5)},
-        {"position_ids": "tensor-u16 tensor-2d", **REACH},
+        {"position_ids": "tensor-2d", **REACH},
     ),
     "from_segment_ids": (
         Mask.from_segment_ids,
         {"segment_ids": torch.tensor([1, 1, 2])},
-        {"segment_ids": "tensor-u16 tensor-2d", **REACH, "spans": "none tensor-u16"},
+        {"segment_ids": "tensor-2d", **REACH, "spans": "none"},
     ),
     "from_padding_mask": (
         Mask.from_padding_mask,
         {"attention_mask": torch.tensor([[1, 1, 0]])},
-        {"attention_mask": "tensor-u16 tensor-bools tensor-2d", **REACH, "spans": "none tensor-u16"},
+        {"attention_mask": "tensor-bools tensor-2d", **REACH, "spans": "none"},
     ),
     "BlockDiagonalMask": (
         Mask,

@@ -199,6 +199,8 @@ def test_padding_of_a_call() -> None:
 
 
 SIDES = {
+    "position_ids": POSITIONS,
+    "decoder_position_ids": POSITIONS,
     "attention_mask": NUMBERS + 1,
     "decoder_attention_mask": NUMBERS + 1,
     "decoder_seq_idx": NUMBERS,
@@ -211,9 +213,9 @@ SIDES = {
 @pytest.mark.parametrize("name", SIDES)
 def test_arguments_of_an_encoder_with_a_decoder(name: str) -> None:
     model = pairs.tiny_pair_model("bart", dtype=torch.float32, max_position_embeddings=512)
-    told = {"seq_idx": NUMBERS} if name in ("decoder_attention_mask", "decoder_seq_idx") else {}
-    told |= {"decoder_seq_idx": NUMBERS} if name in ("attention_mask", "seq_idx") else {}
-    told |= {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS} if name.startswith("cu_") else {}
+    told = {"seq_idx": NUMBERS} if name.startswith("decoder_") else {"decoder_seq_idx": NUMBERS}
+    if name.startswith("cu_"):
+        told = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
 
     def call(numbers: Tensor) -> Tensor:
         return model(IDS, decoder_input_ids=IDS, **{**told, name: numbers}).logits

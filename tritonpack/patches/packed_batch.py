@@ -158,7 +158,7 @@ class IntervalMask(TensorLike):
         seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in rows])
         seen |= torch.eye(length, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
         if additive:
-            return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+            return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
         return seen.to(dtype)[:, None]
 
 

@@ -162,6 +162,14 @@ class TestRow:
         assert row["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0]]
         assert row["cu_seq_lens_q"].tolist() == [0, 4, 7, 10, 16]
 
+    def test_a_default_device_changes_nothing(self, request: pytest.FixtureRequest) -> None:
+        """The model's own function makes positions without naming a device."""
+        collate = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)
+        expected = collate([qwen(), TEXT, film()])
+        request.getfixturevalue("meta_by_default")
+        for name, values in collate([qwen(), TEXT, film()]).items():
+            assert torch.equal(torch.as_tensor(values), torch.as_tensor(expected[name])), name
+
     def test_the_axis_of_a_batch_of_one_is_taken_off(self) -> None:
         plain = qwen()
         rows = {name: torch.as_tensor(values)[None] for name, values in plain.items()}

@@ -59,7 +59,8 @@ class ModelPositions:
         arguments["mm_token_type_ids"] = text.get("mm_token_type_ids", torch.zeros_like(ids))[None]
         try:
             taken = {name: arguments[name] for name in self._names if name in arguments}
-            positions: Tensor = getattr(self._module, METHOD)(**taken)[0]
+            with torch.device("cpu"):  # where the columns lie, whatever the default device is
+                positions: Tensor = getattr(self._module, METHOD)(**taken)[0]
             if positions.shape != (3, 1, len(ids)):
                 raise ValueError(f"it returned positions of shape {tuple(positions.shape)}")
         except Exception as error:
