@@ -158,9 +158,9 @@ class TestStates:
         ("change", "message"),
         [
             ({"capacity": 200}, "capacity was 100 and is 200"),
-            ({"window": 8, "overlong": "split"}, "overlong was 'error' and is 'split'; window was 16 and is 8"),
+            ({"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
             ({"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was 0 and is 1"),
-            ({"divide": "documents"}, "divide was 'bins' and is 'documents'"),
+            ({"num_replicas": 2, "shard": False}, "num_replicas was 1 and is 2; shard was True and is False"),
         ],
     )
     def test_refuses_state_of_other_options(self, change, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import chain
 from typing import Any, get_args
@@ -18,6 +18,7 @@ from tritonpack.packing.documents import TOKENS, Length, check_length_function, 
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import place_among_processes
+from tritonpack.packing.samplers.state import describe_changes
 from tritonpack.packing.streams.stream_pass import (
     Divide,
     Mark,
@@ -245,8 +246,9 @@ class PackedStream(EpochCounter, IterableDataset):
         three windows earlier. Others are read from the beginning and passed over.
 
         Raises:
-            ValueError: a damaged state, or one that was saved with other options; the stream is then unchanged. At the
-                first bin: other documents than when the state was saved.
+            ValueError: a damaged state, or one that was saved with options that make other bins (`overlong` may change
+                if no document was too long so far); the stream is then unchanged. At the first bin: other documents
+                than when the state was saved.
         """
         epoch, worker, place = _check_state(state, asdict(self._options))
         in_worker = get_worker_info() is not None
@@ -364,32 +366,46 @@ def _place(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int
 
 
 def _check_state(state: Any, settings: Mapping[str, Any]) -> tuple[int, tuple[int, int], Place | None]:
-    """The epoch, the worker and the place of a state; ValueError unless it was saved with these settings."""
+    """The epoch, the worker and the place of a state; ValueError unless its bins go on with these settings."""
     names = {"version", "epoch", "worker", "settings", "place"}
     if not isinstance(state, Mapping) or set(state) != names or state["version"] != STATE_VERSION:
         raise ValueError(
             f"a state of PackedStream of version {STATE_VERSION} has {', '.join(sorted(names))}; got {state!r:.200}."
         )
-    saved = state["settings"]
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"settings of the state must be a mapping; got {saved!r:.100}.")
-    changes = [
-        f"{name} was {saved.get(name, 'missing')!r} and is {settings.get(name, 'missing')!r}"
-        for name in sorted({*settings, *saved}, key=str)
-        if name not in saved or name not in settings or saved[name] != settings[name]
-    ]
-    if changes:
-        raise ValueError(
-            f"the state can't be resumed, because these settings have changed since it was saved: {'; '.join(changes)}."
-            " Restore them, or begin a new pass."
-        )
+    if not isinstance(state["settings"], Mapping):
+        raise ValueError(f"settings of the state must be a mapping; got {state['settings']!r:.100}.")
     try:
         worker, workers = (check_integer(value, "worker", 0) for value in state["worker"])
         place = None if state["place"] is None else _read_place(state["place"])
         epoch = check_integer(state["epoch"], "epoch", 0, None)
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"the state is damaged: {error}") from error
+    changes = _describe_other_bins(state["settings"], settings, place)
+    if changes:
+        raise ValueError(
+            f"the state can't be resumed, because these settings have changed since it was saved: {changes}."
+            " Restore them, or begin a new pass."
+        )
+    if place is not None and not place.report.documents:
+        place = replace(place, report=OverlongReport(settings["overlong"]))
     return epoch, (worker, workers), place
+
+
+def _describe_other_bins(saved: Mapping[str, Any], settings: Mapping[str, Any], place: Place | None) -> str:
+    """Which settings differ of those that decide the bins, by the names of `pack_stream`."""
+    without: set[str] = set()
+    if saved.get("num_replicas") == settings["num_replicas"] == 1:  # whatever is divided among one rank
+        without |= {"divide", "rank"}
+    if place is None or not place.report.documents:  # no document was too long so far
+        without |= {"overlong"}
+    shown = []
+    for each in (saved, settings):
+        shown.append({name: value for name, value in each.items() if name not in without})
+        if "rank" in shown[-1]:
+            shown[-1]["shard"] = shown[-1]["rank"] is not None
+    if shown[0].get("shard") != shown[1].get("shard"):
+        shown = [{name: value for name, value in each.items() if name != "rank"} for each in shown]
+    return describe_changes(*shown)
 
 
 def _read_place(values: Mapping[str, Any]) -> Place:
