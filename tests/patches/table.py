@@ -17,6 +17,7 @@ from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, mappings
 from tests.patches.sweep.padded import takes_options
 from tests.patches.sweep.results import ANY, OPTIONS, RESULTS, SHOWN, Row
+from tritonpack.patches.exact_classes import LAYOUTS
 
 INTRODUCTION = """\
 # Every model class
@@ -208,6 +209,15 @@ def sentence(found: Found, version: str) -> str:
     )
 
 
+def of_version(rows: Iterable[Row]) -> str:
+    """What became of all patched classes with one version of transformers."""
+    patched = [row for row in rows if row.how in ("patch", ANY)]
+    layouts = Counter(row.layout for row in patched if row.verdict == "exact")
+    seen = Counter(simple(row.verdict) for row in patched)
+    exact = ", ".join(f"{layouts[layout]} {layout}" for layout in LAYOUTS)
+    return f"{seen['exact']} exact ({exact}), " + ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS[1:])
+
+
 def page(found: Found, version: str) -> str:
     listed = [case for case in cases() if found.of(case, "patch").verdict != "no text"]
     listed.sort(key=lambda case: (case.model_type, case.name))
@@ -233,7 +243,10 @@ def main() -> None:
     options = parser.parse_args()
     version = transformers.__version__
     options.out.write_text(page(Found(results.load(options.results, version)), version))
-    results.save_shown(results.load(options.results), options.shown)
+    rows = results.load(options.results)
+    results.save_shown(rows, options.shown)
+    for version in sorted({row.version for row in rows}, key=lambda version: [*map(int, version.split("."))]):
+        print(f"transformers {version}: {of_version([row for row in rows if row.version == version])}")
     print(f"{options.out} and {options.shown} written")
 
 

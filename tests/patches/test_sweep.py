@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,6 +295,18 @@ class TestResults:
 def test_the_readme_agrees_with_the_table() -> None:
     said = table.sentence(table.Found(STORED.values()), transformers.__version__)
     assert said in " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_no_class_is_wrong_with_any_transformers() -> None:
+    rows = [row for row in results.load() if row.how != "stock"]
+    assert [f"{row.version} {row.key} {row.how}" for row in rows if row.wrong or row.verdict == "error"] == []
+
+
+def test_the_table_of_shown_classes_agrees_with_the_results(tmp_path: Path) -> None:
+    path = tmp_path / results.SHOWN.name
+    shutil.copy(results.SHOWN, path)
+    results.save_shown(results.load(), path)
+    assert path.read_text() == results.SHOWN.read_text()
 
 
 RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
