@@ -158,6 +158,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         )
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
         self._sampler = sampler
+        self._digested: tuple[_Bins, str] | None = None
         self.drop_last = check_flag(drop_last, "drop_last")
         self.sequential = sequential is not None and check_flag(sequential, "sequential")
         self.batch_size = check_integer(batch_size, "batch_size")
@@ -256,8 +257,10 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         return [made.items[start:stop].tolist() for start, stop in pairwise(ends)]
 
     def _digest(self, made: _Bins) -> str:
-        sizes = np.array([self.batch_size, self._num_batches(made)])
-        return digest(made.items, made.offsets, self.lengths[made.items], sizes)
+        if self._digested is None or self._digested[0] is not made:  # torchdata asks for a state at each batch
+            sizes = np.array([self.batch_size, self._num_batches(made)])
+            self._digested = made, digest(made.items, made.offsets, self.lengths[made.items], sizes)
+        return self._digested[1]
 
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
