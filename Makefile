@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles what it imports, a small part of what pip would compile.
+PIP := $(BIN)/python -m pip install -q --no-compile
 DEMO := $(VENV)/.demo
 DOCS := $(VENV)/.docs
 TESTS := $(VENV)/.tests
@@ -34,18 +36,18 @@ install: $(TESTS)
 # The demo goes without Triton, a gigabyte that only a GPU uses; torch brings it there.
 $(DEMO): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q "transformers>=5.6" numpy "numba>=0.61" rich tqdm "typer>=0.19" matplotlib
-	$(BIN)/python -m pip install -q --no-deps -e .
+	$(PIP) "$(TORCH)"
+	$(PIP) "transformers>=5.6" numpy "numba>=0.61" rich tqdm "typer>=0.19" matplotlib
+	$(PIP) --no-deps -e .
 	touch $@
 
 $(DOCS): $(DEMO)
-	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(PIP) -e ".[docs]"
 	touch $@
 
 # With the site's tools, because tests build the site.
 $(TESTS): $(DEMO)
-	$(BIN)/python -m pip install -q -e ".[dev,plots,training]"
+	$(PIP) -e ".[dev,plots,training]"
 	touch $@ $(DOCS)
 
 quick: install

@@ -22,7 +22,7 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         code = 1
-        signal.alarm(180)
+        signal.alarm(600)
         try:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for number, name in enumerate(("stdout", "stderr"), 1):

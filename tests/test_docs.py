@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (ROOT / "mkdocs.yml", *ROOT.glob("*.md")):
         shutil.copy(path, root)
     command = [sys.executable, "docs/tools/build_site.py"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     return root / "site"
 
@@ -176,7 +176,7 @@ def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     settings = re.sub(r"^(nav|plugins|extra_css):(.*\n)(^[ -].*\n)*", "", SETTINGS, flags=re.M)
     (tmp_path / "mkdocs.yml").write_text(settings.replace("  - mathematics", "  - tables"))
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert result.returncode != 0
     assert re.search(
         "page does not exist.*anchor does not exist.*2 issues found", result.stdout + result.stderr, re.DOTALL

@@ -116,7 +116,7 @@ def torchrun(*options: str) -> dict[int, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "train_sequence_parallel.py"), "--sp", "2", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600)
     assert result.returncode == 0, result.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*loss (.*)", result.stdout)}
 

@@ -21,6 +21,8 @@ from benchmarks.gpu.shapes import shapes
 from tests.benchmarks.test_first_day import FAILS, day, python
 from tests.gpu.cases import LARGE
 
+pytestmark = pytest.mark.usefixtures("still_clock")
+
 HIDDEN = ("accelerate", "matplotlib", "numba", "pytest_benchmark", "rich", "typer", "xdist")
 HIDES = f"""
 from importlib.machinery import PathFinder

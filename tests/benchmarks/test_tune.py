@@ -101,7 +101,7 @@ class TestProcess:
 
     @pytest.mark.heavy
     def test_process_that_hangs_is_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replace(monkeypatch, tmp_path, "import time; time.sleep(60)")
+        self.replace(monkeypatch, tmp_path, "import time; time.sleep(600)")
         monkeypatch.setattr(tune, "PATIENCE", 0.5)
         assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("not ready after 0 seconds", None)
 
@@ -110,9 +110,9 @@ class TestProcess:
         lock = tmp_path / "lock"
         program = (
             "import time; from pathlib import Path; from benchmarks import tune; tune.TURN = 1\n"
-            f"with tune.turn(Path({str(lock)!r})): time.sleep(60)"
+            f"with tune.turn(Path({str(lock)!r})): time.sleep(600)"
         )
-        assert subprocess.run([PYTHON, "-c", program], cwd=ROOT, timeout=50).returncode == -signal.SIGALRM
+        assert subprocess.run([PYTHON, "-c", program], cwd=ROOT).returncode == -signal.SIGALRM
         with tune.turn(lock):
             pass
 

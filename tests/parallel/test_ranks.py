@@ -155,7 +155,7 @@ def test_four_ranks_learn_that_another_one_failed(run_on, module, name):
 def test_readme_counts_the_types_that_ranks_can_share():
     root = Path(__file__).parents[2]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.every_type"], capture_output=True, text=True, cwd=root, timeout=300
+        [sys.executable, "-m", "tests.parallel.every_type"], capture_output=True, text=True, cwd=root, timeout=600
     )
     assert result.returncode == 0, result.stderr[-2000:]
     exact, refused = map(int, re.search(r"\{'exact': (\d+), 'refused:': (\d+)\}", result.stdout).groups())

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,17 +230,23 @@ class TestJudge:
 
 class TestRunning:
     @pytest.mark.slow
-    def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The clock goes on when the hanging class begins."""
+        hangs = tmp_path / "hangs"
+
         def judge(given: Case, **options: Any) -> list[Row]:
             if given.name == "crash":
                 os._exit(3)
             if given.name == "hang":
-                time.sleep(60)
+                hangs.touch()
+                time.sleep(600)
             return [Row(given.key, "patch", "exact")]
 
         monkeypatch.setattr(running, "judge_case", judge)
+        clock = SimpleNamespace(monotonic=lambda: 10.0 * hangs.exists(), perf_counter=time.perf_counter)
+        monkeypatch.setattr(running, "time", clock)
         todo = [Case(name, "a", ()) for name in ("first", "crash", "hang", "last")] + [Case("other", "b", ())]
-        rows = {row.key: row for row in running.run(todo, jobs=2, limit=2.0)}
+        rows = {row.key: row for row in running.run(todo, jobs=1, limit=2.0)}
         assert {key: row.verdict for key, row in rows.items()} == {
             "first/a": "exact", "crash/a": "error", "hang/a": "error", "last/a": "exact", "other/b": "exact",
         }  # fmt: skip

@@ -396,7 +396,7 @@ class TestThreads:
         model, times = training_model(family), 4
         batches = [padded_batch(0), {name: x.flip(0) for name, x in padded_batch(0).items()}]
         want = [read(model(**batch), batch) for batch in batches]
-        barrier, got, errors = threading.Barrier(2, timeout=60), [], []
+        barrier, got, errors = threading.Barrier(2, timeout=600), [], []
 
         def meet(*_: Any) -> None:
             barrier.wait()
