@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -56,7 +56,7 @@ class Report:
     mlp_rows: int = 0
     mlps: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
-    runs: str = ""
+    runs: str = field(default="", compare=False)  # no change of the patch: a model may move
 
     def on_device(self, model: nn.Module) -> Report:
         """This report, with what computes attention on the device on which the model lies."""
