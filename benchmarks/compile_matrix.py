@@ -28,8 +28,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "compile-matrix.md"
 INTRODUCTION = """\
 After this page you know which kernels compile well for which GPU, and what is wrong with the others.
 `make compile-matrix` (`python -m benchmarks.compile_matrix`) writes it from `benchmarks/results/compile.csv`, which
-also has stages, float32 and other head dimensions. Kernels are compiled for each GPU ahead of time; none has run. A
-binary is clean if it
+also has stages, float32 and other head dimensions. Kernels are compiled for each GPU ahead of time, with what Triton's
+launcher says of their arguments; none has run. A binary is clean if it
 
 - multiplies in a loop, by matrix instructions if the type has 16 bits,
 - fits into the GPU's shared memory,
@@ -39,10 +39,16 @@ binary is clean if it
 
 A cell counts clean binaries, then these and those that spill only outside of their loops, then all.
 
-Of gfx908, gfx1151 and gfx1200, which use the tiles of gfx942, gfx1100 and gfx1201, only plain attention in bfloat16 at
-head dimensions 64 and 128 is compiled. Other GPUs use the tiles of a relative and aren't compiled here: sm_87 and
-sm_110 (sm_80; Triton 3.6 has no assembler for sm_110), sm_121 (sm_120), gfx1101 to gfx1103, gfx1150, gfx1152 and
-gfx1153 (gfx1100)."""
+On AMD GPUs Triton addresses tensors with 32 bits, by buffer instructions, unless a tensor's storage has more than 2
+GiB. For such tensors it compiles another binary: the rows that end in `large`, of plain attention in bfloat16 at head
+dimensions 64 and 128.
+
+Of AMD GPUs with tiles of their own (gfx942, gfx1100, gfx1201) plain attention in bfloat16 is compiled at head
+dimensions 64, 128, 256 and 512, with each feature at 64 and 128, and in float32 at 128; of gfx1201 features at 64
+alone, and no float32. gfx908, gfx90a and gfx950 use the tiles of gfx942, gfx1151 those of gfx1100, and gfx1200 those of
+gfx1201; of them plain attention in bfloat16 at 64 and 128 is compiled. Other GPUs use the tiles of a relative and
+aren't compiled here: sm_87 and sm_110 (sm_80; Triton 3.6 has no assembler for sm_110), sm_121 (sm_120), the other gfx11
+(gfx1100) and gfx12 (gfx1201). Triton 3.6 doesn't compile for gfx1170 and gfx1250."""
 
 LOOPS = """\
 The 16-bit kernels at head dimensions 64 and 128. A tile is queries x keys, w warps, s stages, h heads; d sums outputs

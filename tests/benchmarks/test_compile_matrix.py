@@ -28,6 +28,7 @@ OPEN = {
     *(("3.9.0", f"dkdv-{gpu}-d128-bf16-group2-softcap-tree") for gpu in ("sm_86", "sm_89")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group1-alibi-tree") for gpu in ("sm_100", "sm_103")),
     ("3.9.0", "dq-sm_90-d128-bf16-group2-softcap-tree"),
+    ("3.9.0", "dq-gfx942-d128-bf16-group2-softcap"),
 }  # fmt: skip
 
 QUICK = {
@@ -46,9 +47,11 @@ def _is_quick(configuration: Configuration | HopperConfiguration) -> bool:
 
 def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
     """Whether a test compiles a configuration: plain attention on each GPU, and at 128 the features that take most
-    registers, on Hopper all; on GPUs that use others' tiles only 128."""
+    registers, on Hopper all; on GPUs that use others' tiles only 128, and large storages on gfx942 alone."""
     if isinstance(configuration, HopperConfiguration):
         return False  # below
+    if configuration.large:
+        return configuration.gpu == "gfx942"
     gpu, head_dim, features = configuration.gpu, configuration.head_dim, configuration.features
     if configuration.dtype != torch.bfloat16:
         return configuration.dtype == torch.float32 and gpu == "sm_80" and head_dim == 128

@@ -53,7 +53,8 @@ def test_every_name_is_unique_and_every_gpu_has_kernels() -> None:
     assert len(names) == len({*names})
     assert {name.split("-")[2 if name.startswith("gluon") else 1] for name in names} == SHARED_KIB.keys()
     for expected in ("dkdv-sm_89-d128-bf16-group1-dropout", "forward-sm_120-d64-bf16-group8-sinks-tree",
-                     "dq-gfx950-d64-bf16-dlse", "dv-sm_90-d512-bf16", "dq-sm_100-d192-128-bf16"):  # fmt: skip
+                     "dq-gfx942-d64-bf16-dlse", "dq-gfx950-d64-bf16-large", "dv-sm_90-d512-bf16",
+                     "dq-sm_100-d192-128-bf16"):  # fmt: skip
         assert expected in names
     assert not any(name.startswith("dkdv") and "sinks" in name for name in names)
 

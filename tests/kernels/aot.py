@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -82,6 +82,7 @@ class Configuration:
             places: those of some keys, to which alibi counts distances as in a tree.
         another_tile: None means the table's.
         device: a key of `TARGETS`; None means arch.
+        large: whether tensors have storages of more than 2 GiB, for which Triton compiles other binaries on AMD GPUs.
     """
 
     kernel: Kernel
@@ -93,6 +94,7 @@ class Configuration:
     features: tuple[str, ...] = ()
     another_tile: TileShape | None = None
     device: str | None = None
+    large: bool = False
 
     @property
     def gpu(self) -> str:
@@ -113,7 +115,8 @@ class Configuration:
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"-{self.head_dim_v}")
         group = [] if self.group == 4 else [f"group{self.group}"]
-        return "-".join([self.kernel, self.gpu, dims, _DTYPES[self.dtype], *group, *self.features])
+        large = ["large"] * self.large
+        return "-".join([self.kernel, self.gpu, dims, _DTYPES[self.dtype], *group, *self.features, *large])
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,17 @@ class Resources:
         return sum(loop.spills for loop in self.loops)
 
 
+def kind_of_pointer(gpu: str, *, large: bool = False) -> str:
+    """What Triton's launcher says of an aligned tensor: "D", its address is a multiple of 16; "S", on AMD GPUs, its
+    storage has at most 2 GiB, so that 32 bits hold an offset in bytes.
+
+    Args:
+        gpu: a key of `TARGETS`.
+        large: whether its storage has more.
+    """
+    return "DS" if TARGETS[gpu].backend == "hip" and not large else "D"
+
+
 def hopper_configurations() -> list[HopperConfiguration]:
     """All configurations of the backend "gluon"."""
     dtypes = [dtype for dtype in _DTYPES if dtype.itemsize == 2]
@@ -204,7 +218,7 @@ def disassemble(configuration: Configuration | HopperConfiguration) -> tuple[Res
     else:
         tile = configuration.tile
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-        compiled = triton.compile(_source(configuration), target=TARGETS[configuration.gpu], options=options)
+        compiled = triton.compile(source(configuration), target=TARGETS[configuration.gpu], options=options)
     return read_binary(compiled)
 
 
@@ -256,7 +270,7 @@ def _compile_hopper(configuration: HopperConfiguration) -> Any:
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
-def _source(configuration: Configuration) -> ASTSource:
+def source(configuration: Configuration) -> ASTSource:
     """The kernel with the launcher's argument types and alignments."""
     kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], configuration.tile, configuration.blocks
     features, element = configuration.features, _DTYPES[configuration.dtype]
@@ -303,15 +317,19 @@ def _source(configuration: Configuration) -> ASTSource:
         "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
     }  # fmt: skip
 
+    parse = make_backend(TARGETS[configuration.gpu]).parse_attr
+    aligned, pointer = parse("D"), parse(kind_of_pointer(configuration.gpu, large=configuration.large))
     signature: dict[str, str | tuple[str, ...]] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, name in enumerate(kernel.arg_names):
         kind = "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
         signature[name] = kind
         if isinstance(kind, tuple):
-            attributes |= {(position, part): [["tt.divisibility", 16]] for part in range(4)}
-        elif kind.startswith("*") or (kind == "i32" and name not in unaligned):
-            attributes[(position,)] = [["tt.divisibility", 16]]
+            attributes |= {(position, 0): pointer, **{(position, part): aligned for part in (1, 2, 3)}}
+        elif kind.startswith("*"):
+            attributes[(position,)] = pointer
+        elif kind == "i32" and name not in unaligned:
+            attributes[(position,)] = aligned
     constexprs: dict[Any, Any] = {
         (position,): constants[name] for position, name in enumerate(kernel.arg_names) if name in constants
     }

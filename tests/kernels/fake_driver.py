@@ -114,29 +114,33 @@ def fake_gpu(arch: str = "sm_90") -> Iterator[Launches]:
     if torch.cuda.is_available():
         raise RuntimeError("fake_gpu is for machines without a GPU; this one has one.")
     library = _library()
-    # Functions, not mocks, because a call of a mock takes 20 microseconds of a measured time.
-    replaced: dict[str, Callable[..., Any]] = {
-        "current_arch": lambda device: arch, "check_device": lambda q: None, "serve": lambda x: True,
-        "_multiprocessors": lambda device: MULTIPROCESSORS,
-    }  # fmt: skip
     with ExitStack() as stack:
-        for owner, name in list(_owners()):
+        for owner, name, answer in questions(arch):
             stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replaced[name])
+            setattr(owner, name, answer)
         before = driver._active
         driver.set_active(_driver(int(arch.removeprefix("sm_"))))
         stack.callback(setattr, driver, "_active", before)
         yield Launches(library)
 
 
-def _owners() -> Iterator[tuple[Any, str]]:
-    """The modules and names of the functions that ask about a tensor's device."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tritonpack") and getattr(module, "current_arch", None) is tile_shapes.current_arch:
-            yield module, "current_arch"
-    yield from ((backend, "check_device") for backend in (triton_backend, gluon))
-    yield kernels, "serve"
-    yield gluon, "_multiprocessors"
+def questions(arch: str) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The modules and names of the functions that ask about a tensor's device, and what answers for an architecture.
+
+    Functions, not mocks, because a call of a mock takes 20 microseconds of a measured time.
+    """
+    own = tile_shapes.current_arch
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("tritonpack") and getattr(module, "current_arch", None) is own
+    ]
+    return [
+        *((module, "current_arch", lambda device: arch) for module in modules),
+        *((backend, "check_device", lambda q: None) for backend in (triton_backend, gluon)),
+        (kernels, "serve", lambda x: True),
+        (gluon, "_multiprocessors", lambda device: MULTIPROCESSORS),
+    ]
 
 
 @cache

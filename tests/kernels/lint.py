@@ -3,8 +3,11 @@
 A kernel's binary depends on the GPU, the padded head dimensions, the dtype, the query heads per key head and the
 features in use. Binaries that resemble others are left out. Head dimensions 16 and 32, float16, and 192 with 128 have
 plain softmax alone, and float32, whose tiles are the same everywhere, has one head dimension except on sm_80. Features
-with trees have the head dimensions of their models. Of some GPUs that use another's tiles only plain attention in
-bfloat16 is compiled.
+with trees have the head dimensions of their models.
+
+Of AMD GPUs less is compiled: plain attention in bfloat16 at 64 and 128, also with storages of more than 2 GiB, and of
+GPUs with tiles of their own also plain attention at 256 and 512, single features at 64 and 128 (on gfx1201 at 64
+alone), and, except on gfx1201, float32 at 128.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-from tests.kernels.aot import Configuration, HopperConfiguration, Resources, hopper_configurations
+from tests.kernels.aot import (
+    TARGETS,
+    Configuration,
+    HopperConfiguration,
+    Resources,
+    hopper_configurations,
+    kind_of_pointer,
+)
 from tritonpack.kernels.tile_shapes import TILES, Kernel, key_gradient_kernels
 
 KERNELS = Path(__file__).parents[2] / "tritonpack" / "kernels"
@@ -36,9 +46,6 @@ USES_TILES_OF = {
     "sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100", "gfx908": "gfx942", "gfx90a": "gfx942",
     "gfx950": "gfx942", "gfx1151": "gfx1100", "gfx1200": "gfx1201",
 }  # fmt: skip
-
-# Of these, the GPUs of which plain attention at head dimensions 64 and 128 in bfloat16 is compiled, and nothing else.
-PLAIN_ALONE = frozenset({"gfx908", "gfx1151", "gfx1200"})
 
 # Features that run together, with the query heads per key head of models that have them, and head dimensions. Without
 # features there are 4 (Llama 3) or 1.
@@ -98,9 +105,8 @@ def launchable() -> list[Configuration | HopperConfiguration]:
 
 def _of_gpu(gpu: str) -> Iterator[Configuration]:
     bf16 = torch.bfloat16
-    if gpu in PLAIN_ALONE:
-        for head_dim in (64, 128):
-            yield from _kernels(gpu, head_dim, bf16)
+    if TARGETS[gpu].backend == "hip":
+        yield from _of_amd_gpu(gpu)
         return
     for head_dim in (64, 128, 256):
         yield from _kernels(gpu, head_dim, bf16)
@@ -117,6 +123,22 @@ def _of_gpu(gpu: str) -> Iterator[Configuration]:
         yield from _kernels(gpu, head_dim, torch.float32)
 
 
+def _of_amd_gpu(gpu: str) -> Iterator[Configuration]:
+    bf16 = torch.bfloat16
+    for head_dim in (64, 128):
+        yield from _kernels(gpu, head_dim, bf16)
+        yield from _kernels(gpu, head_dim, bf16, large=True)
+    if gpu in TILES:
+        for head_dim in (256, 512):
+            yield from _kernels(gpu, head_dim, bf16)
+        for head_dim in (64, 128) if gpu != "gfx1201" else (64,):
+            for features, (group, _) in FEATURE_SETS.items():
+                if len(features) == 1:
+                    yield from _kernels(gpu, head_dim, bf16, group=group, features=features)
+        if gpu != "gfx1201":
+            yield from _kernels(gpu, 128, torch.float32)
+
+
 def _kernels(
     gpu: str,
     head_dim: int,
@@ -125,6 +147,7 @@ def _kernels(
     *,
     group: int = 4,
     features: tuple[str, ...] = (),
+    large: bool = False,
 ) -> Iterator[Configuration]:
     """The kernels of forward and backward; not those that the features don't change."""
     arch = gpu if gpu in TILES else USES_TILES_OF[gpu]
@@ -135,16 +158,19 @@ def _kernels(
             continue  # it alone reads the gradient of the log-sum-exp
         if "sinks" in features and kernel not in ("forward", "dq"):
             continue  # the others read sinks as a part of the log-sum-exp
-        yield Configuration(kernel, arch, head_dim, dtype, head_dim_v, group, features, device=gpu)
+        yield Configuration(kernel, arch, head_dim, dtype, head_dim_v, group, features, device=gpu, large=large)
 
 
 def key(configuration: Configuration | HopperConfiguration) -> str:
     """A digest of the kernel's code, without comments, and of the configuration. The tile isn't part of it."""
+    name = str(configuration)
     if isinstance(configuration, HopperConfiguration):
         modules = sorted(path.stem for path in KERNELS.glob("hopper*.py"))
     else:
         modules = ["forward" if configuration.kernel == "forward" else "backward"]
-    return hashlib.sha256("\n".join([*map(_code, modules), str(configuration)]).encode()).hexdigest()[:12]
+        if (pointer := kind_of_pointer(configuration.gpu, large=configuration.large)) != "D":
+            name += f" {pointer}"
+    return hashlib.sha256("\n".join([*map(_code, modules), name]).encode()).hexdigest()[:12]
 
 
 @cache

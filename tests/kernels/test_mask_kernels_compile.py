@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
-from tests.kernels.aot import TARGETS
+from tests.kernels.aot import TARGETS, kind_of_pointer
 from tritonpack.backends.tile_table import MOST_ORDERED
 from tritonpack.kernels import dense_mask, intervals, tables, tree_tables, trees
 from tritonpack.kernels.tile_shapes import TILES
@@ -107,11 +107,12 @@ def compile_kernel(name: str, arch: str) -> Code:
         for argument in kernel.arg_names
     }
     places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
+    attributes = make_backend(TARGETS[arch]).parse_attr(kind_of_pointer(arch))
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={places[argument]: value for argument, value in constants.items() if argument in places},
-        attrs={places[x]: [["tt.divisibility", 16]] for x in places if str(signature[x]).startswith("*")},
+        attrs={places[x]: attributes for x in places if str(signature[x]).startswith("*")},
     )
     options = {"num_warps": num_warps, "debug": arch.startswith("sm"), "sanitize_overflow": False}
     asm = triton.compile(source, target=TARGETS[arch], options=options).asm
@@ -142,8 +143,8 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
     rdna = arch.startswith("gfx1")
     assert code.registers <= (128 if name in TABLES or name in RUNS else 64) * (3 if rdna else 1)
     if name.startswith("dense"):
-        any_store = "STG" if arch.startswith("sm") else "global_store"
-        wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "global_store_b128" if rdna else "global_store_dwordx4")
+        any_store = "STG" if arch.startswith("sm") else "buffer_store"
+        wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "buffer_store_b128" if rdna else "buffer_store_dwordx4")
         assert re.search(wide, code.assembly)
         assert len(re.findall(wide, code.assembly)) == len(re.findall(any_store, code.assembly))
 

@@ -158,7 +158,8 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
         },
     },
     # RDNA 3 and 4: waves of 32, 256 registers per lane, which hold a tile's own operands. RDNA 3 holds some operands
-    # twice. At head dimension 128 its dK, dV and dQ spill with every tile.
+    # twice. At head dimension 128 its dK, dV and dQ spill with every tile. At 64 dK and dV spill outside of the loops,
+    # which costs less than a tile without spills (docs/decisions/kernel-forms.md).
     "gfx1100": {
         "forward": {
             64: TileShape(64, 32, 4, 1, heads=8),
