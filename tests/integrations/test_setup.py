@@ -1,7 +1,6 @@
 """setup: a Trainer trains on packed rows as a plain loop does on padded batches of the same documents."""
 
 import functools
-import json
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -155,94 +154,6 @@ def test_evaluation_and_prediction_stay_as_they_are(tmp_path: Path) -> None:
     assert evaluated(ours) == pytest.approx(evaluated(plain), rel=EXACT)
     assert handle.patch.saved is not None
     assert handle.patch.saved.tokens_computed < handle.patch.saved.tokens_given, "padding isn't computed"
-
-
-class TestResuming:
-    def trainer(self, folder: Path, **options: Any) -> Trainer:
-        return make_trainer(folder, **{"gradient_accumulation_steps": 1, "save_strategy": "steps", **options})
-
-    def stopped(self, folder: Path, step: int) -> str:
-        """A checkpoint, written after so many steps."""
-        trainer = self.trainer(folder, save_steps=1000)
-        tritonpack.setup(trainer, TOKENS)
-        trainer.add_callback(StopAt(step))
-        trainer.train()
-        return str(folder / f"checkpoint-{step}")
-
-    @pytest.mark.parametrize("step", [14, 4, 10])
-    @pytest.mark.sampled("14")
-    @pytest.mark.heavy
-    def test_goes_on_with_the_next_batch(self, step: int, tmp_path: Path) -> None:
-        """Within the first epoch of 10 steps, after it, and within the second."""
-        whole = self.trainer(tmp_path / "whole", save_steps=1000)
-        tritonpack.setup(whole, TOKENS)
-        watch = Watch(whole.model)
-        whole.train()
-        checkpoint = self.stopped(tmp_path / "stopped", step)
-        resumed = self.trainer(tmp_path / "stopped", save_steps=1000)
-        tritonpack.setup(resumed, TOKENS)
-        rest = Watch(resumed.model)
-        resumed.train(resume_from_checkpoint=checkpoint)
-        assert rest.batches == watch.batches[step:]
-        assert resumed.state.stateful_callbacks["tritonpack"] == whole.state.stateful_callbacks["tritonpack"]
-        for name, p in resumed.model.named_parameters():
-            assert torch.equal(p, whole.model.get_parameter(name)), name
-
-    @pytest.mark.slow
-    def test_refuses_another_plan(self, tmp_path: Path) -> None:
-        checkpoint = self.stopped(tmp_path, 4)
-        others: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
-            (
-                {},
-                72,
-                {},
-                "rest of its epoch 0 has other batches since: tokens was 64 and is 72. Restore that, or",
-            ),
-            ({"seed": 5}, TOKENS, {}, r"its data_seed \(or else seed\) was 0 and is 5. Set that seed in"),
-            ({"gradient_accumulation_steps": 2}, TOKENS, {}, "gradient_accumulation_steps was 1 and is 2"),
-            ({"train_dataset": DOCUMENTS[::-1]}, TOKENS, {}, "other lengths.* Train on the same documents in the same"),
-            ({}, TOKENS, {"objective": "linear"}, "objective was 'quadratic' and is 'linear'"),
-        ]
-        for arguments_, tokens, options, message in others:
-            trainer = self.trainer(tmp_path, **arguments_)
-            with tritonpack.setup(trainer, tokens, **options), pytest.raises(ValueError, match=message):
-                trainer.train(resume_from_checkpoint=checkpoint)
-        path = Path(checkpoint) / "trainer_state.json"
-        saved = json.loads(path.read_text())
-        saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
-        path.write_text(json.dumps(saved))
-        trainer = self.trainer(tmp_path)
-        with (
-            tritonpack.setup(trainer, TOKENS),
-            pytest.raises(ValueError, match=r"it has version 0\. Resume with the version"),
-        ):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        del saved["stateful_callbacks"]["tritonpack"]
-        path.write_text(json.dumps(saved))
-        trainer = self.trainer(tmp_path)
-        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match=r"without tritonpack\.setup"):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        trainer = self.trainer(tmp_path, ignore_data_skip=True, save_steps=1000)
-        with tritonpack.setup(trainer, TOKENS):
-            watch = Watch(trainer.model)
-            trainer.train(resume_from_checkpoint=checkpoint)
-        assert len(watch.batches) == 16, "the epoch began anew"
-
-    @pytest.mark.slow
-    def test_refuses_epochs_that_were_ended_early(self, tmp_path: Path) -> None:
-        class EndEpoch(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                control.should_epoch_stop = state.global_step == 3
-
-        trainer = self.trainer(tmp_path, save_steps=1000)
-        tritonpack.setup(trainer, TOKENS)
-        trainer.add_callback(EndEpoch())
-        trainer.add_callback(StopAt(5))
-        trainer.train()
-        resumed = self.trainer(tmp_path)
-        tritonpack.setup(resumed, TOKENS)
-        with pytest.raises(ValueError, match="after 2 batches of epoch 1, and Trainer would resume after 5 batches"):
-            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
 class TestColumns:

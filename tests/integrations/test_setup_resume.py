@@ -1,21 +1,24 @@
 """setup: trainings go on with other arguments if the batches of the epoch stay, or say which argument changes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer, TrainerCallback
 
 import tritonpack
 from tests.integrations.test_setup import DOCUMENTS, StopAt, Watch, make_trainer
 
 TOKENS = 64
 STEPS = 10  # rows of an epoch
+SETUP = {"tokens", "lookahead", "max_document_length"}  # arguments of setup
 
 
 def trained(folder: Path, resume: int | None = None, stop: int | None = None, **options: Any) -> tuple[Any, list[Any]]:
     """The trainer, and the documents of each batch that it has trained on."""
-    packing = {name: options.pop(name) for name in ("tokens", "lookahead", "max_document_length") if name in options}
+    packing = {name: options.pop(name) for name in SETUP & options.keys()}
     options = {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1000, **options}
     trainer = make_trainer(folder, **options)
     tritonpack.setup(trainer, **{"tokens": TOKENS, "steps_together": 1, **packing})
@@ -95,3 +98,75 @@ def test_names_epochs_that_need_more_steps(tmp_path: Path) -> None:
     assert short < longer
     with pytest.raises(ValueError, match=f"max_steps give each epoch {longer} steps, and it had {short}.{ANEW}"):
         trained(tmp_path, tokens=40, resume=2, num_train_epochs=6)
+
+
+class TestResuming:
+    def trainer(self, folder: Path, **options: Any) -> Trainer:
+        return make_trainer(folder, **{"gradient_accumulation_steps": 1, "save_strategy": "steps", **options})
+
+    def stopped(self, folder: Path, step: int) -> str:
+        """A checkpoint, written after so many steps."""
+        trainer = self.trainer(folder, save_steps=1000)
+        tritonpack.setup(trainer, TOKENS)
+        trainer.add_callback(StopAt(step))
+        trainer.train()
+        return str(folder / f"checkpoint-{step}")
+
+    @pytest.mark.parametrize("step", [14, 4, 10])
+    @pytest.mark.sampled("14")
+    @pytest.mark.heavy
+    def test_goes_on_with_the_next_batch(self, step: int, tmp_path: Path) -> None:
+        """Within the first epoch of 10 steps, after it, and within the second."""
+        whole = self.trainer(tmp_path / "whole", save_steps=1000)
+        tritonpack.setup(whole, TOKENS)
+        watch = Watch(whole.model)
+        whole.train()
+        checkpoint = self.stopped(tmp_path / "stopped", step)
+        resumed = self.trainer(tmp_path / "stopped", save_steps=1000)
+        tritonpack.setup(resumed, TOKENS)
+        rest = Watch(resumed.model)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert rest.batches == watch.batches[step:]
+        assert resumed.state.stateful_callbacks["tritonpack"] == whole.state.stateful_callbacks["tritonpack"]
+        for name, p in resumed.model.named_parameters():
+            assert torch.equal(p, whole.model.get_parameter(name)), name
+
+    @pytest.mark.slow
+    def test_refuses_checkpoints_without_its_state(self, tmp_path: Path) -> None:
+        checkpoint = self.stopped(tmp_path, 4)
+        path = Path(checkpoint) / "trainer_state.json"
+        saved = json.loads(path.read_text())
+        saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
+        path.write_text(json.dumps(saved))
+        trainer = self.trainer(tmp_path)
+        with (
+            tritonpack.setup(trainer, TOKENS),
+            pytest.raises(ValueError, match=r"it has version 0\. Resume with the version"),
+        ):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        del saved["stateful_callbacks"]["tritonpack"]
+        path.write_text(json.dumps(saved))
+        trainer = self.trainer(tmp_path)
+        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match=r"without tritonpack\.setup"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer = self.trainer(tmp_path, ignore_data_skip=True, save_steps=1000)
+        with tritonpack.setup(trainer, TOKENS):
+            watch = Watch(trainer.model)
+            trainer.train(resume_from_checkpoint=checkpoint)
+        assert len(watch.batches) == 16, "the epoch began anew"
+
+    @pytest.mark.slow
+    def test_refuses_epochs_that_were_ended_early(self, tmp_path: Path) -> None:
+        class EndEpoch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                control.should_epoch_stop = state.global_step == 3
+
+        trainer = self.trainer(tmp_path, save_steps=1000)
+        tritonpack.setup(trainer, TOKENS)
+        trainer.add_callback(EndEpoch())
+        trainer.add_callback(StopAt(5))
+        trainer.train()
+        resumed = self.trainer(tmp_path)
+        tritonpack.setup(resumed, TOKENS)
+        with pytest.raises(ValueError, match="after 2 batches of epoch 1, and Trainer would resume after 5 batches"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
