@@ -216,14 +216,26 @@ def prepared_stateful(make):
     return [one_pass(loader) for _ in range(3)]
 
 
-def prepared_stateful_loaded(make):
+def prepared_stateful_loaded(make, epoch=None):
     stateful_loader()
     loader, again = (make().prepare(use_stateful_dataloader=True) for _ in range(2))
     one_pass(loader)
     batches = iter(loader)
     list(islice(batches, 3))
     again.load_state_dict(loader.state_dict())
+    if epoch is not None:
+        again.set_epoch(epoch)
     return [one_pass(again) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "bins", "loader", "stream"])
+def test_stateful_loaders_of_several_processes_save_no_epoch(kind, monkeypatch):
+    """They say so, and which call chooses the epoch of a resumed pass."""
+    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    make = partial(Made, kind, ranks=2)
+    with pytest.warns(UserWarning, match=r"stateful-loader: .* Call set_epoch\(number\) on the prepared loader"):
+        assert epoch_of(prepared_stateful_loaded(make)[0], kind, 2) == "0[3:]"
+    assert [epoch_of(batches, kind, 2) for batches in prepared_stateful_loaded(make, epoch=1)] == ["1[3:]", "2", "3"]
 
 
 WORKER, KEPT, TWO = {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}, {"ranks": 2}
