@@ -65,10 +65,10 @@ class _Compilations(event.Listener):
         function = event.data["dispatcher"]
         if not self._outer and (room := _room(function)):
             what, seconds = _ROOMS[room]
-            how = f"once per machine (about {seconds} s)"
+            how = f"that are new on this machine (up to {seconds} s)"
             if function in _not_kept:
-                how = f"in each process (about {seconds} s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
-            tell_once(f"numba {room}", f"compiling the functions of {what}, {how}")
+                how = f"in each process (up to {seconds} s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
+            tell_once(f"numba {room}", f"compiling functions of {what} {how}")
             if speaks() and sys.stderr.isatty():
                 from tqdm import tqdm
 

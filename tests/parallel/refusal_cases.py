@@ -339,7 +339,7 @@ def patched_for_sdpa():
 
 ENTRIES = {
     "a trainer as model": (
-        r"got a SimpleNamespace, which holds a model; pass that model, such as trainer.model",
+        r"got a SimpleNamespace, which holds a model; pass that model, its attribute .model",
         lambda: SimpleNamespace(model=make_model()),
     ),
     "None as model": (r"expected a model, an instance of torch.nn.Module; got None of type", lambda: None),

@@ -408,11 +408,8 @@ NO_MODELS: dict[str, tuple[Any, str]] = {
     "nothing": (None, "got None of type NoneType; pass the model that you train"),
     "a class": (AutoModelForCausalLM, "the class AutoModelForCausalLM; make a model of it first"),
     "a configuration": (LlamaConfig(), r"a LlamaConfig; make a model of it first, with .*from_config\(config\)"),
-    "a list": ([1], r"got \[1\] of type list; pass one model in each call"),
-    "models": (
-        [nn.Sequential(nn.Linear(2, 2))],
-        r"got \[Sequential\( \(0\): Linear\(.* of type list; pass one model in",
-    ),
+    "a list": ([1], "got a list of 1; pass one model in each call"),
+    "models": ([nn.Sequential(nn.Linear(2, 2))] * 2, "got a list of 2; pass one model in each call"),
     "an object": (object(), "of type object; pass the model that you train"),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, LlamaModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, LlamaModel, MambaConfig
 
 import tritonpack
 from tests.patches import sweep, zoo
@@ -481,6 +481,10 @@ def test_the_report_names_what_computes_attention() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     with tritonpack.patch(model, backend="reference") as handle:
         assert "backend reference, in place of sdpa" in repr(handle)
+    for attention in ("tritonpack", "eager"):
+        mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
+        with tritonpack.patch(mamba, attention=attention) as handle:
+            assert str(handle.report).startswith("mamba: 2 layers; no attention in its layers\n")
     for attention in ("sdpa", "eager"):
         with tritonpack.patch(model, attention=attention) as handle:
             assert handle.report.runs == attention

@@ -82,7 +82,7 @@ def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be an integer {allowed}{meaning and ', ' + meaning}; got {value!r}.")
+        raise ValueError(f"{name} must be an integer {allowed}{meaning and ', ' + meaning}; got {value!r:.100}.")
     return int(value)
 
 

@@ -43,7 +43,10 @@ HANDED = "tritonpack_packing"
 # The arguments that say how a row is packed. They mean nothing for a row with one document.
 PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE, HANDED)
 
-MASK_FORM = "a two-dimensional tensor, 0 for padding and 1, or the number of the document, for tokens"
+MASK_FORM = (
+    "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the document, "
+    "for tokens"
+)
 NUMBER_FORM = "an integer tensor, int32 or int64, with the number of each token's document, of the shape of the tokens"
 
 # What an argument must be, and a check of it.

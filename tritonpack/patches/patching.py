@@ -172,10 +172,9 @@ def _require_model(model: object) -> None:
     elif hasattr(model, "to_dict") and hasattr(model, "model_type"):
         what = f"a {type(model).__name__}; make a model of it first, with AutoModelForCausalLM.from_config(config)"
     elif isinstance(getattr(model, "model", None), nn.Module):
-        what = f"a {type(model).__name__}, which holds a model; pass that model, such as trainer.model"
+        what = f"a {type(model).__name__}, which holds a model; pass that model, its attribute .model"
+    elif isinstance(model, (list, tuple, set)):
+        what = f"a {type(model).__name__} of {len(model)}; pass one model in each call"
     else:
-        several = isinstance(model, (list, tuple, set, dict))
-        shown = " ".join(repr(model).split())  # in one line
-        what = f"{shown:.80} of type {type(model).__name__}; pass "
-        what += "one model in each call" if several else "the model that you train"
+        what = f"{' '.join(repr(model).split()):.80} of type {type(model).__name__}; pass the model that you train"
     raise ValueError(f"expected a model, an instance of torch.nn.Module; got {what}.")

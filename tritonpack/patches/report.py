@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from tritonpack.backends import Backend, resolve_backend
 from tritonpack.patches.families import MIXERS, POSITION_TABLES
 
+NO_ATTENTION = "no attention"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -26,7 +28,7 @@ class Report:
             length.
         backend: the backend of the kernels that was asked for, as `varlen_attention` takes it.
         runs: what computes attention: the backend that "auto" chooses on the model's device, in its dtype, "sdpa",
-            "eager", or the model's own attention.
+            "eager", the model's own attention, or "no attention" (Mamba).
         layers: how many layers the decoder has.
         windows: how many keys a query of each layer sees, its own included; None for full attention.
         features: what else attention computes, such as "softcap", "sinks" or "chunks of 8192".
@@ -60,6 +62,8 @@ class Report:
 
     def on_device(self, model: nn.Module) -> Report:
         """This report, with what computes attention on the device on which the model lies."""
+        if not any(_attends(type(module).__name__) for module in model.modules()):
+            return replace(self, runs=NO_ATTENTION)
         if self.attention != "tritonpack":
             own = {"dense": "its own attention", "padded": self.replaced, "lengths": self.replaced}
             return replace(self, runs=own.get(self.attention) or self.attention)
@@ -96,6 +100,8 @@ class Report:
         return "\n".join(lines)
 
     def _runs(self) -> str:
+        if self.runs == NO_ATTENTION:
+            return f"{NO_ATTENTION} in its layers"
         if self.attention in ("padded", "lengths"):
             batch = "a padded batch" if self.attention == "padded" else "batches of one length"
             return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
@@ -142,6 +148,11 @@ def make_report(
         left=tuple(others),
         replaced=replaced,
     )
+
+
+def _attends(name: str) -> bool:
+    """Whether the name of a class is that of a layer with attention."""
+    return ("Attention" in name or "Attn" in name) and name not in MIXERS
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

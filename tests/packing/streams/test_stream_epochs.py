@@ -50,6 +50,14 @@ def test_epoch_of_documents_stays_if_nobody_chooses_one():
     assert list(stream_of(documents)) == epoch(2)
 
 
+def test_warns_of_the_second_of_two_iterators_made_before_either_is_read():
+    stream = stream_of()
+    first, second = iter(stream), iter(stream)
+    assert next(first) == epoch(0)[0]
+    with pytest.warns(PackingWarning, match="same-epoch: a stream begins a second pass over epoch 0"):
+        assert next(second) == epoch(0)[0]
+
+
 def test_warns_of_a_second_pass():
     stream = stream_of()
     list(stream)

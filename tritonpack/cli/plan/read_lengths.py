@@ -52,11 +52,16 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
     except ModuleNotFoundError as error:
         raise ValueError(f"{path} is read with pyarrow, which isn't installed; pip install pyarrow") from error
     except _DAMAGED as error:
-        message = " ".join(str(error).split())
-        raise ValueError(f"{path} can't be read as a {path.suffix} file: {message}") from error
+        raise ValueError(f"{path} can't be read as a {path.suffix} file: {_reason(error)}") from error
     if not len(lengths):
         raise ValueError(f"{path} holds no document. {_REMEDY}")
     return lengths
+
+
+def _reason(error: BaseException) -> str:
+    """The message of an error of reading, in one line, with the remedy for another encoding."""
+    remedy = ". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+    return " ".join(str(error).split()) + remedy
 
 
 def _read_json(path: Path, column: str | None) -> NDArray[np.int64]:
@@ -82,7 +87,9 @@ def _read_lines(path: Path, column: str | None) -> NDArray[np.int64]:
                     if not line.isspace():
                         yield f", line {number}", _parsed(line, number, path)
             except (UnicodeDecodeError, OSError) as error:
-                raise _UnreadableError(f", line {number + 1} or one after it, can't be read: {error}") from error
+                raise _UnreadableError(
+                    f", line {number + 1} or one after it, can't be read: {_reason(error)}"
+                ) from error
 
     return _count(documents(), column)
 
@@ -128,7 +135,7 @@ def _read_parquet(path: Path, column: str | None) -> NDArray[np.int64]:
                 lengths.append(_integers(name, batch.column(name)))
         except (pyarrow.ArrowException, OSError) as error:
             place = f", document {sum(map(len, lengths))} or one after it, column {name!r}, can't be read"
-            raise _UnreadableError(f"{place}: {' '.join(str(error).split())}") from error
+            raise _UnreadableError(f"{place}: {_reason(error)}") from error
     return _positive(np.concatenate(lengths)) if lengths else np.zeros(0, np.int64)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any, get_args
@@ -79,9 +80,8 @@ class PackedStream(EpochCounter, IterableDataset):
         self._was_read = False  # in this process
         self._resume: tuple[Place | None, int, int | None] | None = None  # a state's place, its epoch, and `_passes`
         self._worker = (0, 1)  # of the latest pass, or of the state that was loaded
-        self._pass = StreamPass(options, self._open, length, None)
+        self._pass = StreamPass(options, partial(self._open, []), length, None)
         self._pass_epoch = NEVER
-        self._is_begun = False  # the latest pass
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the latest pass, which belongs to this process."""
@@ -89,7 +89,7 @@ class PackedStream(EpochCounter, IterableDataset):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._pass = StreamPass(self._options, self._open, self._length, self._begin_of_next())
+        self._pass = StreamPass(self._options, partial(self._open, []), self._length, self._begin_of_next())
 
     def __iter__(self) -> Iterator[list[Any]]:
         worker, place = worker_place(), self._begin_of_next()
@@ -101,8 +101,8 @@ class PackedStream(EpochCounter, IterableDataset):
             )
         self._is_read_by_workers = get_worker_info() is not None
         self._resume, self._worker = None, worker
-        self._pass = StreamPass(self._options, self._open, self._length, place)
-        self._pass_epoch, self._is_begun = self.epoch, False
+        self._pass = StreamPass(self._options, partial(self._open, []), self._length, place)
+        self._pass_epoch = self.epoch
         return self._pass
 
     def _begin_of_next(self) -> Place | None:
@@ -112,7 +112,8 @@ class PackedStream(EpochCounter, IterableDataset):
         place, epoch, passes = self._resume
         return place if epoch == self.epoch and passes in (None, self._passes) else None
 
-    def _open(self, mark: Mark) -> Source:
+    def _open(self, opened: list[Mark], mark: Mark) -> Source:
+        """Open the documents at a mark for a pass that has opened them at these marks before."""
         if isinstance(self._documents, Iterator):
             remedy = (
                 "Pass something that can be iterated over again: a list, a datasets.IterableDataset, or a function "
@@ -126,11 +127,12 @@ class PackedStream(EpochCounter, IterableDataset):
                 )
         self._was_read = True
         again = False
-        if not self._is_begun:
-            self._is_begun, self._pass_epoch = True, self.epoch
+        if not opened:
+            self._pass_epoch = self.epoch
             if worker_place()[0] == 0:
                 again = self._begin()
                 self._passes += 1
+        opened.append(mark)
         source = Source(self._documents, self._ranks, mark, self.epoch if self._passes_epochs_on else None)
         if again and source.has_epochs:
             say_once(
