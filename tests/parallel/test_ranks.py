@@ -29,7 +29,7 @@ def each_case(size, *modules):
 @each_case(2, *CASES)
 @pytest.mark.heavy
 @pytest.mark.sampled(every=8)
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=4)
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
 
@@ -124,7 +124,7 @@ def test_ranks_agree_on_recurrent_models(run_on, module, name):
 
 @each_case(2, "router_cases")
 @pytest.mark.sampled("router: mixtral", "router: mixtral, padded")
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=4)
 def test_ranks_agree_on_losses_of_routers(run_on, module, name):
     run_on(2, module, name)
 

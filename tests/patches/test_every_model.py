@@ -80,7 +80,7 @@ def test_number_of_model_types() -> None:
 
 @mostly_slow([*BUILT, *zoo.VARIANTS])
 @pytest.mark.sampled(every=4)
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=4)
 def test_packed_equals_alone_or_is_refused(name: str) -> None:
     forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]
     row = sweep.run(name, forms=forms, gradients=[form for form in forms if form not in SAID_AGAIN])
@@ -105,7 +105,7 @@ def test_documents_get_rows_of_their_own(name: str) -> None:
 
 
 @mostly_slow(EXACT)
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=4)
 @pytest.mark.sampled(every=2)
 def test_one_document_in_a_row_equals_alone(name: str) -> None:
     """A sampler may fill a row with one long document. In every form it gives what it gives alone."""
@@ -127,7 +127,7 @@ def test_one_document_in_a_row_equals_alone(name: str) -> None:
 
 @pytest.mark.slow
 @every_exact_type
-@pytest.mark.swept(every=3)
+@pytest.mark.swept(every=6)
 def test_with_transformers_own_attention(name: str) -> None:
     model, documents = build(name), zoo.documents(sweep.LENGTHS)
     expected = sweep.alone(model, documents)
@@ -160,7 +160,7 @@ build_for_both = functools.lru_cache(maxsize=1)(build)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @every_exact_type
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.swept(every=3)
+@pytest.mark.swept(every=6)
 def test_generate_as_stock(name: str, cache: str) -> None:
     """Two rows, one of them padded on the left, unless padding changes what stock generates."""
     if name in GENERATE_DIFFERS:
@@ -193,7 +193,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.slow
 @every_exact_type
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.swept(every=3)
+@pytest.mark.swept(every=6)
 def test_gradient_checkpointing(name: str) -> None:
     if name in RANDOM_IN_TRAINING:
         pytest.skip("stock transformers differs from itself")
@@ -240,7 +240,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     "roformer",
     "xlnet-causal",
 )
-@pytest.mark.swept(every=3)
+@pytest.mark.swept(every=6)
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model = build(name)
     before, documents = state(model), zoo.documents(sweep.LENGTHS)

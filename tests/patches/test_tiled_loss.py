@@ -61,7 +61,7 @@ def equal_as_untiled(
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BUILT])
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=6)
 def test_every_type_is_exact_or_refused(name: str) -> None:
     model = zoo.tiny_model(name)
     if name in REFUSED:

@@ -60,7 +60,7 @@ def test_an_mlp_that_computes_in_float32_in_a_float64_model() -> None:
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in BUILT])
-@pytest.mark.swept(every=2)
+@pytest.mark.swept(every=6)
 def test_every_type_is_exact_or_refused(name: str) -> None:
     model = build(name)
     if name in REFUSED:
