@@ -21,6 +21,13 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # the tensors are tiny, and pytest-xdist gives every core a process
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """With `-m gpu`, say why no test runs where torch sees no GPU."""
+    if config.getoption("-m").startswith("gpu") and not torch.cuda.is_available():
+        built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},"
+        terminalreporter.write_line(f"{built} sees no GPU, so no GPU test can run.")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
     parser.addoption("--meta", action="store_true", help="run collators and calls with meta as the default device")

@@ -250,7 +250,8 @@ class Day:
         if result.verdict != SKIPPED or last is None or last.reason != result.reason:
             self.journal.write(result)
         self.log.unlink(missing_ok=True)
-        tell(f"{result.step:12} {result.verdict:10} {result.seconds:6.1f} s  {result.reason or result.last_line}")
+        why = ": ".join(filter(None, (result.reason, result.last_line)))
+        tell(f"{result.step:12} {result.verdict:10} {result.seconds:6.1f} s  {why}")
 
     def _obstacle(self, step: Step) -> str:
         """Why a step can't be run; empty if it can."""

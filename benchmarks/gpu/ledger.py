@@ -132,7 +132,8 @@ def commit_here(root: Path = ROOT) -> str:
         return commit
     digest = hashlib.sha256()
     for name in sorted(path.relative_to(root) for folder in CODE for path in (root / folder).rglob("*.*")):
-        if not {"__pycache__", "results"}.intersection(name.parts):
+        hidden = any(part.startswith(".") for part in name.parts)  # an editor's, or Jupyter's
+        if not hidden and not {"__pycache__", "results"}.intersection(name.parts) and (root / name).is_file():
             digest.update(f"{name}\0".encode() + (root / name).read_bytes())
     return f"{commit}+{digest.hexdigest()[:8]}"
 

@@ -97,6 +97,9 @@ class TestCode:
     def test_without_a_repository(self, root: Path) -> None:
         name = commit_here(root)
         assert re.fullmatch(r"unknown\+[0-9a-f]{8}", name)
+        (root / "benchmarks" / ".ipynb_checkpoints").mkdir()
+        (root / "tritonpack" / ".#a.py").symlink_to("nowhere")
+        assert commit_here(root) == name, "what an editor leaves is no code"
         (root / "tritonpack" / "__pycache__").mkdir()
         (root / "tritonpack" / "__pycache__" / "a.pyc").write_text("")
         assert commit_here(root) == name
