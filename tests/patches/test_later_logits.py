@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing  # which teaches ForkingPickler tensors
 from torch import Tensor
+from transformers import BertConfig, BertLMHeadModel
 
 import tritonpack
 from tests.patches.models import tiny_model
@@ -104,3 +105,23 @@ def test_outputs_are_copied_shared_and_saved() -> None:
     torch.save(output.logits, file := io.BytesIO())
     file.seek(0)
     assert torch.equal(torch.load(file), twin.logits)
+
+
+@pytest.mark.parametrize("option", ["unpad", "share_prefixes"])
+def test_a_loss_of_ones_own_has_the_gradients_of_plain_logits(option: str) -> None:
+    """BERT's head holds its bias under two names."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=64, is_decoder=True, **sizes)
+    gradients = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = BertLMHeadModel(config).double().eval()
+        if patched:
+            tritonpack.patch(model, **{option: True})
+        batch = padded()
+        logits = model(**batch).logits
+        live = batch["attention_mask"][..., None]
+        (logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits) * live).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, want in gradients[0].items():
+        assert want is None or torch.allclose(gradients[1][name], want, rtol=1e-9, atol=1e-12), name

@@ -45,9 +45,9 @@ def own_tensors(head: nn.Module, base: nn.Module | None = None) -> Iterator[Tens
 
 
 def own_parameters(head: nn.Module, base: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a model's head, around its base model; tied weights are of both."""
-    for _, module in head.named_modules(memo={base}):
-        yield from module.parameters(recurse=False)
+    """The parameters of a model's head, around its base model, each once; tied weights are of both."""
+    found = (x for _, module in head.named_modules(memo={base}) for x in module.parameters(recurse=False))
+    return iter({id(x): x for x in found}.values())
 
 
 def twin(module: nn.Module, **changes: Any) -> nn.Module:
