@@ -101,4 +101,4 @@ def test_a_softcap_that_sdpa_drops(version: str) -> None:
     """Documents alone are computed by eager attention, which applies it, and a patch to sdpa is refused."""
     known, unknown, refusal = run(version, "-c", SOFTCAP).splitlines()
     assert (known, unknown) == ("tritonpack", "tritonpack")
-    assert "doesn't support sdpa; use attention='eager'" in refusal
+    assert "doesn't support sdpa with its softcap; use attention='eager'" in refusal

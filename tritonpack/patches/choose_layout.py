@@ -214,8 +214,9 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
         if attention == "sdpa" and not takes_sdpa(module) and not takes_dense_mask(module):
+            what = "sdpa" if not module._supports_sdpa else "sdpa with its softcap"
             raise SettingError(
-                f"{type(module).__name__} (model type {kind!r}) doesn't support sdpa; use attention='eager' or "
+                f"{type(module).__name__} (model type {kind!r}) doesn't support {what}; use attention='eager' or "
                 "'tritonpack'."
             )
     for path, layer in model.named_modules():
