@@ -402,7 +402,9 @@ def test_a_trial_applies_a_softcap_that_sdpa_drops(small: bool, monkeypatch: pyt
     assert tritonpack.patch(model).report.attention == "tritonpack"
     assert model.config._attn_implementation == "tritonpack"
     tritonpack.unpatch(model)
-    with pytest.raises(tritonpack.UnsupportedModelError, match=r"doesn't support sdpa with its softcap; use attention='eager'"):
+    with pytest.raises(
+        tritonpack.UnsupportedModelError, match=r"doesn't support sdpa with its softcap; use attention='eager'"
+    ):
         tritonpack.patch(model, attention="sdpa")
 
 
