@@ -233,7 +233,7 @@ class Day:
                 continue
             while True:
                 left = end - time.monotonic()
-                if left < (FEWEST if first or step.continues else min(step.expected, step.limit)):
+                if left <= 0 or left < (FEWEST if first or step.continues else min(step.expected, step.limit)):
                     return False
                 result = self._run(step, min(left, self._left(step)), whole=first or self._left(step) <= left)
                 first = False
