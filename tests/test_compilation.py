@@ -55,7 +55,7 @@ def test_first_dataloader_compiles_what_it_uses_once_and_says_so(fresh: FreshInt
     assert {"planner.fill_steps", "dealing.divide"} <= set(names)
     assert {name for name, times in Counter(names).items() if times > 1} <= TWICE
     assert not UNUSED & {*names, *(name.split(".")[0] for name in names)}
-    assert printed == "tritonpack: compiling functions of packing that are new on this machine (up to 10 s)\n"
+    assert printed == "tritonpack: compiling functions for packing once per machine, at their first use (up to 10 s)\n"
     assert compiled_by(fresh, tmp_path, LOADER) == ([], "")
 
 
@@ -110,7 +110,7 @@ def test_one_line_for_a_folder(listener: compilation._Compilations, capsys: pyte
         compile_once(listener, planner.fill_steps, planner._offer, FOREIGN)
     out, line = capsys.readouterr()
     assert (out, line.count("\n")) == ("", 1)
-    assert line.startswith("tritonpack: compiling functions of packing that are new on this machine")
+    assert line.startswith("tritonpack: compiling functions for packing once per machine, at their first use")
 
 
 @pytest.mark.parametrize("rank", ["1", "7"])

@@ -31,7 +31,7 @@ _OPTIONS: Any = {"nogil": True, "error_model": "numpy"} | (
     {"no_cfunc_wrapper": True} if hasattr(_KNOWN, "no_cfunc_wrapper") else {}
 )
 # Folder -> what its functions compute, and the processor time to compile those of a first use, in seconds.
-_ROOMS = {"packing": ("packing", 10), "backends": ("attention of short documents on a CPU", 5)}
+_ROOMS = {"packing": ("packing", 10), "backends": ("attention on a CPU", 5)}
 _not_kept: set[Any] = set()  # functions whose machine code can't be kept
 
 
@@ -65,10 +65,10 @@ class _Compilations(event.Listener):
         function = event.data["dispatcher"]
         if not self._outer and (room := _room(function)):
             what, seconds = _ROOMS[room]
-            how = f"that are new on this machine (up to {seconds} s)"
+            how = f"once per machine, at their first use (up to {seconds} s)"
             if function in _not_kept:
                 how = f"in each process (up to {seconds} s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
-            tell_once(f"numba {room}", f"compiling functions of {what} {how}")
+            tell_once(f"numba {room}", f"compiling functions for {what} {how}")
             if speaks() and sys.stderr.isatty():
                 from tqdm import tqdm
 
