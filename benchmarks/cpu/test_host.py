@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from tests.kernels.fake_driver import fake_gpu
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import triton as triton_backend
 from tritonpack.masks import bounds

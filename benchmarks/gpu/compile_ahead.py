@@ -110,7 +110,7 @@ def this_arch() -> str:
 
 def work(arch: str | None) -> None:
     """Read names of calls from the standard input; compile each and answer in a line."""
-    from tests.kernels.fake_driver import fake_gpu
+    from tests.virtual_gpu.driver import fake_gpu
 
     known = {call.name: call for call in calls_for(arch or this_arch())}
     for name in map(str.strip, sys.stdin):

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.kernels.fake_driver import Launches, fake_gpu
+from tests.virtual_gpu.driver import Launches, fake_gpu
 from tritonpack import varlen_attention
 from tritonpack.backends import launch as launcher
 from tritonpack.backends import triton as triton_backend

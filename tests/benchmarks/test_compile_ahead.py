@@ -22,8 +22,8 @@ from benchmarks.gpu.ledger import Budget
 from benchmarks.gpu.shapes import shapes
 from tests.gpu.cases import HOPPER_HEAD_DIMS
 from tests.gpu.test_hopper import SMALL, WHOLE
-from tests.kernels.fake_driver import fake_gpu
 from tests.kernels.launches import calls
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.intervals import transpose_kernel
 

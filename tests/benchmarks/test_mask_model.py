@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.mask_model import CUTS, REGISTERS, SOURCES, TARGET_US, main, microseconds, offsets, runs, tile_tables
-from tests.kernels.fake_driver import fake_gpu
 from tests.lengths import distributions
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
 from tritonpack.kernels import intervals, tables

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from benchmarks.gpu.ledger import ABOUT, Budget
 from benchmarks.tune import Candidate, Table, fastest, in_order, shipped, try_all, try_in_process
-from tests.kernels.fake_driver import fake_gpu
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import kernels
 from tritonpack.kernels import tile_shapes
 from tritonpack.kernels.tile_shapes import Kernel, TileShape, select_tile

@@ -12,7 +12,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from tests.kernels.aot import TARGETS, Configuration, source
-from tests.kernels.fake_driver import questions
+from tests.virtual_gpu.driver import questions
 from tritonpack.kernels.tile_shapes import Kernel
 from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.tolerance import run

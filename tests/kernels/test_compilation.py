@@ -20,7 +20,7 @@ PROGRAM = """
 import os, warnings
 warnings.simplefilter("ignore")
 os.environ.update({environment!r})
-from tests.kernels.fake_driver import fake_gpu
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 

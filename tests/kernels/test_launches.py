@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.kernels.fake_driver import Launches, fake_gpu
 from tests.kernels.launches import Call, calls
+from tests.virtual_gpu.driver import Launches, fake_gpu
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables

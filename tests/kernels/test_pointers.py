@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.aot import Configuration, disassemble
-from tests.kernels.fake_driver import fake_gpu
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import launch
 from tritonpack.kernels.tile_shapes import Kernel

@@ -138,7 +138,9 @@ def dq_kernel(
     tl.store(delta_ptr + statistics, delta, mask=in_range)
     if sinks_ptr is not None:
         share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
-        shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
+        # Without `where`, the product is fused into the sum, and redundant lanes round the same sum differently.
+        shares = tl.where(live, share * delta, 0.0)
+        shares = tl.sum(tl.reshape(shares, (HEADS, TOKENS)), 1)
         heads = first_head + tl.arange(0, HEADS)
         tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
     q = load_rows(q_desc, first, first_head, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]

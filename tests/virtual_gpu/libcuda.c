@@ -117,7 +117,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
     launch->shared_bytes = config->sharedMemBytes;
   }
   num_launches++;
+#ifdef RUN_LAUNCH
+  return RUN_LAUNCH(config, function, parameters);
+#else
   return CUDA_SUCCESS;
+#endif
 }
 
 static int element_bytes(CUtensorMapDataType type) {
@@ -158,5 +162,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && row > 16u << (int)swizzle)  // 32, 64 or 128 bytes
     return refuse("a descriptor's block whose rows are longer than its swizzle");
   memset(map, 0, sizeof(*map));
+#ifdef ENCODE_MAP
+  if (!ENCODE_MAP(map, element_bytes(type), rank, address, sizes, strides, box, swizzle, fill))
+    return refuse("a descriptor that the virtual GPU doesn't model");
+#endif
   return CUDA_SUCCESS;
 }

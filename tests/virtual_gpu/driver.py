@@ -9,29 +9,23 @@ host's time of a call is the one beside a GPU. Kernels write nothing: results ar
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton import knobs
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
+from tests.virtual_gpu.library import library
 from tritonpack import kernels
 from tritonpack.backends import gluon
 from tritonpack.backends import triton as triton_backend
 from tritonpack.kernels import tile_shapes
 
-SOURCE = Path(__file__).with_name("fake_libcuda.c")
 ROOM = 4096  # launches that the library records
 MULTIPROCESSORS = 132  # of the GPU, whatever its architecture
 
@@ -89,12 +83,37 @@ class Launches:
         return [launch.kernel for launch in self]
 
 
+# The kernels that were loaded, by the address of their function: name and PTX. What each launch calls first.
+loaded: dict[int, tuple[str, str]] = {}
+before_launch: list[Callable[[int, tuple[Any, ...]], None]] = []
+
+
+class _Launcher(CudaLauncher):
+    """Triton's launcher, which shows each launch's function and arguments first."""
+
+    def __call__(self, gx: int, gy: int, gz: int, stream: int, function: int, *others: Any) -> None:
+        for see in before_launch:
+            see(function, others)
+        super().__call__(gx, gy, gz, stream, function, *others)
+
+
+def _load(kernel: CompiledKernel) -> None:
+    new = kernel.module is None
+    _init_handles(kernel)
+    if new and isinstance(driver.active, _FakeDriver):
+        loaded[kernel.function] = kernel.metadata.name, kernel.asm["ptx"]
+
+
+_init_handles = CompiledKernel._init_handles
+CompiledKernel._init_handles = _load
+
+
 class _FakeDriver(CudaDriver):
     """Triton's driver, without its questions to torch. The device's number is its compute capability, so that Triton's
     caches of binaries keep architectures apart."""
 
     def __init__(self, capability: int) -> None:
-        self.utils, self.launcher_cls = _utils(), CudaLauncher
+        self.utils, self.launcher_cls = _utils(), _Launcher
         self.get_current_device = lambda: capability
         self.set_current_device = lambda device: None
         self.get_current_stream = lambda device: 0
@@ -113,15 +132,15 @@ def fake_gpu(arch: str = "sm_90") -> Iterator[Launches]:
     """
     if torch.cuda.is_available():
         raise RuntimeError("fake_gpu is for machines without a GPU; this one has one.")
-    library = _library()
     with ExitStack() as stack:
         for owner, name, answer in questions(arch):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, answer)
+        library()  # before Triton looks for one
         before = driver._active
         driver.set_active(_driver(int(arch.removeprefix("sm_"))))
         stack.callback(setattr, driver, "_active", before)
-        yield Launches(library)
+        yield Launches(library())
 
 
 def questions(arch: str) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -150,30 +169,5 @@ def _driver(capability: int) -> Any:
 
 @cache
 def _utils() -> Any:
-    _library()
+    library()
     return CudaUtils()
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """The fake library, compiled into Triton's cache, and loaded before Triton asks for a library of its name."""
-    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    key = hashlib.sha256(SOURCE.read_bytes() + str(include).encode()).hexdigest()[:16]
-    folder = Path(knobs.cache.dir) / f"fake-libcuda-{key}"
-    path = folder / "libcuda.so.1"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as build:
-            made = Path(build) / path.name
-            command = [
-                os.environ.get("CC", "cc"),
-                "-O2",
-                "-shared",
-                "-fPIC",
-                "-Wl,-soname,libcuda.so.1",
-                f"-I{include}",
-            ]
-            subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True)
-            made.replace(path)  # at once, because other processes may do the same
-    knobs.nvidia.libcuda_path = str(folder)
-    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
