@@ -1,0 +1,159 @@
+"""Attention's compiled kernels on the virtual GPU, against float64, as tests/gpu does on a real one."""
+
+import mmap
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests import invariance
+from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE
+from tests.virtual_gpu.device import virtual_gpu
+from tests.virtual_gpu.marks import MARKS
+from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
+from tritonpack.testing.tolerance import check_outputs, run
+
+pytestmark = MARKS
+
+NAN = float("nan")
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap lacks before Python 3.13
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The kernels of the GPU's large cases, with fewer tokens and heads
+SHORT = tuple(
+    replace(
+        case,
+        name=f"short-{case.name}",
+        seqlens=tuple(min(n, 150) for n in case.seqlens[:4]),
+        seqlens_k=case.seqlens_k and tuple(min(n, 170) for n in case.seqlens_k[:4]),
+        window=case.window and tuple(min(n, 70) for n in case.window),
+        heads=2 * case.heads // case.kv_heads,
+        kv_heads=2,
+    )
+    for case in LARGE
+)
+ARCH = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@DTYPE
+@ARCH
+@pytest.mark.parametrize("case", [*SHORT, *CASES], ids=str)
+@pytest.mark.sampled("short-ordinary-sm_90-bf16", "short-everything-sm_90-bf16", "causal-sm_80-bf16")
+@pytest.mark.swept(every=8)
+def test_cases(case: Case, arch: str, dtype: str) -> None:
+    inputs = make_inputs(case, DTYPES[dtype], slack_value=NAN)
+    with virtual_gpu(arch, seed=len(case.name)):
+        check_backend(inputs, "triton")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["ordinary", "bidirectional", "cross", "window", "tiny"])
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
+@pytest.mark.sampled("128-ordinary-bf16")
+@pytest.mark.swept(every=6)
+def test_gluon(head_dim: int, name: str, dtype: str) -> None:
+    case = next(case for case in SHORT if case.name == f"short-{name}")
+    inputs = make_inputs(replace(case, head_dim=head_dim), DTYPES[dtype], slack_value=NAN)
+    with virtual_gpu("sm_90", seed=head_dim):
+        check_backend(inputs, "gluon")
+
+
+@pytest.mark.parametrize("dtype", ["fp32"])
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+@pytest.mark.slow
+def test_newer_architectures(case: Case, arch: str, dtype: str) -> None:
+    with virtual_gpu(arch):
+        check_backend(make_inputs(case, DTYPES[dtype], slack_value=NAN), "triton")
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+@pytest.mark.sampled("triton")
+def test_results_are_the_same_in_every_order(backend: Any) -> None:
+    """Orders of programs and warps, and undefined bits, change no bit of results."""
+    inputs = make_inputs(SHORT[1], torch.bfloat16)
+    results = []
+    for seed in range(1, 4):
+        with virtual_gpu("sm_90", seed=seed):
+            results.append(run(inputs, backend))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.slow
+@pytest.mark.swept(every=1)
+def test_fifty_backward_passes_are_equal_to_the_bit() -> None:
+    inputs = make_inputs(SHORT[1], torch.bfloat16)
+    expected = None
+    for seed in range(1, 51):
+        with virtual_gpu("sm_80", seed=seed, races=seed == 1):
+            got = run(inputs, "triton")
+        expected = expected or got
+        assert all(torch.equal(expected[name], got[name]) for name in got), seed
+
+
+@pytest.mark.parametrize("poison", [(), *invariance.POISONS], ids=lambda names: "-".join(names) or "values")
+@pytest.mark.parametrize("case", invariance.CASES, ids=str)
+@pytest.mark.sampled("causal-q-k-v-dout-dlse")
+def test_documents_have_the_same_bits_in_every_pack(case: Case, poison: tuple[str, ...]) -> None:
+    with virtual_gpu("sm_90", races=False):
+        moved = invariance.moved_outputs(case, torch.bfloat16, "triton", pack_invariant=True, poison=poison)
+    assert not moved
+
+
+def test_a_change_in_a_document_changes_no_other_bit() -> None:
+    inputs = make_inputs(replace(SHORT[1], slack=0), torch.bfloat16)
+    first, stop = inputs.mask.key_start.unique()[1].item(), 280
+    results = []
+    for change in (0.0, 1.5):
+        for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+            x[first:stop] += change
+        with virtual_gpu("sm_90"):
+            results.append(run(inputs, "triton"))
+    for name in ("out", "dq", "dk", "dv"):
+        same = (results[0][name] == results[1][name]).flatten(1).all(1)
+        assert same[:first].all(), name
+        assert same[stop:].all(), name
+        assert not same[first:stop].any(), name
+
+
+def _elsewhere(x: Tensor, how: str) -> Tensor:
+    """The same values in other memory, with NaN around them."""
+    tokens, heads, dim = x.shape
+    if how == "fused":  # a slice of the heads of a larger tensor
+        around = torch.full((tokens, heads + 3, dim), NAN, dtype=x.dtype)
+        return around[:, 1 : 1 + heads].copy_(x)
+    if how == "head-major":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if how == "misaligned":  # by 8 bytes
+        skipped = 8 // x.element_size()
+        around = torch.full((x.numel() + 2 * skipped,), NAN, dtype=x.dtype)
+        return around[skipped:-skipped].view(x.shape).copy_(x)
+    # Rows 64 MiB apart, so that offsets exceed 2**31; memory that nothing touches takes no room
+    apart = 2**26
+    room = mmap.mmap(-1, tokens * apart, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    return torch.frombuffer(room, dtype=x.dtype).as_strided(x.shape, (apart // x.element_size(), dim, 1)).copy_(x)
+
+
+@pytest.mark.parametrize("how", ["fused", "head-major", "misaligned", "far"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.sampled("sm_80-far", "sm_90-fused")
+def test_memory_of_the_inputs(arch: str, how: str) -> None:
+    case = Case("rows", (1, 90, 0, 17, 60), heads=4, kv_heads=2, head_dim=64, slack=13)
+    inputs = make_inputs(case, torch.bfloat16, slack_value=NAN)
+    moved: dict[str, Any] = {name: _elsewhere(getattr(inputs, name), how) for name in ("q", "k", "v", "dout")}
+    with virtual_gpu(arch, races=how != "far"):
+        results = run(replace(inputs, **moved), "triton")
+    check_outputs(inputs, results)
+
+
+def test_expanded_values() -> None:
+    """One value of each token for all heads: stride 0."""
+    inputs: Inputs = make_inputs(Case("expanded", (70, 40), heads=4, kv_heads=4, head_dim=64), torch.bfloat16)
+    inputs = replace(inputs, v=inputs.v[:, :1].expand_as(inputs.v))
+    with virtual_gpu("sm_80"):
+        check_backend(inputs, "triton")
