@@ -1,0 +1,119 @@
+"""Functions of tests/gpu on the virtual GPU: the tier that waits for a GPU is able to pass. And a patched model."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+
+import tritonpack
+from tests import invariance
+from tests.gpu import test_gpu, test_models
+from tests.patches import zoo
+from tests.virtual_gpu.device import VirtualGPU, virtual_gpu
+from tests.virtual_gpu.marks import MARKS
+from tests.virtual_gpu.test_attention import SHORT
+from tritonpack import backends
+from tritonpack.testing import CASES
+
+pytestmark = MARKS
+
+
+class _HostIsCuda(TorchFunctionMode):
+    """Calls for the device "cuda" get host memory, which is that of the virtual GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {name: _on_host(value) for name, value in (kwargs or {}).items()}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*map(_on_host, args), **given)
+
+
+def _on_host(x: Any) -> Any:
+    return "cpu" if isinstance(x, (str, torch.device)) and str(x).startswith("cuda") else x
+
+
+@contextmanager
+def as_cuda(arch: str, seed: int = 1) -> Iterator[VirtualGPU]:
+    """A virtual GPU for programs that ask for "cuda"; "auto" is the backend "triton"."""
+    own = backends.resolve_backend
+
+    def resolve(backend: Any, q: torch.Tensor) -> str:
+        return own("triton" if backend == "auto" else backend, q)
+
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tritonpack") and getattr(module, "resolve_backend", None) is own:
+                stack.callback(setattr, module, "resolve_backend", own)
+                module.resolve_backend = resolve  # type: ignore[attr-defined]
+        stack.enter_context(_HostIsCuda())
+        yield stack.enter_context(virtual_gpu(arch, seed=seed))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", [CASES[0], SHORT[1]], ids=str)
+@pytest.mark.slow
+def test_cases(case: Any, dtype: torch.dtype, arch: str) -> None:
+    with as_cuda(arch):
+        test_gpu.test_large_cases(case, dtype)
+
+
+@pytest.mark.slow
+def test_pack_invariance() -> None:
+    with as_cuda("sm_90"):
+        test_gpu.test_pack_invariant_documents_have_the_same_bits_in_every_pack(invariance.CASES[0], torch.bfloat16)
+        test_gpu.test_pack_invariant_contains_nan(invariance.CASES[0], invariance.POISONS[0], torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_bad_bounds_are_found_on_the_device() -> None:
+    with as_cuda("sm_90"):
+        test_gpu.test_validate_finds_bad_bounds_on_the_device()
+
+
+@pytest.mark.slow
+def test_a_patched_model() -> None:
+    with as_cuda("sm_90"):
+        test_gpu.test_a_patched_model()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", test_models.KINDS)
+@pytest.mark.slow
+@pytest.mark.swept("llama-torch.bfloat16", every=8)
+def test_documents_stay_apart(name: str, dtype: torch.dtype) -> None:
+    with as_cuda("sm_90") as gpu:
+        test_models.test_documents_stay_apart(name, dtype)
+    assert gpu.launches.kernels
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled("llama")
+def test_a_training_step(name: str) -> None:
+    """Loss and gradients of a packed batch in bfloat16: as near to float32's as those of the backend in torch."""
+    model = zoo.tiny_model(name).to(torch.bfloat16)
+    ids = torch.randint(10, zoo.VOCAB, (1, 150))
+    places = torch.cat([torch.arange(n) for n in (90, 1, 40, 19)])[None]
+    labels = ids.masked_fill(places == 0, -100)
+
+    def gradients(backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        model.to(dtype)
+        with tritonpack.patch(model, backend=backend):
+            loss = model(ids, position_ids=places, labels=labels, use_cache=False).loss
+            return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+
+    exact = gradients("reference", torch.float32)
+    plain = gradients("reference", torch.bfloat16)
+    with virtual_gpu("sm_90") as gpu:
+        kernels = gradients("triton", torch.bfloat16)
+    assert {"forward_kernel", "dq_kernel", "dkdv_kernel"} <= set(gpu.launches.kernels)
+    for expected, other, got in zip(exact, plain, kernels, strict=True):
+        error, allowed = ((x - expected).abs().max() for x in (got, other))
+        assert error <= 2 * allowed + 1e-2 * expected.abs().max()
