@@ -174,6 +174,7 @@ OP(unpack) {
   return NEXT;
 }
 
+static u64 fuel;  // instructions that the program may still run
 static void run_warp(Warp *w, u32 budget) {
   u8 kept[8 * LANES];
   while (1) {
@@ -183,6 +184,11 @@ static void run_warp(Warp *w, u32 budget) {
       choose_path(w), w->ins = i = &program->ins[w->pc];
     if (!budget--)
       return;
+    if (!fuel--) {
+      report(w, 0, "the program doesn't end within 2**26 instructions");
+      trapped = 1;
+      return;
+    }
     w->mask = w->active;
     if (i->guard != NONE) {
       u32 guard = 0;
@@ -203,11 +209,13 @@ static void run_warp(Warp *w, u32 budget) {
     if (masked)
       EACH if (!(w->mask >> l & 1)) memcpy(d + l * i->d_bytes, kept + l * i->d_bytes, (size_t)i->d_bytes);
     if (i->flags & STAMPS) {
+      s32 used[] = {i->d, i->a, i->b, i->c, i->e};
       w->serial++;
-      if (i->d != NONE)
-        w->stamps[i->d / 64] = w->serial;
-      for (int k = 0; i->d == NONE && k < i->n; k++)
-        w->stamps[program->pool[i->list + k] / 64] = w->serial;
+      for (int k = 0; k < 5 + i->n; k++) {
+        s32 offset = k < 5 ? used[k] : program->pool[i->list + k - 5];
+        if (offset >= 0)  // not NONE, nor a constant
+          w->stamps[offset / 64] = w->serial;
+      }
     }
     if (then != JUMPED)
       w->pc++;
@@ -225,6 +233,7 @@ static void begin_warp(int k) {
   for (int t = 0; t < CLOCKS; t++)
     w->seen.of[t] = w->proxied.of[t] = base_clock;
   w->seen.of[k]++;
+  w->fenced = -1;
   memset(w->stamps, 0, sizeof(u32) * (size_t)program->register_bytes / 64);
   undefined(w->regs, (u64)program->register_bytes);
   EACH {
@@ -267,6 +276,7 @@ static void run_program(void) {
   for (int k = 0; k < num_warps; k++)
     begin_warp(k);
   trapped = 0;
+  fuel = 1u << 26;
   while (!trapped) {
     int start = (int)(draw() % (u32)num_warps), done = 0;
     Warp *next = 0;

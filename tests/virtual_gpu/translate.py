@@ -57,8 +57,8 @@ class Translator:
         self._branches: list[tuple[int, list[str]]] = []
         self._offsets = {name: offset for name, offset, _ in self.kernel.params}
         self._message = b"?"
-        self._written: list[set[int]] = []  # registers, by each instruction
-        self._wgmma: set[int] = set()  # registers that wgmma reads
+        self._used: list[set[int]] = []  # registers, by each instruction but wgmma
+        self._wgmma: set[int] = set()  # registers that wgmma uses
         self._line, self._guard, self._negated, self._unique, self._last_label = 0, NONE, 0, 0, ""
 
     def run(self) -> Translator:
@@ -87,8 +87,8 @@ class Translator:
             self.pool[start : start + len(names)] = targets
             for target in targets:
                 self.instructions[target][1] |= IS_TARGET
-        for ins, written in zip(self.instructions, self._written, strict=True):
-            if self._wgmma.intersection(written):
+        for ins, used in zip(self.instructions, self._used, strict=True):
+            if self._wgmma.intersection(used):
                 ins[1] |= STAMPS
 
     # Registers and constants
@@ -182,7 +182,6 @@ class Translator:
         x: tuple[int, ...] = (),
         imm: int = 0,
         imm2: int = 0,
-        writes: list[int] | tuple[int, ...] = (),
     ) -> None:
         run = self._find("op_" + alu.handler(opcode))
         if run is None:
@@ -193,7 +192,7 @@ class Translator:
         guard = (self._guard, self._negated)
         operands = (d, d_bytes, a, b, c, e)
         self.instructions.append([run, flags, self._line, *guard, *operands, start, len(more), *x, imm, imm2, 0, 0, 0])
-        self._written.append({d, *writes} - {NONE})
+        self._used.append({d, a, b, c, e, *more} if opcode != "wgmma" else set())
 
     # Statements
 
@@ -259,7 +258,7 @@ class Translator:
         width = size // len(parts)
         if target.startswith("{"):
             into = [self._target(part, width) for part in parts]
-            self._emit("unpack", a=self._source(source, size), more=into, x=(width,), writes=into)
+            self._emit("unpack", a=self._source(source, size), more=into, x=(width,))
         else:
             self._emit("pack", d=self._target(target, size), more=self._sources(parts, width), x=(width,))
 
@@ -273,7 +272,7 @@ class Translator:
             raise Unsupported("a register that is narrower than its value")
         a, size, moved = self._address(given[1])
         x = (element, width, SPACES[space], int(kind == "s"))
-        self._emit("load", d_bytes=size, a=a, more=into, x=x, imm=moved, writes=into)
+        self._emit("load", d_bytes=size, a=a, more=into, x=x, imm=moved)
 
     @_rule(r"st\.(global|shared|shared::cta)(?:\.v[248])?\.[busf](8|16|32|64)")
     def _store(self, given: list[str], space: str, bits: str) -> None:
@@ -312,8 +311,7 @@ class Translator:
         address, registers = given if way == "st" else given[::-1]
         a, moved = self._shared_address(address)
         into = [self._target(part, 4) for part in vector(registers)]
-        writes = into if way == "ld" else ()
-        self._emit(f"{way}matrix", a=a, imm=moved, more=into, x=(int(bool(transposed)),), writes=writes)
+        self._emit(f"{way}matrix", a=a, imm=moved, more=into, x=(int(bool(transposed)),))
 
     # Matrix products
 
@@ -321,7 +319,7 @@ class Translator:
     def _mma(self, given: list[str], kind: str | None) -> None:
         into = [self._target(part, 4) for part in vector(given[0])]
         registers = [*into, *(self._source(part, 4) for text in given[1:] for part in vector(text))]
-        self._emit("mma" if kind else "mma_tf32", more=registers, x=(int(kind == "bf16"),), writes=into)
+        self._emit("mma" if kind else "mma_tf32", more=registers, x=(int(kind == "bf16"),))
 
     @_rule(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2")
     def _wgmma_product(self, given: list[str], n: str, kind: str) -> None:
