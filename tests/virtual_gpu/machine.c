@@ -90,7 +90,7 @@ OP(assertfail) {  // imm: the message
 OP(nop) { return NEXT; }
 
 OP(barrier) {  // a: which, b: threads or NONE
-  if (w->active != w->live)
+  if (w->mask != w->live)
     report(w, 0, "barrier in divergent code");
   w->barrier = R(u32, i->a)[0];
   w->barrier_threads = i->b == NONE ? (u32)num_warps * LANES : R(u32, i->b)[0];
@@ -123,7 +123,7 @@ OP(shuffle) {  // a: value, b: lane, c: clamp and segments; e: whether it came f
   }
   return NEXT;
 }
-enum { SUM, MIN_S, MAX_S, MIN_U, MAX_U, ALL, ANY, PARITY };
+enum { SUM, MIN_S, MAX_S, MIN_U, MAX_U, ALL, ANY, PARITY, MIN_F, MAX_F };
 OP(redux) {
   u32 result = 0;
   int n = 0;
@@ -138,6 +138,8 @@ OP(redux) {
     case ALL: r &= a; break;
     case ANY: r |= a; break;
     case PARITY: r ^= a; break;
+    case MIN_F: r = as_bits(fminf(as_float(r), as_float(a))); break;
+    case MAX_F: r = as_bits(fmaxf(as_float(r), as_float(a))); break;
     }
     result = n++ ? r : a;
   }
@@ -185,7 +187,7 @@ static void run_warp(Warp *w, u32 budget) {
     if (!budget--)
       return;
     if (!fuel--) {
-      report(w, 0, "the program doesn't end within 2**26 instructions");
+      report(w, 0, "the program doesn't end within 2**25 instructions");
       trapped = 1;
       return;
     }
@@ -276,7 +278,7 @@ static void run_program(void) {
   for (int k = 0; k < num_warps; k++)
     begin_warp(k);
   trapped = 0;
-  fuel = 1u << 26;
+  fuel = 1u << 25;
   while (!trapped) {
     int start = (int)(draw() % (u32)num_warps), done = 0;
     Warp *next = 0;

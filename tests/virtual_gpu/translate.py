@@ -246,6 +246,13 @@ class Translator:
                 return method(self, given, *found.groups())
         raise Unsupported("the instruction")
 
+    @_rule(r"((?:min|max)(?:\.NaN)?\.f32)")
+    def _of_three(self, given: list[str], opcode: str) -> None:
+        part = self._allocate(4)
+        a, b, c = self._sources(given[1:], 4)
+        self._emit(opcode, flags=KEEPS_LANES, d=part, d_bytes=4, a=a, b=b)
+        self._emit(opcode, flags=KEEPS_LANES, d=self._target(given[0], 4), d_bytes=4, a=part, b=c)
+
     @_rule(r"cvta\.param\.u64")
     def _param_address(self, given: list[str]) -> None:
         a, b = self._source(given[1], 8), self._constant(self._params_address, 8)
@@ -389,9 +396,9 @@ class Translator:
         kind = ("bfly", "up", "down", "idx").index(how)
         self._emit("shuffle", d=self._target(into, 4), a=a, b=b, c=c, e=e, x=(kind,))
 
-    @_rule(r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32)")
+    @_rule(r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32|min\.f32|max\.f32)")
     def _reduce(self, given: list[str], what: str) -> None:
-        order = ("add.s32", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32")
+        order = "add.s32 min.s32 max.s32 min.u32 max.u32 and.b32 or.b32 xor.b32 min.f32 max.f32".split()
         kind = order.index(what.replace("add.u32", "add.s32"))
         self._emit("redux", d=self._target(given[0], 4), a=self._source(given[1], 4), x=(kind,))
 
