@@ -3,6 +3,16 @@
 # Triton resolves annotations of kernels itself, so there is no `from __future__ import annotations` here.
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tritonpack.kernels.hopper_primitives import copy_block
 
 
 @triton.jit
@@ -54,3 +64,56 @@ def descriptor_matmul_kernel(
     offs_m, offs_n = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
     out_mask = (offs_m < rows)[:, None] & (offs_n < columns)[None, :]
     tl.store(out_ptr + offs_m[:, None] * columns + offs_n[None, :], acc, mask=out_mask)
+
+
+@gluon.jit
+def _load_blocks(x_desc, x, filled, free, blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    for block in range(blocks):
+        slot = block % STAGES
+        mbarrier.wait(free.index(slot), (block // STAGES & 1) ^ 1)
+        mbarrier.expect(filled.index(slot), BLOCK * BLOCK * 2)
+        copy_block(x_desc, [block * BLOCK, 0], filled.index(slot), x.index(slot))
+
+
+@gluon.jit
+def _add_products(x, filled, free, out_ptr, blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    acc = gl.zeros([BLOCK, BLOCK], gl.float32, LAYOUT)
+    for block in range(blocks):
+        slot = block % STAGES
+        mbarrier.wait(filled.index(slot), block // STAGES & 1)
+        rows = x.index(slot)
+        acc = warpgroup_mma(rows, rows.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index(slot))
+    offs_m = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
+    offs_n = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    gl.store(out_ptr + offs_m[:, None] * BLOCK + offs_n[None, :], acc)
+
+
+@gluon.jit
+def blocks_kernel(x_desc, out_ptr, blocks, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """The sum of the products of x's blocks with their transposes; one warp loads, four compute."""
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK, BLOCK], x_desc.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(filled.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_add_products, (x, filled, free, out_ptr, blocks, BLOCK, STAGES)),
+            (_load_blocks, (x_desc, x, filled, free, blocks, BLOCK, STAGES)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@triton.jit
+def probe_kernel(x_ptr, out_ptr):
+    """out is x [32, 32], transposed through shared memory; tests put PTX of their own in its place."""
+    offs = tl.arange(0, 32)
+    places = offs[:, None] * 32 + offs[None, :]
+    tl.store(out_ptr + places, tl.trans(tl.load(x_ptr + places)))

@@ -90,7 +90,7 @@ OP(assertfail) {  // imm: the message
 OP(nop) { return NEXT; }
 
 OP(barrier) {  // a: which, b: threads or NONE
-  if (w->active != w->live)
+  if (w->mask != w->live)
     report(w, 0, "barrier in divergent code");
   w->barrier = R(u32, i->a)[0];
   w->barrier_threads = i->b == NONE ? (u32)num_warps * LANES : R(u32, i->b)[0];
@@ -123,7 +123,7 @@ OP(shuffle) {  // a: value, b: lane, c: clamp and segments; e: whether it came f
   }
   return NEXT;
 }
-enum { SUM, MIN_S, MAX_S, MIN_U, MAX_U, ALL, ANY, PARITY };
+enum { SUM, MIN_S, MAX_S, MIN_U, MAX_U, ALL, ANY, PARITY, MIN_F, MAX_F };
 OP(redux) {
   u32 result = 0;
   int n = 0;
@@ -138,6 +138,8 @@ OP(redux) {
     case ALL: r &= a; break;
     case ANY: r |= a; break;
     case PARITY: r ^= a; break;
+    case MIN_F: r = as_bits(fminf(as_float(r), as_float(a))); break;
+    case MAX_F: r = as_bits(fmaxf(as_float(r), as_float(a))); break;
     }
     result = n++ ? r : a;
   }
@@ -174,6 +176,7 @@ OP(unpack) {
   return NEXT;
 }
 
+static u64 fuel;  // instructions that the program may still run
 static void run_warp(Warp *w, u32 budget) {
   u8 kept[8 * LANES];
   while (1) {
@@ -183,6 +186,11 @@ static void run_warp(Warp *w, u32 budget) {
       choose_path(w), w->ins = i = &program->ins[w->pc];
     if (!budget--)
       return;
+    if (!fuel--) {
+      report(w, 0, "the program doesn't end within 2**25 instructions");
+      trapped = 1;
+      return;
+    }
     w->mask = w->active;
     if (i->guard != NONE) {
       u32 guard = 0;
@@ -203,11 +211,13 @@ static void run_warp(Warp *w, u32 budget) {
     if (masked)
       EACH if (!(w->mask >> l & 1)) memcpy(d + l * i->d_bytes, kept + l * i->d_bytes, (size_t)i->d_bytes);
     if (i->flags & STAMPS) {
+      s32 used[] = {i->d, i->a, i->b, i->c, i->e};
       w->serial++;
-      if (i->d != NONE)
-        w->stamps[i->d / 64] = w->serial;
-      for (int k = 0; i->d == NONE && k < i->n; k++)
-        w->stamps[program->pool[i->list + k] / 64] = w->serial;
+      for (int k = 0; k < 5 + i->n; k++) {
+        s32 offset = k < 5 ? used[k] : program->pool[i->list + k - 5];
+        if (offset >= 0)  // not NONE, nor a constant
+          w->stamps[offset / 64] = w->serial;
+      }
     }
     if (then != JUMPED)
       w->pc++;
@@ -225,6 +235,7 @@ static void begin_warp(int k) {
   for (int t = 0; t < CLOCKS; t++)
     w->seen.of[t] = w->proxied.of[t] = base_clock;
   w->seen.of[k]++;
+  w->fenced = -1;
   memset(w->stamps, 0, sizeof(u32) * (size_t)program->register_bytes / 64);
   undefined(w->regs, (u64)program->register_bytes);
   EACH {
@@ -267,6 +278,7 @@ static void run_program(void) {
   for (int k = 0; k < num_warps; k++)
     begin_warp(k);
   trapped = 0;
+  fuel = 1u << 25;
   while (!trapped) {
     int start = (int)(draw() % (u32)num_warps), done = 0;
     Warp *next = 0;

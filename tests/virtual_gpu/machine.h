@@ -26,7 +26,7 @@ typedef int64_t s64;
 enum { LANES = 32, MAX_WARPS = 32, MAX_MBARS = 32, CLOCKS = MAX_WARPS + MAX_MBARS };
 enum { SHARED_BASE = 1024 };  // the address of a program's first byte of shared memory
 enum { NONE = -1 };           // no operand
-enum { KEEPS_LANES = 1, IS_TARGET = 2, STAMPS = 4 };  // flags: d keeps masked lanes; a branch leads here; wgmma reads d
+enum { KEEPS_LANES = 1, IS_TARGET = 2, STAMPS = 4 };  // flags: d keeps masked lanes; a branch leads here; wgmma uses its registers
 enum { NEXT, STOP, JUMPED };  // what a handler returns: go on, let another warp run, go on at w->pc
 
 typedef struct Warp Warp;
@@ -66,6 +66,7 @@ typedef struct {
   s32 count, pending;
   s64 bytes;  // that TMA still has to write
   u32 phase, clock;
+  u32 maker, made, used[MAX_WARPS];  // the warp that initialised it, when; each warp's last use
   Clock seen, proxied, next_seen, next_proxied;
 } Mbar;
 
@@ -97,7 +98,8 @@ struct Warp {
   u32 num_copies, room, copy_group;
   Flight *flights;
   u32 num_flights, wgmma_group;
-  u32 *stamps, serial, fenced;  // when a register that wgmma reads was written, by instructions of the warp
+  u32 *stamps, serial;  // when another instruction used a register of wgmma: the number of such instructions
+  s64 fenced;           // at the last wgmma.fence; -1 before the first
 };
 
 // Settings, written by Python
@@ -122,7 +124,7 @@ static inline void join(Clock *a, const Clock *b) {
 }
 
 // memory.c
-typedef enum { READ, WRITE, ASYNC_READ, ASYNC_WRITE, ATOMIC } Access;
+typedef enum { READ, WRITE, ASYNC_READ, ASYNC_WRITE, TMA_WRITE, ATOMIC } Access;
 u8 *shared_at(Warp *, int lane, u32 address, u32 bytes, u32 align, Access, const u8 *written);
 u8 *global_at(Warp *, int lane, u64 address, u32 bytes, u32 align, Access, const u8 *written);
 void copied(Warp *, u32 address, u32 bytes, const Mbar *);

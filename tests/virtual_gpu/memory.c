@@ -108,7 +108,7 @@ static u32 room_for_shadow;
 u32 base_clock;  // clocks up to here belong to earlier programs
 
 static void check_shared(Warp *w, int lane, u32 address, u32 bytes, Access access, const u8 *written) {
-  int writes = access == WRITE || access == ASYNC_WRITE;
+  int writes = access == WRITE || access == ASYNC_WRITE || access == TMA_WRITE;
   u32 now = access == ASYNC_READ || access == ASYNC_WRITE ? IN_FLIGHT : w->seen.of[w->id];
   for (u32 k = 0; k < bytes; k++) {
     u32 at = address - SHARED_BASE + k, thread = last_write[at] >> 24, clock = last_write[at] & 0xffffff;
@@ -121,8 +121,9 @@ static void check_shared(Warp *w, int lane, u32 address, u32 bytes, Access acces
                thread < MAX_WARPS ? "warp" : "TMA for mbarrier", thread < MAX_WARPS ? thread : thread - MAX_WARPS);
         return;
       }
-      if (access == ASYNC_READ && thread < MAX_WARPS && w->proxied.of[thread] < clock) {
-        report(w, lane, "wgmma reads shared byte %u, which warp %u wrote without a proxy fence since", at, thread);
+      if ((access == ASYNC_READ || access == TMA_WRITE) && thread < MAX_WARPS && w->proxied.of[thread] < clock) {
+        report(w, lane, "%s shared byte %u, which warp %u wrote without a proxy fence since",
+               access == ASYNC_READ ? "wgmma reads" : "TMA writes", at, thread);
         return;
       }
     } else if (!writes) {

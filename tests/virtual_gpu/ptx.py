@@ -41,7 +41,7 @@ def read(text: str) -> Kernel:
         Unsupported: a module without exactly one kernel, or a parameter of an unknown form.
     """
     # Comments, and directives that end with their line; line numbers stay.
-    bare = re.sub(r"//[^\n]*|^\s*\.(?:loc|file|section|version|target|address_size)\b[^\n]*", "", text, flags=re.M)
+    bare = re.sub(r"//[^\n]*|^[ \t]*\.(?:loc|file|section|version|target|address_size)\b[^\n]*", "", text, flags=re.M)
     entries = [*re.finditer(r"\.visible\s+\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", bare, re.S)]
     if len(entries) != 1:
         raise Unsupported(f"a module of {len(entries)} kernels; the virtual GPU takes modules of one")

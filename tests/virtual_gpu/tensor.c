@@ -125,7 +125,7 @@ OP(wgmma) {
     chained |= same_accumulators(&w->flights[k], i);
   for (int k = 0; k < i->x[0] / 2 + 4 * i->x[1]; k++)
     if (!(chained && k < i->x[0] / 2) && w->stamps[list[k] / 64] > w->fenced) {
-      report(w, 0, "wgmma reads a register that was written since the last wgmma.fence");
+      report(w, 0, "wgmma uses a register that another instruction used since the last wgmma.fence");
       break;
     }
   if (i->x[1])
@@ -237,6 +237,12 @@ static Mbar *mbar_at(Warp *w, int lane, u32 address, int make) {
     report(w, lane, "the mbarrier at %d isn't initialised", (s32)(address - SHARED_BASE));
     return m;
   }
+  if (m && !make) {
+    if (w->seen.of[m->maker] < m->made)
+      report(w, lane, "the mbarrier at %u was initialised by warp %u, and nothing waited for it",
+             address - SHARED_BASE, m->maker);
+    m->used[w->id] = w->seen.of[w->id];
+  }
   if (m)
     return m;
   if (address % 8 || address < SHARED_BASE || address + 8 > SHARED_BASE + shared_bytes || num_mbars == MAX_MBARS) {
@@ -267,6 +273,9 @@ OP(mbar_init) {  // a: address, b: count
     if (m->valid)
       report(w, l, "initialisation of a live mbarrier");
     m->valid = 1;
+    m->maker = (u32)w->id;
+    m->made = w->seen.of[w->id];
+    memset(m->used, 0, sizeof m->used);
     m->count = m->pending = (s32)R(u32, i->b)[l];
     m->bytes = 0;
     m->phase = 0;
@@ -278,6 +287,11 @@ OP(mbar_inval) {
     Mbar *m = mbar_at(w, l, mbar_address(w, i, l), 0);
     if (m && m->bytes)
       report(w, l, "invalidation of an mbarrier with copies in flight");
+    for (int k = 0; m && k < num_warps; k++)
+      if (w->seen.of[k] < m->used[k]) {
+        report(w, l, "invalidation of an mbarrier after a use by warp %d that nothing waited for", k);
+        break;
+      }
     if (m)
       m->valid = 0;
   }
@@ -359,7 +373,7 @@ OP(tma_load) {  // d: shared address + imm, a: descriptor, b: mbarrier's address
     for (int k = 0; k < i->n; k++)
       total *= t->box[k];
     Mbar *m = mbar_at(w, l, R(u32, i->b)[l] + (u32)i->imm2, 0);
-    u8 *to = shared_at(w, l, target, total, t->swizzle ? 128u << t->swizzle : 128, WRITE, 0);
+    u8 *to = shared_at(w, l, target, total, t->swizzle ? 128u << t->swizzle : 128, TMA_WRITE, 0);
     if (!m || !to)
       continue;
     if (num_transfers == 1024)

@@ -57,8 +57,8 @@ class Translator:
         self._branches: list[tuple[int, list[str]]] = []
         self._offsets = {name: offset for name, offset, _ in self.kernel.params}
         self._message = b"?"
-        self._written: list[set[int]] = []  # registers, by each instruction
-        self._wgmma: set[int] = set()  # registers that wgmma reads
+        self._used: list[set[int]] = []  # registers, by each instruction but wgmma
+        self._wgmma: set[int] = set()  # registers that wgmma uses
         self._line, self._guard, self._negated, self._unique, self._last_label = 0, NONE, 0, 0, ""
 
     def run(self) -> Translator:
@@ -87,8 +87,8 @@ class Translator:
             self.pool[start : start + len(names)] = targets
             for target in targets:
                 self.instructions[target][1] |= IS_TARGET
-        for ins, written in zip(self.instructions, self._written, strict=True):
-            if self._wgmma.intersection(written):
+        for ins, used in zip(self.instructions, self._used, strict=True):
+            if self._wgmma.intersection(used):
                 ins[1] |= STAMPS
 
     # Registers and constants
@@ -182,7 +182,6 @@ class Translator:
         x: tuple[int, ...] = (),
         imm: int = 0,
         imm2: int = 0,
-        writes: list[int] | tuple[int, ...] = (),
     ) -> None:
         run = self._find("op_" + alu.handler(opcode))
         if run is None:
@@ -193,7 +192,7 @@ class Translator:
         guard = (self._guard, self._negated)
         operands = (d, d_bytes, a, b, c, e)
         self.instructions.append([run, flags, self._line, *guard, *operands, start, len(more), *x, imm, imm2, 0, 0, 0])
-        self._written.append({d, *writes} - {NONE})
+        self._used.append({d, a, b, c, e, *more} if opcode != "wgmma" else set())
 
     # Statements
 
@@ -247,6 +246,13 @@ class Translator:
                 return method(self, given, *found.groups())
         raise Unsupported("the instruction")
 
+    @_rule(r"((?:min|max)(?:\.NaN)?\.f32)")
+    def _of_three(self, given: list[str], opcode: str) -> None:
+        part = self._allocate(4)
+        a, b, c = self._sources(given[1:], 4)
+        self._emit(opcode, flags=KEEPS_LANES, d=part, d_bytes=4, a=a, b=b)
+        self._emit(opcode, flags=KEEPS_LANES, d=self._target(given[0], 4), d_bytes=4, a=part, b=c)
+
     @_rule(r"cvta\.param\.u64")
     def _param_address(self, given: list[str]) -> None:
         a, b = self._source(given[1], 8), self._constant(self._params_address, 8)
@@ -259,7 +265,7 @@ class Translator:
         width = size // len(parts)
         if target.startswith("{"):
             into = [self._target(part, width) for part in parts]
-            self._emit("unpack", a=self._source(source, size), more=into, x=(width,), writes=into)
+            self._emit("unpack", a=self._source(source, size), more=into, x=(width,))
         else:
             self._emit("pack", d=self._target(target, size), more=self._sources(parts, width), x=(width,))
 
@@ -273,7 +279,7 @@ class Translator:
             raise Unsupported("a register that is narrower than its value")
         a, size, moved = self._address(given[1])
         x = (element, width, SPACES[space], int(kind == "s"))
-        self._emit("load", d_bytes=size, a=a, more=into, x=x, imm=moved, writes=into)
+        self._emit("load", d_bytes=size, a=a, more=into, x=x, imm=moved)
 
     @_rule(r"st\.(global|shared|shared::cta)(?:\.v[248])?\.[busf](8|16|32|64)")
     def _store(self, given: list[str], space: str, bits: str) -> None:
@@ -312,8 +318,7 @@ class Translator:
         address, registers = given if way == "st" else given[::-1]
         a, moved = self._shared_address(address)
         into = [self._target(part, 4) for part in vector(registers)]
-        writes = into if way == "ld" else ()
-        self._emit(f"{way}matrix", a=a, imm=moved, more=into, x=(int(bool(transposed)),), writes=writes)
+        self._emit(f"{way}matrix", a=a, imm=moved, more=into, x=(int(bool(transposed)),))
 
     # Matrix products
 
@@ -321,7 +326,7 @@ class Translator:
     def _mma(self, given: list[str], kind: str | None) -> None:
         into = [self._target(part, 4) for part in vector(given[0])]
         registers = [*into, *(self._source(part, 4) for text in given[1:] for part in vector(text))]
-        self._emit("mma" if kind else "mma_tf32", more=registers, x=(int(kind == "bf16"),), writes=into)
+        self._emit("mma" if kind else "mma_tf32", more=registers, x=(int(kind == "bf16"),))
 
     @_rule(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2")
     def _wgmma_product(self, given: list[str], n: str, kind: str) -> None:
@@ -391,9 +396,9 @@ class Translator:
         kind = ("bfly", "up", "down", "idx").index(how)
         self._emit("shuffle", d=self._target(into, 4), a=a, b=b, c=c, e=e, x=(kind,))
 
-    @_rule(r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32)")
+    @_rule(r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32|min\.f32|max\.f32)")
     def _reduce(self, given: list[str], what: str) -> None:
-        order = ("add.s32", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32")
+        order = "add.s32 min.s32 max.s32 min.u32 max.u32 and.b32 or.b32 xor.b32 min.f32 max.f32".split()
         kind = order.index(what.replace("add.u32", "add.s32"))
         self._emit("redux", d=self._target(given[0], 4), a=self._source(given[1], 4), x=(kind,))
 

@@ -1,0 +1,317 @@
+"""Every rule of the virtual GPU: PTX that breaks it is found, and its counterpart that keeps it isn't reported."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.virtual_gpu.conftest import NEEDS
+from tests.virtual_gpu.device import virtual_gpu
+from tests.virtual_gpu.known_kernels import matmul_kernel, probe_kernel
+from tests.virtual_gpu.test_machine import blocks
+
+pytestmark = NEEDS
+
+# x and out have 1,024 words, and shared memory has 4,096 bytes; there are 128 threads.
+PROLOGUE = """{
+  .reg .pred %p<8>;
+  .reg .b32 %r<32>;
+  .reg .b64 %rd<16>;
+  ld.param.b64 %rd1, [probe_kernel_param_0];
+  ld.param.b64 %rd2, [probe_kernel_param_1];
+  mov.u32 %r1, %tid.x;
+  shl.b32 %r2, %r1, 2;
+  cvt.u64.u32 %rd3, %r2;
+  add.s64 %rd4, %rd1, %rd3;  // this thread's word of x
+  add.s64 %rd5, %rd2, %rd3;  // and of out
+  mov.b32 %r3, global_smem;
+  add.s32 %r4, %r3, %r2;     // and of shared memory
+  xor.b32 %r5, %r4, 128;     // that of a thread of the next warp, or of the warp before
+  setp.eq.u32 %p1, %r1, 0;
+  setp.lt.u32 %p2, %r1, 5;
+"""
+
+
+class Rule(NamedTuple):
+    """A rule.
+
+    Attributes:
+        name: for test ids.
+        broken: PTX that breaks it.
+        kept: PTX that doesn't.
+        report: a pattern of the report of the broken PTX.
+        programs: of the launch.
+    """
+
+    name: str
+    broken: str
+    kept: str
+    report: str
+    programs: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r3], {}; @!%p3 bra.uni W;"
+RULES = (
+    Rule(
+        "global-end",
+        "ld.global.b32 %r6, [%rd4+4000];",
+        "ld.global.b32 %r6, [%rd4+3584];",
+        "global read of 4 bytes at [0-9a-f]+, 4 bytes past the end of tensor . of the arguments",
+    ),
+    Rule(
+        "global-begin",
+        "st.global.b32 [%rd5+-8], %r1;",
+        "st.global.b32 [%rd5+8], %r1;",
+        "global write of 4 bytes at .* bytes (before|past)",
+    ),
+    Rule("global-alignment", "ld.global.b32 %r6, [%rd4+2];", "ld.global.b16 %r6, [%rd4+2];", "a multiple of 4"),
+    Rule(
+        "vector-alignment",
+        "ld.global.v2.b32 {%r6, %r7}, [%rd4];",
+        "ld.global.v2.b32 {%r6, %r7}, [%rd1];",
+        "isn't a multiple of 8",
+    ),
+    Rule(
+        "shared-end",
+        "st.shared.b32 [%r4+3588], %r1;",
+        "st.shared.b32 [%r4+3584], %r1;",
+        "shared address 4096 of 4 bytes is outside the program's 4096 bytes",
+    ),
+    Rule("shared-alignment", "st.shared.b32 [%r3+2], %r3;", "st.shared.b16 [%r3+2], 7;", "shared address 2 isn't a"),
+    Rule(
+        "shared-before-writing",
+        "ld.shared.b32 %r6, [%r4];",
+        "st.shared.b32 [%r4], %r1; ld.shared.b32 %r6, [%r4];",
+        r"read of shared byte \d+, which the program hasn't written",
+    ),
+    Rule(
+        "shared-read-after-write",
+        "st.shared.b32 [%r4], %r1; ld.shared.b32 %r6, [%r5];",
+        "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5];",
+        r"race: read of shared byte \d+ after a write by warp|read of shared byte \d+, which the program hasn't",
+    ),
+    Rule(
+        "shared-write-after-read",
+        "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; st.shared.b32 [%r4], 1;",
+        "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; bar.sync 0; st.shared.b32 [%r4], 1;",
+        r"race: write of shared byte \d+ after a read by warp|race: read of shared byte \d+ after a write",
+    ),
+    Rule(
+        "shared-write-after-write",
+        "st.shared.b32 [%r4], %r1; st.shared.b32 [%r5], 1;",
+        "st.shared.b32 [%r4], %r1; xor.b32 %r6, %r1, 32; st.shared.b32 [%r5], %r6;",
+        r"race: write of shared byte \d+ after a write by warp",
+    ),
+    Rule(
+        "global-between-warps",
+        "st.global.b32 [%rd5], %r1; and.b32 %r6, %r2, 127; cvt.u64.u32 %rd6, %r6; add.s64 %rd7, %rd2, %rd6;"
+        "ld.global.b32 %r7, [%rd7];",
+        "st.global.b32 [%rd5], %r1; and.b32 %r6, %r2, 127; cvt.u64.u32 %rd6, %r6; add.s64 %rd7, %rd2, %rd6;"
+        "bar.sync 0; ld.global.b32 %r7, [%rd7];",
+        "race: global (read|write) at .* by another warp, without a barrier between",
+    ),
+    Rule(
+        "global-between-programs",
+        "mov.u32 %r6, %ctaid.x; st.global.b32 [%rd5], %r6;",
+        "st.global.b32 [%rd5], %r1;",
+        "race: global write at .* after a write by another program of the launch",
+        2,
+    ),
+    Rule(
+        "values-of-lanes",
+        "st.global.b32 [%rd2], %r1;",
+        "st.global.b32 [%rd2], 1;",
+        r"lanes \d+ and \d+ store different values to one address",
+    ),
+    Rule(
+        "shared-values-of-lanes",
+        "@%p2 st.shared.b32 [%r3], %r1;",
+        "@%p1 st.shared.b32 [%r3], %r1;",
+        r"lanes \d+ and \d+ store different values to one address",
+    ),
+    Rule(
+        "cp.async-wait",
+        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; ld.shared.b32 %r6, [%r4];",
+        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; cp.async.wait_group 0;"
+        "ld.shared.b32 %r6, [%r4];",
+        r"race: read of shared byte \d+ after a copy by warp",
+    ),
+    Rule(
+        "cp.async-groups",
+        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group;"
+        "cp.async.ca.shared.global [%r4+1024], [%rd4], 0x4; cp.async.commit_group;"
+        "cp.async.wait_group 1; ld.shared.b32 %r6, [%r4+1024];",
+        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group;"
+        "cp.async.ca.shared.global [%r4+1024], [%rd4], 0x4; cp.async.commit_group;"
+        "cp.async.wait_group 1; ld.shared.b32 %r6, [%r4];",
+        r"race: read of shared byte \d+ after a copy by warp",
+    ),
+    Rule(
+        "cp.async-of-another-warp",
+        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; bar.sync 0; cp.async.wait_group 0;"
+        "ld.shared.b32 %r6, [%r5];",
+        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;"
+        "ld.shared.b32 %r6, [%r5];",
+        r"race: read of shared byte \d+ after a (copy|write) by warp",
+    ),
+    Rule("barrier-in-a-branch", "@%p2 bra L; bar.sync 0; L: ret;", "bar.sync 0; @%p2 bra L; L: ret;", "in divergent code"),
+    Rule("barrier-of-some-lanes", "@%p2 bar.sync 0;", "bar.sync 0;", "in divergent code"),
+    Rule("barrier-of-too-many", "bar.sync 1, 160;", "bar.sync 1, 128;", "deadlock: waits at barrier 1 for 160 threads"),
+    Rule(
+        "barrier-of-different-sizes",
+        "setp.lt.u32 %p3, %r1, 32; selp.b32 %r6, 64, 128, %p3; bar.sync 1, %r6;",
+        "bar.sync 1, 128;",
+        "warps wait at barrier 1 for different numbers of threads",
+    ),
+    Rule("barrier-that-some-skip", "setp.lt.u32 %p3, %r1, 32; @%p3 bra L; bar.sync 0; L: ret;", "bar.sync 0;", "deadlock"),
+    Rule(
+        "shuffle",
+        "@%p2 shfl.sync.idx.b32 %r6, %r1, 9, 31, -1;",
+        "@%p2 shfl.sync.idx.b32 %r6, %r1, 4, 31, -1;",
+        "shuffle from lane 9, which doesn't take part",
+    ),
+    Rule(
+        "arrivals",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 2; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+        f"{WAIT.format(0)}",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+        f"{WAIT.format(0)}",
+        "deadlock: waits for the mbarrier at 0",
+    ),
+    Rule(
+        "too-many-arrivals",
+        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 16;"
+        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 2; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 16;"
+        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+        "more arrivals at the mbarrier at 0 than its count of 1",
+    ),
+    Rule(
+        "wrong-phase",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 st.shared.b32 [%r3+64], %r1;"
+        f"@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(1)} ld.shared.b32 %r6, [%r3+64];",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 st.shared.b32 [%r3+64], %r1;"
+        f"@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(0)} ld.shared.b32 %r6, [%r3+64];",
+        r"(race: )?read of shared byte 64\b|deadlock",
+    ),
+    Rule(
+        "mbarrier-without-initialisation",
+        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+        "the mbarrier at 0 isn't initialised",
+    ),
+    Rule(
+        "mbarrier-initialised-by-another-warp",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(0)}",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+        f"{WAIT.format(0)}",
+        "was initialised by warp 0, and nothing waited for it|isn't initialised",
+    ),
+    Rule(
+        "mbarrier-invalidated-in-use",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+        f"{WAIT.format(0)} @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
+        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+        f"{WAIT.format(0)} bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
+        r"invalidation of an mbarrier after a use by warp \d|isn't initialised",
+    ),
+    Rule("trap", "@%p1 trap;", "ret;", "trap"),
+)
+
+
+def probe(body: str, seed: int, programs: int = 1) -> tuple[list[str], torch.Tensor]:
+    """The reports of PTX of our own, and what it stored."""
+
+    def rewrite(name: str, ptx: str) -> str:
+        return re.sub(r"(\.reqntid 128\s*)\{.*\n\}", lambda found: f"{found[1]}{PROLOGUE}{body}\nret;\n}}", ptx, flags=re.S)
+
+    out = torch.empty(32, 32)
+    with virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu:
+        try:
+            probe_kernel[(programs,)](torch.randn(32, 32), out)
+        except RuntimeError:
+            assert gpu.reports  # why it stopped
+    return gpu.reports, out
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rule(rule: Rule) -> None:
+    for seed in (1, 2, 3):
+        reports, _ = probe(rule.broken, seed, rule.programs)
+        assert any(re.search(rule.report, report) for report in reports), reports
+        assert probe(rule.kept, seed, rule.programs)[0] == []
+
+
+def test_a_program_without_an_end() -> None:
+    (report,) = probe("L: bra L;", 1)[0]
+    assert report.endswith("the program doesn't end within 2**25 instructions")
+
+
+def test_an_undefined_register_has_other_bits_under_other_seeds() -> None:
+    outs = [probe("add.s32 %r7, %r6, 1; st.global.b32 [%rd5], %r7;", seed)[1] for seed in (1, 2, 3)]
+    assert len({bytes(out.view(torch.uint8).flatten()[:512]) for out in outs}) > 1
+
+
+class Change(NamedTuple):
+    """A change of the PTX of `blocks_kernel` or of a product by wgmma.
+
+    Attributes:
+        name: for test ids.
+        pattern, replacement: of its first place, as `re.sub` takes them.
+        report: a pattern of a report; "" if wrong results or undefined ones show it.
+    """
+
+    name: str
+    pattern: str
+    replacement: str
+    report: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CHANGES = (
+    Change("wgmma-wait", r"wgmma\.wait_group\S* *\s*0;", "", "an operand|after a read by warp|that nothing|in flight|NaN"),
+    Change("wgmma.fence", r"wgmma\.fence.*;", "", "since the last wgmma.fence"),
+    Change("mbarrier-of-tma", r"(try_wait\.parity\S* complete, \[%r30\], )%r\d+", r"\g<1>1", "by TMA for mbarrier|hasn't written"),
+    Change("phase", r"(try_wait\.parity\S* complete, \[%r30\], )%r\d+", r"\g<1>0", "by TMA for mbarrier|deadlock"),
+    Change("arrival", r"@%p\d+ mbarrier\.arrive\.shared.*;", "", "deadlock: waits for the mbarrier"),
+    Change("bytes", r"(arrive\.expect_tx.*, )8192;", r"\g<1>8176;", "deadlock|by TMA for mbarrier|more arrivals"),
+    Change("buffer-in-use", r"(try_wait\.parity\S* complete, \[%r11\], )%r\d+", r"\g<1>1", "after a read by warp|after a copy"),
+    Change("transposition", r"(wgmma\.mma.*, 1, 1, 0, )0;", r"\g<1>1;", ""),
+    Change("coordinates", r"\{(%r\d+), (%r\d+)\}\], \[", r"{\2, \1}], [", ""),
+    Change("two-arrivals", r"(@%p\d+ mbarrier\.arrive\.shared.*;)", r"\1 \1", "after a read|deadlock|more arrivals|by TMA"),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_change_of_a_kernel_that_loads_and_computes(change: Change) -> None:
+    x = torch.randn(320, 64).half()
+
+    def rewrite(name: str, ptx: str) -> str:
+        changed = re.sub(change.pattern, change.replacement, ptx, count=1)
+        assert changed != ptx
+        return changed
+
+    outs = []
+    for seed in (1, 2):
+        with virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu:
+            try:
+                outs.append(blocks(x))
+            except RuntimeError:
+                assert gpu.reports
+        if change.report:
+            assert any(re.search(change.report, report) for report in gpu.reports), gpu.reports[:3]
+    if not change.report:
+        expected = sum(block.float() @ block.float().T for block in x.split(64))
+        assert not torch.allclose(outs[0], expected, atol=1.0)
