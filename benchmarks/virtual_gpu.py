@@ -113,19 +113,23 @@ def row(count: Counts, arch: str, pairs: int, head_dim: int) -> str:
     columns = [
         f"{times(count.multiply_adds, needed):>9}",
         f"{times(count.exponentials, exponentials * pairs):>6}",
-        f"{count.instructions / pairs:>8.3f}",
-        f"{count.global_bytes / 1024:>10.0f}",
+        f"{count.instructions / pairs:>10.3f}",
+        f"{count.global_bytes / 1024:>12.0f}",
         *(f"{cycles[unit]:>12.0f}" for unit in cycles),
-        f"{count.conflicts:>9}",
-        f"{limit:>13}",
-        f"{count.reached / count.lines:>8.0%}",
+        f"{count.conflicts:>11}",
+        f"{limit:>14}",
+        f"{count.reached / count.lines:>9.0%}",
     ]
     return f"{count.kernel:24}" + "".join(columns)
 
 
-HEADER = f"{'kernel':24}{'products':>9}{'exp':>6}{'ins/pair':>8}{'global KiB':>10}" + "".join(
-    f"{name:>12}" for name in ("tensor cyc", "shared cyc", "exp cyc", "issue cyc")
-) + f"{'conflicts':>9}{'limit':>13}{'reached':>8}"  # fmt: skip
+HEADER = "".join(
+    f"{name:{'<' if width < 0 else '>'}{abs(width)}}"
+    for name, width in (
+        ("kernel", -24), ("products", 9), ("exp", 6), ("ins/pair", 10), ("global KiB", 12), ("tensor cyc", 12),
+        ("shared cyc", 12), ("exp cyc", 12), ("issue cyc", 12), ("conflicts", 11), ("limit", 14), ("reached", 9),
+    )
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

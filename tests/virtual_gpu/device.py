@@ -35,7 +35,7 @@ class _Program(ctypes.Structure):  # of machine.h
 
 
 class Line(NamedTuple):
-    """What an instruction did in all launches.
+    """What an instruction did since the first launch of a block.
 
     Attributes:
         number: of its line in the PTX, from 1.
@@ -87,6 +87,11 @@ class Executable:
             buffer = ctypes.create_string_buffer(table, len(table) + 1)
             self._kept.append(buffer)
             setattr(self.program, field, ctypes.addressof(buffer))
+        self._instructions = tables["ins"]
+
+    def forget(self) -> None:
+        """Count from zero."""
+        ctypes.memmove(self.program.ins, self._instructions, len(self._instructions))
 
     def lines(self) -> list[Line]:
         """Its instructions, in order."""
@@ -131,6 +136,7 @@ class VirtualGPU:
             key = name, self._rewrite(name, ptx) if self._rewrite else ptx
             if key not in _executables:
                 _executables[key] = Executable(*key)
+            _executables[key].forget()
             self.executables.append(_executables[key])
             library().vg_load(ctypes.c_void_p(function), ctypes.byref(_executables[key].program))
             self._ready.add(function)
@@ -201,14 +207,15 @@ def virtual_gpu(
 @contextmanager
 def _filled_with_nan() -> Iterator[None]:
     """torch.empty returns NaN."""
-    was, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    was, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def _extents(argument: Any) -> Iterator[tuple[int, int]]:

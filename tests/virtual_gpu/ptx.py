@@ -82,7 +82,7 @@ def _statements(text: str, start: int) -> Iterator[tuple[int, str]]:
     while found := _STATEMENT.match(text, start):
         start = found.end()
         brace, label, statement = found.groups()
-        line = bisect(newlines, found.start(found.lastindex)) + 1
+        line = bisect(newlines, found.start(found.lastindex or 0)) + 1
         depth += {"{": 1, "}": -1}.get(brace, 0)
         if not depth:
             return

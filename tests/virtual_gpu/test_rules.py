@@ -164,7 +164,9 @@ RULES = (
         "ld.shared.b32 %r6, [%r5];",
         r"race: read of shared byte \d+ after a (copy|write) by warp",
     ),
-    Rule("barrier-in-a-branch", "@%p2 bra L; bar.sync 0; L: ret;", "bar.sync 0; @%p2 bra L; L: ret;", "in divergent code"),
+    Rule(
+        "barrier-in-a-branch", "@%p2 bra L; bar.sync 0; L: ret;", "bar.sync 0; @%p2 bra L; L: ret;", "in divergent code"
+    ),
     Rule("barrier-of-some-lanes", "@%p2 bar.sync 0;", "bar.sync 0;", "in divergent code"),
     Rule("barrier-of-too-many", "bar.sync 1, 160;", "bar.sync 1, 128;", "deadlock: waits at barrier 1 for 160 threads"),
     Rule(
@@ -173,7 +175,9 @@ RULES = (
         "bar.sync 1, 128;",
         "warps wait at barrier 1 for different numbers of threads",
     ),
-    Rule("barrier-that-some-skip", "setp.lt.u32 %p3, %r1, 32; @%p3 bra L; bar.sync 0; L: ret;", "bar.sync 0;", "deadlock"),
+    Rule(
+        "barrier-that-some-skip", "setp.lt.u32 %p3, %r1, 32; @%p3 bra L; bar.sync 0; L: ret;", "bar.sync 0;", "deadlock"
+    ),
     Rule(
         "shuffle",
         "@%p2 shfl.sync.idx.b32 %r6, %r1, 9, 31, -1;",
@@ -233,7 +237,9 @@ def probe(body: str, seed: int, programs: int = 1) -> tuple[list[str], torch.Ten
     """The reports of PTX of our own, and what it stored."""
 
     def rewrite(name: str, ptx: str) -> str:
-        return re.sub(r"(\.reqntid 128\s*)\{.*\n\}", lambda found: f"{found[1]}{PROLOGUE}{body}\nret;\n}}", ptx, flags=re.S)
+        return re.sub(
+            r"(\.reqntid 128\s*)\{.*\n\}", lambda found: f"{found[1]}{PROLOGUE}{body}\nret;\n}}", ptx, flags=re.S
+        )
 
     out = torch.empty(32, 32)
     with virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu:
@@ -281,16 +287,30 @@ class Change(NamedTuple):
 
 
 CHANGES = (
-    Change("wgmma-wait", r"wgmma\.wait_group\S* *\s*0;", "", "an operand|after a read by warp|that nothing|in flight|NaN"),
+    Change(
+        "wgmma-wait", r"wgmma\.wait_group\S* *\s*0;", "", "an operand|after a read by warp|that nothing|in flight|NaN"
+    ),
     Change("wgmma.fence", r"wgmma\.fence.*;", "", "since the last wgmma.fence"),
-    Change("mbarrier-of-tma", r"(try_wait\.parity\S* complete, \[%r30\], )%r\d+", r"\g<1>1", "by TMA for mbarrier|hasn't written"),
+    Change(
+        "mbarrier-of-tma",
+        r"(try_wait\.parity\S* complete, \[%r30\], )%r\d+",
+        r"\g<1>1",
+        "by TMA for mbarrier|hasn't written",
+    ),
     Change("phase", r"(try_wait\.parity\S* complete, \[%r30\], )%r\d+", r"\g<1>0", "by TMA for mbarrier|deadlock"),
     Change("arrival", r"@%p\d+ mbarrier\.arrive\.shared.*;", "", "deadlock: waits for the mbarrier"),
     Change("bytes", r"(arrive\.expect_tx.*, )8192;", r"\g<1>8176;", "deadlock|by TMA for mbarrier|more arrivals"),
-    Change("buffer-in-use", r"(try_wait\.parity\S* complete, \[%r11\], )%r\d+", r"\g<1>1", "after a read by warp|after a copy"),
+    Change(
+        "buffer-in-use",
+        r"(try_wait\.parity\S* complete, \[%r11\], )%r\d+",
+        r"\g<1>1",
+        "after a read by warp|after a copy",
+    ),
     Change("transposition", r"(wgmma\.mma.*, 1, 1, 0, )0;", r"\g<1>1;", ""),
     Change("coordinates", r"\{(%r\d+), (%r\d+)\}\], \[", r"{\2, \1}], [", ""),
-    Change("two-arrivals", r"(@%p\d+ mbarrier\.arrive\.shared.*;)", r"\1 \1", "after a read|deadlock|more arrivals|by TMA"),
+    Change(
+        "two-arrivals", r"(@%p\d+ mbarrier\.arrive\.shared.*;)", r"\1 \1", "after a read|deadlock|more arrivals|by TMA"
+    ),
 )
 
 

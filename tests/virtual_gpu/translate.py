@@ -6,6 +6,7 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable
+from typing import Any
 
 from tests.virtual_gpu import alu
 from tests.virtual_gpu.ptx import Kernel, Unsupported, operands, read, vector
@@ -235,7 +236,7 @@ class Translator:
         form = alu.FORMS.get(opcode)
         if form and len(given) == 1 + len(form.operands) and not any(x.startswith("{") for x in given):
             sizes = [alu.BYTES[kind] for kind in form.operands]
-            sources = dict(zip("abce", map(self._source, given[1:], sizes), strict=False))
+            sources: dict[str, Any] = dict(zip("abce", map(self._source, given[1:], sizes), strict=False))
             size = alu.BYTES[form.result]
             self._emit(opcode, flags=KEEPS_LANES, d=self._target(given[0], size), d_bytes=size, **sources)
             if opcode.startswith("mov") and given[1].startswith("assertMessage"):
@@ -297,7 +298,7 @@ class Translator:
     def _atomic(self, given: list[str], space: str, operation: str, bits: str) -> None:
         size = int(bits) // 8
         a, address_size, moved = self._address(given[1])
-        others = dict(zip("bc", self._sources(given[2:], size), strict=False))
+        others: dict[str, Any] = dict(zip("bc", self._sources(given[2:], size), strict=False))
         x = (size, ("add", "cas", "exch", "or", "and").index(operation), SPACES[space])
         into = NONE if given[0] == "_" else self._target(given[0], size)
         self._emit("atomic", d=into, d_bytes=address_size, a=a, x=x, imm=moved, **others)
@@ -375,7 +376,7 @@ class Translator:
 
     @_rule(r"(?:bar|barrier)\.sync(?:\.aligned)?")
     def _barrier(self, given: list[str]) -> None:
-        others = dict(zip("ab", self._sources(given, 4), strict=False))
+        others: dict[str, Any] = dict(zip("ab", self._sources(given, 4), strict=False))
         self._emit("barrier", **others)
 
     @_rule(r"fence\.proxy\.async(?:\.shared::cta)?")
@@ -396,7 +397,9 @@ class Translator:
         kind = ("bfly", "up", "down", "idx").index(how)
         self._emit("shuffle", d=self._target(into, 4), a=a, b=b, c=c, e=e, x=(kind,))
 
-    @_rule(r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32|min\.f32|max\.f32)")
+    @_rule(
+        r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32|min\.f32|max\.f32)"
+    )
     def _reduce(self, given: list[str], what: str) -> None:
         order = "add.s32 min.s32 max.s32 min.u32 max.u32 and.b32 or.b32 xor.b32 min.f32 max.f32".split()
         kind = order.index(what.replace("add.u32", "add.s32"))
