@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +12,9 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.failing_cases import UserError, is_last, make_group
 from tests.parallel.models import close, make_batch, make_model
-from tritonpack import RankFailedError, SequenceParallel
+from tritonpack import SequenceParallel
 from tritonpack.parallel import operators
-from tritonpack.parallel.exchanges import ring
 
 EXACT = 1e-12  # relative to a tensor's largest number
 
@@ -93,29 +88,6 @@ def mesh() -> None:
     agrees(("ring", "ulysses"), group=ranks)
 
 
-@contextmanager
-def failing(name: str) -> Iterator[None]:
-    """On the last rank, the ring's function `name` fails at its second call, so other ranks wait for it."""
-    calls, function = [], getattr(ring, name)
-
-    def fails(*arguments: Any) -> Any:
-        calls.append(name)
-        if len(calls) == 2 and is_last():
-            raise UserError("of this rank")
-        return function(*arguments)
-
-    with mock.patch.object(ring, name, fails):
-        yield
-
-
-def failure(name: str) -> None:
-    model = make_model()
-    compiled = torch.compile(model, backend=Graphs(), dynamic=True)
-    expected = pytest.raises(UserError) if is_last() else pytest.raises(RankFailedError, match=r"Rank \d .*of this ran")
-    with expected, SequenceParallel(model, make_group(), exchange="ring"), failing(name):
-        compiled(**make_batch(0)).loss.backward()
-
-
 def dropout() -> None:
     model = make_model(attention_dropout=0.1)
     with SequenceParallel(model), pytest.raises(ValueError, match="dropout"):
@@ -146,7 +118,5 @@ CASES = {
     "mesh": mesh,
     "layers one by one": each_layer,
     "dropout": dropout,
-    "error in forward": partial(failure, "forward"),
-    "error in backward": partial(failure, "backward"),
 }
 ALSO_ON_FOUR = ("mesh", "ulysses")
