@@ -114,7 +114,7 @@ def test_ranks_agree_on_tiled_mlps(run_on, module, name):
 
 
 @each_case(2, "recurrent_cases")
-@pytest.mark.sampled("recurrent: mamba2", "recurrent: qwen3_next, long document")
+@pytest.mark.sampled("recurrent: mamba2", "recurrent: a long document")
 @pytest.mark.swept(every=4)
 def test_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(2, module, name)

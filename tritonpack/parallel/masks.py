@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.dimensions import dimensions_of
-from tritonpack.parallel.long_documents import LongDocuments
 from tritonpack.parallel.operators import SharedAttention, attend_in_graph, register
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
@@ -74,7 +73,6 @@ class ShardedBatch(PackedBatch):
         self.shared_attentions: list[SharedAttention] = []
         self._ran_on_documents = False
         self._documents: WholeDocuments | None = None
-        self._long: LongDocuments | None = None
 
     @property
     def attended(self) -> bool:
@@ -127,11 +125,7 @@ class ShardedBatch(PackedBatch):
         self._ran_on_documents = True
         if self._documents is None:
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
-            self._long = LongDocuments(self.padded, self.sharding) if self._documents.uneven else None
         documents = self._documents
-        forward = None if self._long is None else self._long.forward_of(layer)
-        if forward is not None:
-            return forward(**arguments)
         return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
 
     def lengths(self) -> tuple[Tensor, Tensor]:
