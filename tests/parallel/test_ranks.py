@@ -49,14 +49,6 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(2, "compiled_cases")
-@pytest.mark.swept(
-    "compiled: all_gather",
-    "compiled: ulysses, traced backward, recomputed",
-    "compiled: ring, sinks",
-    "compiled: group_cast",
-    "compiled: layers one by one",
-    "compiled: dropout",
-)
 def test_ranks_agree_under_torch_compile(run_on, module, name):
     run_on(2, module, name)
 

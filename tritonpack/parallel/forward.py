@@ -75,6 +75,7 @@ class ShardedForward(InstanceForward):
 
     @between_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _end_graph(args, kwargs)
         shard = self._shard(self.bound(args, kwargs))
         return self._run(args, kwargs) if shard is None else self._run_shard(shard)
 
@@ -173,6 +174,19 @@ class ShardedForward(InstanceForward):
             f"{type(self.module).__name__} returns {name} ({given}) without one row per token, so a rank can't compute "
             "it from its own tokens. Train it without SequenceParallel."
         )
+
+
+def _end_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let `torch.compile(model, fullgraph=True)` raise with the reason why graphs end here.
+
+    The compiler ignores functions without tensors among their arguments.
+    """
+    _outside()
+
+
+@outside_of_graphs
+def _outside() -> None:
+    pass
 
 
 def _is_sharded(mask: Any) -> bool:
