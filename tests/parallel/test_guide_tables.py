@@ -1,30 +1,50 @@
-"""The tables of keys and evenness in the guide to sequence parallelism are what the benchmark counts."""
+"""The tables of keys and evenness in the guide to sequence parallelism."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.layouts import batches, measure
+from tests.lengths import fill, packs
+from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import make_layout
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.exchanges.auto import few_keys
 from tritonpack.parallel.exchanges.call import Call
+from tritonpack.testing.cases import parents_of
 
 GUIDE = Path(__file__).parents[2] / "docs/sequence-parallelism.md"
+
+
+def batches(tokens: int) -> Iterator[tuple[str, BlockDiagonalMask]]:
+    """Batches by name."""
+    for name, lengths in packs(tokens, 1):
+        yield name, BlockDiagonalMask.from_seqlens(lengths)
+    yield "one document, window 1,024", BlockDiagonalMask.from_seqlens([tokens], window=(1023, 0))
+    rng = np.random.default_rng(0)
+    lengths = fill(np.maximum(rng.lognormal(np.log(8000), 1.0, 64 + tokens // 1000), 1), tokens)
+    yield "median 8,000", BlockDiagonalMask.from_seqlens(lengths)
+    yield "median 8,000, window 1,024", BlockDiagonalMask.from_seqlens(lengths, window=(1023, 0))
+    trees: list[list[tuple[int, int]]] = []
+    while sum(length for tree in trees for _, length in tree) < tokens:
+        prompt, *completions = rng.integers(100, 1500, 9).tolist()
+        trees.append([(-1, prompt), *((0, length) for length in completions)])
+    yield "prompts with 8 completions", BlockDiagonalMask.from_tree(parents_of(*trees)[:tokens])
 
 
 @pytest.mark.slow
 def test_table_of_the_guide():
     guide = GUIDE.read_text(encoding="utf-8")
-    for name, measures in measure(1 << 20, 8, 1).items():
-        keys, pairs, rows = (
-            {layout: numbers[0] for layout, numbers in measures[what].items()} for what in ("keys", "pairs", "rows")
-        )
+    for name, mask in batches(1 << 20):
+        layouts = {one: make_layout(one, mask, 8) for one in ("contiguous", "balanced", "documents")}
+        keys = {one: max(layout.remote_keys(mask)) for one, layout in layouts.items()}
+        documents = layouts["documents"]
+        rows = max(documents.lengths) * 8 / documents.num_rows
         row = (
-            f"| {name} | {keys['contiguous']:,} (pairs {pairs['contiguous']:.2f}) | {keys['balanced']:,} | "
-            f"{keys['documents']:,} | {pairs['documents']:.2f} | {rows['documents']:.2f} |"
+            f"| {name} | {keys['contiguous']:,} (pairs {layouts['contiguous'].imbalance(mask):.2f}) | "
+            f"{keys['balanced']:,} | {keys['documents']:,} | {documents.imbalance(mask):.2f} | {rows:.2f} |"
         )
         assert row in guide
         assert keys["documents"] <= 917_504
@@ -33,7 +53,7 @@ def test_table_of_the_guide():
 @pytest.mark.slow
 def test_table_of_what_auto_takes():
     guide = GUIDE.read_text(encoding="utf-8")
-    for name, mask in batches(1 << 20, 1):
+    for name, mask in batches(1 << 20):
         if name in ("prompts with 8 completions", "median 8,000, window 1,024"):
             continue
         cells = []
@@ -55,7 +75,7 @@ def test_table_of_what_auto_takes():
 def test_table_of_keys_that_a_node_receives():
     """By "group_cast" between all ranks, and between nodes whose ranks divide heads."""
     guide, nodes, gpus = GUIDE.read_text(encoding="utf-8"), 2, 8
-    for name, mask in batches(1 << 20, 1):
+    for name, mask in batches(1 << 20):
         if name not in ("short (median 700)", "long tail (median 2,000)", "median 8,000", "one document"):
             continue
         every, most = make_layout("documents", mask, nodes * gpus), 0
