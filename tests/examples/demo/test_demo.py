@@ -9,14 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from tritonpack.cli import main
-from tritonpack.cli.demo import compare_losses, isolation, settings_for, table
-from tritonpack.cli.demo.corpus import read_corpus
-from tritonpack.cli.demo.training import WAYS, Run, build_model, collate, train, train_in_turns
+from examples.demo import compare_losses, isolation, settings_for, table
+from examples.demo.__main__ import main
+from examples.demo.corpus import read_corpus
+from examples.demo.training import WAYS, Run, build_model, collate, train, train_in_turns
 
 
 @pytest.fixture
@@ -33,10 +32,10 @@ def corpus(small_library):
 @pytest.mark.slow
 def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
-    with pytest.raises(SystemExit) as exit_info:
-        main(["demo", "--steps", "4", "--documents", "4", "--max-length", "128", "--device", "cpu", "--out", str(out)])
+    arguments = ["--steps", "4", "--documents", "4", "--max-length", "128", "--device", "cpu", "--out", str(out)]
+    code = main(arguments)
     output = " ".join(capsys.readouterr().out.split())
-    assert exit_info.value.code == 0, output
+    assert code == 0, output
     assert "80 documented functions" in output
     assert all(re.search(rf" {way} +[\d,]+ +[\d.]+x ", output) for way in WAYS)
     assert "packed: isolated: documents of" in output
@@ -44,6 +43,24 @@ def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, importe
     picture = (out / "demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000  # an empty figure has 5,000 or so
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "1"], "argument --steps: must be at least 3; got 1"),
+        (["--steps", "many"], "--steps"),
+        (["--device", "cuda"], "torch sees no GPU here; use --device cpu or auto"),
+        (["--nonsense"], "--nonsense"),
+        (["--out", "/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_wrong_options_exit_with_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_all_ways_have_the_same_tokens_and_labels(corpus):

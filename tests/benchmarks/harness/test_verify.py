@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cli.bench.batches import batch_of
-from tritonpack.cli.bench.batch import Batch
-from tritonpack.cli.bench.peers import Attention, Peer, Prepared, ours, packed
-from tritonpack.cli.bench.verify import ResultCheck
+from benchmarks.harness.batch import Batch
+from benchmarks.harness.peers import Attention, Peer, Prepared, ours, packed
+from benchmarks.harness.verify import ResultCheck
+from tests.benchmarks.harness.batches import batch_of
 
 
 def check(prepare: Any, batch: Batch, *, layout: Any = packed, backward: bool = True, count: int = 512) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.cli.demo.corpus import Document
+from examples.demo.corpus import Document
 
 _SHORTEST = 7 / 8  # of the longest prompt
 

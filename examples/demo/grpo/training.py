@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from examples.demo.corpus import END_OF_DOCUMENT
+from examples.demo.grpo.rollouts import Group
+from examples.demo.measuring import Measurements, Step, in_turns, measure
+from examples.demo.training import Settings, build_model
 from tritonpack import pack_tree, patch
-from tritonpack.cli.demo.corpus import END_OF_DOCUMENT
-from tritonpack.cli.demo.grpo.rollouts import Group
-from tritonpack.cli.demo.measuring import Measurements, Step, in_turns, measure
-from tritonpack.cli.demo.training import Settings, build_model
 from tritonpack.packing import PackingCollator
 from tritonpack.packing.columns import IGNORED_LABEL
 from tritonpack.patches.patching import Patch

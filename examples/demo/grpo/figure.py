@@ -1,4 +1,4 @@
-"""The picture of `tritonpack demo-grpo`: one step's tokens as they are batched, and what each way costs."""
+"""The picture of `make demo-grpo`: one step's tokens as they are batched, and what each way costs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from examples.demo.grpo.rollouts import Group
+from examples.demo.grpo.training import WAYS, Way
+from examples.demo.measuring import Measurements
 from tritonpack import pack_tree
-from tritonpack.cli.demo.grpo.rollouts import Group
-from tritonpack.cli.demo.grpo.training import WAYS, Way
-from tritonpack.cli.demo.measuring import Measurements
 from tritonpack.cli.figures import DOCUMENT_COLORS, INK, draw_rows, make_panels
 from tritonpack.cli.files import write_figure
 

@@ -1,4 +1,4 @@
-"""`tritonpack demo`: one small Llama trained on the same documents in four ways."""
+"""`make demo`: one small Llama trained on the same documents in four ways."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tritonpack.cli.demo.corpus import Corpus
-from tritonpack.cli.demo.measuring import WARMUP_STEPS
-from tritonpack.cli.demo.training import (
+from examples.demo.corpus import Corpus
+from examples.demo.measuring import WARMUP_STEPS
+from examples.demo.training import (
     WAYS,
     Run,
     Settings,
@@ -80,7 +80,7 @@ def run_demo(settings: Settings, corpus: Corpus, num_steps: int, documents: int 
     """
     from rich.console import Console
 
-    from tritonpack.cli.demo.figure import draw
+    from examples.demo.figure import draw
 
     console = Console(highlight=False)
     documents = documents or (64 if settings.device == "cuda" else 8)

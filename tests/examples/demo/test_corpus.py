@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, read_corpus
+from examples.demo.corpus import END_OF_DOCUMENT, read_corpus
 
 
 def text(tokens):

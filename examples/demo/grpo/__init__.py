@@ -1,4 +1,4 @@
-"""`tritonpack demo-grpo`: one small Llama trained on the same groups of GRPO in four ways."""
+"""`make demo-grpo`: one small Llama trained on the same groups of GRPO in four ways."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tritonpack.cli.demo.corpus import Corpus
-from tritonpack.cli.demo.grpo.rollouts import Shape, make_groups
-from tritonpack.cli.demo.grpo.training import WAYS, Way, train_in_turns
-from tritonpack.cli.demo.measuring import WARMUP_STEPS, Measurements
-from tritonpack.cli.demo.training import Settings
+from examples.demo.corpus import Corpus
+from examples.demo.grpo.rollouts import Shape, make_groups
+from examples.demo.grpo.training import WAYS, Way, train_in_turns
+from examples.demo.measuring import WARMUP_STEPS, Measurements
+from examples.demo.training import Settings
 from tritonpack.cli.words import count
 
 # Gaps between losses that may be rounding. The largest seen were 1.2e-07 and 5.5e-04. Where the sequences of a row saw
@@ -35,7 +35,7 @@ def run_demo(settings: Settings, corpus: Corpus, shape: Shape, num_steps: int, o
     Returns:
         Whether the losses of all ways agree.
     """
-    from tritonpack.cli.demo.grpo.figure import draw
+    from examples.demo.grpo.figure import draw
 
     console = Console(highlight=False)
     steps = make_groups(corpus.training, shape, num_steps, settings.seed)

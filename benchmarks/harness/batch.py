@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,25 +107,3 @@ def make_batch(
     else:
         mask = BlockDiagonalMask.from_tree(parents, window=shape.window).to(device)
     return Batch(shape, tuple(lengths), q, k, v, dout, cu_seqlens, mask)
-
-
-def distributions(tokens: int) -> dict[str, tuple[int, ...]]:
-    """Document lengths that sum to `tokens`, by the name of their distribution.
-
-    The log-normal ones resemble instruction data: most documents are short, a few are long.
-    """
-    draws = np.random.default_rng(0).lognormal(np.log(200) - 0.8**2 / 2, 0.8, tokens)
-    half = tokens // 2
-    return {
-        "one document": (tokens,),
-        "one long, many of 64": (tokens - half, *_fill(np.full(half, 64), half)),
-        "log-normal, mean 200": _fill(np.clip(draws, 8, 4096).astype(np.int64), tokens),
-        "all of 20": _fill(np.full(tokens, 20), tokens),
-    }
-
-
-def _fill(lengths: np.ndarray, tokens: int) -> tuple[int, ...]:
-    """The first lengths that fill the batch; the last one is cut to fit."""
-    ends = np.minimum(np.cumsum(lengths), tokens)
-    count = int(np.searchsorted(ends, tokens)) + 1
-    return tuple(np.diff(ends[:count], prepend=0).tolist())

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from examples.demo.corpus import END_OF_DOCUMENT, VOCABULARY_SIZE, Document
+from examples.demo.measuring import Measurements, Step, in_turns, measure
 from tritonpack import patch
-from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, VOCABULARY_SIZE, Document
-from tritonpack.cli.demo.measuring import Measurements, Step, in_turns, measure
 from tritonpack.errors import PackingWarning
 from tritonpack.packing import PackingCollator
 from tritonpack.packing.columns import IGNORED_LABEL

@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
-from tritonpack.cli.bench.batch import Batch
-from tritonpack.cli.bench.peers import Peer, Prepared
-from tritonpack.cli.bench.verify import ResultCheck
+from benchmarks.harness.batch import Batch
+from benchmarks.harness.peers import Peer, Prepared
+from benchmarks.harness.verify import ResultCheck
 
 # Work relative to a forward pass: backward has five matrix products, forward has two.
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonpack.cli.bench.batch import Batch
-from tritonpack.cli.bench.peers import Prepared
+from benchmarks.harness.batch import Batch
+from benchmarks.harness.peers import Prepared
 from tritonpack.testing import Inputs, check_outputs
 
 ROWS = 512

@@ -1,6 +1,6 @@
 """Small batches on the CPU, one for each kind of attention that is measured."""
 
-from tritonpack.cli.bench.batch import Batch, Shape, make_batch
+from benchmarks.harness.batch import Batch, Shape, make_batch
 
 LENGTHS = (37, 1, 80, 20)
 KINDS = {

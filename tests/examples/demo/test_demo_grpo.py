@@ -1,4 +1,4 @@
-"""`tritonpack demo-grpo` as a whole and its parts, on a small library."""
+"""`make demo-grpo` as a whole and its parts, on a small library."""
 
 import math
 import re
@@ -8,18 +8,17 @@ import pytest
 import torch
 from rich.console import Console
 
-pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from tests.cli.command import run
-from tritonpack.cli.demo import settings_for
-from tritonpack.cli.demo.corpus import read_corpus
-from tritonpack.cli.demo.grpo import compare_losses, table
-from tritonpack.cli.demo.grpo.rollouts import Shape, make_groups
-from tritonpack.cli.demo.grpo.training import WAYS, attention_of, collate, loss_of, train
-from tritonpack.cli.demo.measuring import Measurements
-from tritonpack.cli.demo.training import build_model
+from examples.demo import settings_for
+from examples.demo.corpus import read_corpus
+from examples.demo.grpo import compare_losses, table
+from examples.demo.grpo.__main__ import main
+from examples.demo.grpo.rollouts import Shape, make_groups
+from examples.demo.grpo.training import WAYS, attention_of, collate, loss_of, train
+from examples.demo.measuring import Measurements
+from examples.demo.training import build_model
 
 SHAPE = Shape(prompts=2, completions=3, prompt_length=60, completion_length=40)
 
@@ -38,7 +37,7 @@ def documents(small_library):
 def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     arguments = ["--steps", 3, "--completions", 3, "--prompt-length", 60, "--completion-length", 40, "--device", "cpu"]
-    assert run("demo-grpo", *arguments, "--out", out) == 0
+    assert main([*map(str, arguments), "--out", str(out)]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "3 steps of 2 prompts with 3 completions each" in output
     assert all(re.search(rf" {way} [\d,]+ [\d.]+ ", output) for way in WAYS)
@@ -60,8 +59,10 @@ def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, importe
     ],
 )
 def test_wrong_options_are_refused(arguments, message, capsys):
-    assert run("demo-grpo", *arguments) == 2
-    assert re.fullmatch(rf"error: [^\n]*{message}[^\n]*\n", capsys.readouterr().err)
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(map(str, arguments)))
+    assert exit_info.value.code == 2
+    assert re.search(rf"error: .*{message}", capsys.readouterr().err)
 
 
 @pytest.mark.heavy

@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tritonpack.cli.demo.training import WAYS, Run, Way
+from examples.demo.training import WAYS, Run, Way
 from tritonpack.cli.figures import (
     DOCUMENT_COLORS,
     INK,

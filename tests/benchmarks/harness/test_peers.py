@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.bench import stand_ins
-from tests.cli.bench.batches import KINDS, batch_of
-from tests.cli.bench.test_verify import check
-from tritonpack.cli.bench import peers
-from tritonpack.cli.bench.peers import PEERS, one_row, torch_varlen
+from benchmarks.harness import peers
+from benchmarks.harness.peers import PEERS, one_row, torch_varlen
+from tests.benchmarks.harness import stand_ins
+from tests.benchmarks.harness.batches import KINDS, batch_of
+from tests.benchmarks.harness.test_verify import check
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.harness.batch import NO_WINDOW, Batch, Shape
 from tritonpack.attention import varlen_attention
-from tritonpack.cli.bench.batch import NO_WINDOW, Batch, Shape
 
 OURS = "tritonpack"
 MOST_PADDING = 16  # padded batches of more than this many times the tokens are refused
@@ -77,7 +77,7 @@ class Peer:
         prepare: builds, for a batch, the function of q, k and v in the peer's layout.
         layout: the layout of its tensors.
         meant_for: whether the peer is measured at a shape of documents.
-        on_cpu: whether `tritonpack bench` runs it on a CPU too.
+        on_cpu: whether it is measured on a CPU, too.
         trees: whether it takes masks of trees.
     """
 
@@ -307,5 +307,5 @@ PEERS = (
 
 
 def peers_for(shape: Shape, device: torch.device) -> list[Peer]:
-    """The peers that `tritonpack bench` measures: those meant for the shape, on a CPU only a few of them."""
+    """The peers that are measured: those meant for the shape, on a CPU only a few of them."""
     return [peer for peer in PEERS if peer.fits(shape) and (peer.on_cpu or device.type == "cuda")]
