@@ -75,10 +75,10 @@ docs: $(DOCS)
 	$(BIN)/python docs/tools/build_site.py
 
 demo: $(DEMO)
-	$(BIN)/tritonpack demo
+	$(BIN)/python -m examples.demo
 
 demo-grpo: $(DEMO)
-	$(BIN)/tritonpack demo-grpo
+	$(BIN)/python -m examples.demo.grpo
 
 bench: install
 	$(BIN)/python -m benchmarks.compile_report

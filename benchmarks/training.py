@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import ledger
+from examples.demo import SIZES
+from examples.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
+from examples.demo.training import WAYS, Run, Settings, Way, train_in_turns
 from tests.lengths import flan, orca_math
-from tritonpack.cli.demo import SIZES
-from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
-from tritonpack.cli.demo.training import WAYS, Run, Settings, Way, train_in_turns
 
 HELD_OUT = 64
 MAX_LENGTH = 4096

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 def test_every_example_is_tested():
     tested = {"pack_with_spark", "train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | {"__init__"}
 
 
 @pytest.mark.parametrize("name", ["train_packed", "train_with_trainer", "train_dpo_packed"])

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
     from tritonpack.errors import IsolationError as IsolationError
     from tritonpack.errors import PackingWarning as PackingWarning
-    from tritonpack.errors import RankFailedError as RankFailedError
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.integrations.trainer import SavedTokensCallback as SavedTokensCallback
     from tritonpack.integrations.trainer_setup import setup as setup
@@ -65,7 +64,6 @@ _HOMES = {
     "Packing": "packing",
     "PackingCollator": "packing",
     "PackingWarning": "errors",
-    "RankFailedError": "errors",
     "SavedTokensCallback": "integrations.trainer",
     "SequenceParallel": "parallel.context",
     "TreeBatch": "packing",

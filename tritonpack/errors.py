@@ -9,10 +9,6 @@ class BackendUnavailableError(ValueError):
     """The attention backend that was named can't run here; no other backend was tried."""
 
 
-class RankFailedError(RuntimeError):
-    """A rank of a sequence-parallel group failed, left or ended; the message says which, and how to go on."""
-
-
 class OutputError(OSError):
     """A file of results can't be written; the message names it."""
 

@@ -239,7 +239,7 @@ _library = torch.library.Library("tritonpack", "DEF")
 
 def define_operator(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], differentiate: Callable[..., Any],
-    save: Callable[..., None] | None = None, tags: tuple[torch.Tag, ...] = (),
+    save: Callable[..., None] | None = None,
 ) -> Any:  # fmt: skip
     """Define an operator of torch.ops.tritonpack on CPUs and GPUs, and return it.
 
@@ -248,10 +248,9 @@ def define_operator(
         implementation: computes the results.
         fake: makes empty results of the same shapes, for the compiler.
         differentiate, save: `backward` and `setup_context` of `torch.library.register_autograd`.
-        tags: of torch.
     """
     name = schema.partition("(")[0]
-    _library.define(schema, tags=tags)
+    _library.define(schema)
     for device in ("CPU", "CUDA"):
         _library.impl(name, implementation, device)
     torch.library.register_fake(f"tritonpack::{name}", fake, lib=_library)

@@ -17,10 +17,10 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
+from benchmarks.harness.batch import Batch, Shape, make_batch
+from benchmarks.harness.peers import Attention, Peer, Prepared, peers_for, sdpa_padded
+from benchmarks.harness.verify import ResultCheck
 from tests.lengths import distributions, fill
-from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.peers import Attention, Peer, Prepared, peers_for, sdpa_padded
-from tritonpack.cli.bench.verify import ResultCheck
 
 TOKENS = 4096
 SHAPE = Shape("", TOKENS, heads=8, kv_heads=2, head_dim=64, dtype="float32")

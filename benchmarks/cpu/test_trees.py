@@ -12,12 +12,12 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.harness.batch import Shape, make_batch
+from benchmarks.harness.peers import OURS, PEERS, Prepared
+from benchmarks.harness.verify import ResultCheck
 from tests.trees import group, path_lengths
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.blocked import plan_of
-from tritonpack.cli.bench.batch import Shape, make_batch
-from tritonpack.cli.bench.peers import OURS, PEERS, Prepared
-from tritonpack.cli.bench.verify import ResultCheck
 from tritonpack.testing.cases import parents_of
 
 NODES = group(2048, [256] * 8)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.first_day.runner import OK, ROOT, SKIPPED, Day, Platform
-from tritonpack.cli.bench.peers import OURS, PEERS
+from benchmarks.harness.peers import OURS, PEERS
 
 
 class Place(NamedTuple):

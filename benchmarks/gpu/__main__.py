@@ -1,11 +1,15 @@
 """Time attention and other implementations by device events, in one process, in turn, after a check of results.
 
     python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--first 10] [--commit NAME] [--without NAME ...]
+    python3 -m benchmarks.gpu --tokens 16384 [--heads 32] [--head-dim 128] [--dtype bfloat16] [--repeats 20] [--out DIR]
 
 Each row is appended to DIR/attention.csv as soon as it is measured. The shapes come in order of importance
 (benchmarks/gpu/shapes.py). A shape is begun only if the time suffices. Rows that the file has from the same commit in
 the same environment aren't measured again, so the same command continues where the last one ended. `--list` prints the
 shapes. `--device cpu` tries the program on tiny shapes where there is no GPU; its times mean nothing.
+
+With `--tokens` it measures your shape instead, causal, on four distributions of lengths. A quarter as many key heads as
+query heads, if that divides, share them. On a CPU the host's clock measures it.
 
 Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host_ms`: the median time until the launch
 returns; `tflops`: over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib`: the most memory beyond
@@ -30,10 +34,11 @@ import torch
 
 from benchmarks.gpu.ledger import CONTINUE, Budget, Ledger, environment
 from benchmarks.gpu.machine import ceilings
-from benchmarks.gpu.shapes import documents_of, shapes, smoke_shapes
-from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.measure import LOST, OPS, DeviceLostError, measure
-from tritonpack.cli.bench.peers import PEERS, Attention, Peer
+from benchmarks.gpu.shapes import documents_of, own_shapes, shapes, smoke_shapes
+from benchmarks.harness.batch import Batch, Shape, make_batch
+from benchmarks.harness.measure import LOST, OPS, REPEATS, DeviceLostError, measure
+from benchmarks.harness.peers import PEERS, Attention, Peer
+from tritonpack.attention import MAX_HEAD_DIM
 
 RESULTS = Path("benchmarks/results")
 HUNG = 300.0  # seconds without a row and without another peer after which a peer hangs; more than twice PATIENCE
@@ -96,6 +101,7 @@ def run(
     device: torch.device,
     *,
     peers: Sequence[Peer] = PEERS,
+    repeats: int = REPEATS,
 ) -> list[Shape]:
     """Measure the shapes that the ledger doesn't have, until the time is up; returns the shapes that are left."""
     for number, shape in enumerate(todo):
@@ -115,7 +121,8 @@ def run(
 
         batch = make_batch(shape, lengths, device, parents=parents)
         with Watch(write) as watch:
-            measure(batch, [watch.noting(peer) for peer in fit if not ledger.lost(columns, peer.name)], watch.write)
+            noted = [watch.noting(peer) for peer in fit if not ledger.lost(columns, peer.name)]
+            measure(batch, noted, watch.write, repeats)
         del batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -131,18 +138,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tokens", type=int, help="measure batches of so many tokens instead of the list of shapes")
+    parser.add_argument("--heads", type=int, default=32, help="query heads, with --tokens")
+    parser.add_argument("--head-dim", type=int, default=128, help="with --tokens")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="with --tokens")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="most repeats of a call")
     parser.add_argument("--list", action="store_true", help="print the shapes and stop")
     options = parser.parse_args(arguments)
     unknown = set(options.without) - {peer.name for peer in PEERS}
     if unknown:
         parser.error(f"--without knows {', '.join(repr(p.name) for p in PEERS)}; got {', '.join(sorted(unknown))}.")
     on_cpu = options.device == "cpu"
-    todo = (smoke_shapes() if on_cpu else shapes())[: options.first]
+    for name, most in (("tokens", 2**31 - 1), ("heads", 2**16), ("head_dim", MAX_HEAD_DIM), ("repeats", 2**31 - 1)):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= most:
+            parser.error(f"--{name.replace('_', '-')} must be from 1 to {most}; got {value}.")
+    if options.tokens is not None:
+        todo = own_shapes(options.tokens, options.heads, options.head_dim, options.dtype)[: options.first]
+    else:
+        todo = (smoke_shapes() if on_cpu else shapes())[: options.first]
     if options.list:
         print("\n".join(map(str, todo)))
         return
     if on_cpu and options.out is None:
-        parser.error("--device cpu needs --out: rows of a smoke run don't belong beside measured ones.")
+        parser.error("--device cpu needs --out: rows of a CPU don't belong beside those of a GPU.")
     if not on_cpu and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a GPU, and torch sees none here.")
 
@@ -152,9 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)
     if not on_cpu:
         print(ceilings(), flush=True)
-    peers = [peer for peer in PEERS if peer.name not in options.without]
+    smoke = options.tokens is None  # which tries all of them on a CPU, too
+    peers = [peer for peer in PEERS if peer.name not in options.without and (smoke or not on_cpu or peer.on_cpu)]
     try:
-        left = run(todo, ledger, budget, device, peers=peers)
+        left = run(todo, ledger, budget, device, peers=peers, repeats=options.repeats)
     except DeviceLostError as error:
         print(f"\nThe device is lost to this process: {error}\nThe same command continues.", file=sys.stderr)
         raise SystemExit(CONTINUE) from error

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tritonpack.cli.bench.batch import Shape
-from tritonpack.cli.bench.measure import FIGURES, LOST, OPS
+from benchmarks.harness.batch import Shape
+from benchmarks.harness.measure import FIGURES, LOST, OPS
 from tritonpack.cli.machine import installed_version
 
 ROOT = Path(__file__).parents[2]

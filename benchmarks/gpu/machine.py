@@ -15,8 +15,8 @@ from importlib import import_module
 import torch
 
 from benchmarks.gpu.ledger import environment
-from tritonpack.cli.bench.measure import quantiles, reason, time_alternating
-from tritonpack.cli.bench.peers import hidden
+from benchmarks.harness.measure import quantiles, reason, time_alternating
+from benchmarks.harness.peers import hidden
 
 OTHERS = ("torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn.cute", "xformers.ops")
 

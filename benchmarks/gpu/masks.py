@@ -18,11 +18,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.ledger import append, environment
+from benchmarks.harness.measure import quantiles, time_alternating
 from tests.lengths import distributions
 from tests.trees import tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
-from tritonpack.cli.bench.measure import quantiles, time_alternating
 from tritonpack.testing.cases import parents_of
 
 RESULTS = Path("benchmarks/results")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.harness.batch import Shape
 from tests.lengths import distributions
 from tests.trees import group, path_lengths, tree_batches
-from tritonpack.cli.bench.batch import Shape
 from tritonpack.testing.cases import parents_of
 
 ORDINARY = ("stdlib", "flan", "openchat", "skewed", "orca", "tiny")
@@ -74,6 +74,12 @@ def shapes() -> list[Shape]:
         *(replace(shape, kv_heads=32) for shape in k32[:2]),
         Shape("one", 32768, head_dim=64, window=WINDOW),
     ]
+
+
+def own_shapes(tokens: int, heads: int, head_dim: int, dtype: str) -> list[Shape]:
+    """Batches of four distributions with these sizes."""
+    kv_heads = heads // 4 if heads % 4 == 0 else heads
+    return [Shape(name, tokens, heads, kv_heads, head_dim, dtype=dtype) for name in ("one", "skewed", "flan", "tiny")]
 
 
 def smoke_shapes() -> list[Shape]:

@@ -13,11 +13,11 @@ import benchmarks.gpu.__main__ as program
 from benchmarks.gpu.__main__ import main, run
 from benchmarks.gpu.ledger import ABOUT, CONTINUE, LOST, OPS, Budget, Ledger
 from benchmarks.gpu.shapes import UNSHARED, documents_of, shapes, smoke_shapes
+from benchmarks.harness import measure as measuring
+from benchmarks.harness.batch import Batch, Shape, make_batch
+from benchmarks.harness.measure import DeviceLostError, time_alternating
+from benchmarks.harness.peers import OURS, Peer, ours
 from tests.lengths import distributions
-from tritonpack.cli.bench import measure as measuring
-from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError, time_alternating
-from tritonpack.cli.bench.peers import OURS, Peer, ours
 
 CPU = torch.device("cpu")
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
@@ -161,6 +161,24 @@ class TestMain:
             main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0"])
         assert exit.value.code == CONTINUE
         assert f"continues with:\n  {smoke_shapes()[0]}\n" in capsys.readouterr().out
+
+    def test_own_sizes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(program, "PEERS", (Peer(OURS, ours, on_cpu=True),))
+        sizes = ["--tokens", "96", "--heads", "4", "--head-dim", "16", "--dtype", "float32", "--repeats", "1"]
+        main(["--device", "cpu", "--out", str(tmp_path), *sizes])
+        with (tmp_path / "attention.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == 4 * 3
+        assert {row["status"] for row in rows} == {"ok"}
+        names = ("tokens", "heads", "kv_heads", "head_dim", "dtype")
+        assert {tuple(row[name] for name in names) for row in rows} == {("96", "4", "1", "16", "float32")}
+        assert len({row["distribution"] for row in rows}) == 4
+
+    @pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--tokens", "96", "--head-dim", "1000"]])
+    def test_wrong_sizes_are_refused(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert f"{arguments[-2]} must be from 1 to " in capsys.readouterr().err
 
     def test_smoke_run_needs_a_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):

@@ -9,8 +9,8 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import plot
 from benchmarks.gpu.ledger import ABOUT, COLUMNS, OPS, Ledger
-from tritonpack.cli.bench.batch import Shape
-from tritonpack.cli.bench.peers import PEERS
+from benchmarks.harness.batch import Shape
+from benchmarks.harness.peers import PEERS
 
 PNG = b"\x89PNG"
 MODEL = Shape("flan", 32768)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks import training
+from examples.demo.corpus import END_OF_DOCUMENT
+from examples.demo.training import Run
 from tests.lengths import flan, orca_math
-from tritonpack.cli.demo.corpus import END_OF_DOCUMENT
-from tritonpack.cli.demo.training import Run
 
 # Seconds, MiB and computed tokens of a step.
 WAYS = {"padded": (2.0, 800, 200), "unpadded": (1.25, 500, 100), "naive": (1.0, 500, 100), "packed": (1.0, 400, 100)}

@@ -26,10 +26,10 @@ from benchmarks.first_day.verdict import (
     targets,
 )
 from benchmarks.gpu.ledger import ABOUT, OPS, Ledger
+from benchmarks.harness.batch import Shape
+from benchmarks.harness.peers import OURS, PEERS
 from tests.benchmarks.test_first_day import FAILS, day, python
 from tests.kernels.aot import Configuration
-from tritonpack.cli.bench.batch import Shape
-from tritonpack.cli.bench.peers import OURS, PEERS
 
 pytestmark = pytest.mark.usefixtures("still_clock")
 

@@ -16,12 +16,12 @@ from tritonpack.errors import OutputError
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--steps", "1"], "--steps"),
-        (["demo", "--steps", "many"], "--steps"),
-        (["demo", "--device", "tpu"], "--device"),
-        (["demo", "--nonsense"], "--nonsense"),
+        (["check-backend", "a:b", "--device", "tpu"], "--device"),
+        (["check-backend", "--nonsense"], "--nonsense"),
         (["nonsense"], "nonsense"),
-        (["demo", "--out", "/proc/nowhere"], "/proc/nowhere"),
+        (["bench", "--tokens", "96"], "no command 'bench'; in a clone of the repository run python -m benchmarks.gpu"),
+        (["demo"], "run python -m examples.demo, or make demo"),
+        (["demo-grpo"], "run python -m examples.demo.grpo, or make demo-grpo"),
     ],
 )
 def test_wrong_command_line_prints_one_line_and_exits_with_2(arguments, message, capsys):
@@ -34,22 +34,22 @@ def test_wrong_command_line_prints_one_line_and_exits_with_2(arguments, message,
 
 def test_cuda_without_gpu_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run("demo", "--device", "cuda") == 2
+    assert run("check-backend", "tests.testing.backends:attention", "--device", "cuda") == 2
     assert "torch sees no GPU here; use --device cpu or auto" in capsys.readouterr().err
 
 
 def test_missing_package_is_named(capsys, monkeypatch):
     find_spec = "tritonpack.cli.app.importlib.util.find_spec"
     monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
-    assert run("demo") == 2
-    assert "the demo needs matplotlib, which isn't installed; pip install matplotlib" in capsys.readouterr().err
+    assert run("plan", "lengths.json", "--capacity", "8") == 2
+    assert "the plan needs matplotlib, which isn't installed; pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=str)
 def test_help_names_commands_and_shell_completion(arguments, capsys):
     assert run(*arguments) == 0
     output = capsys.readouterr().out
-    assert all(name in output for name in ("demo", "check-backend", "doctor", "--install-completion"))
+    assert all(name in output for name in ("plan", "check-backend", "doctor", "--install-completion"))
 
 
 def test_module_entry_point():

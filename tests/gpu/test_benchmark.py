@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.gpu.__main__ import run
 from benchmarks.gpu.ledger import OPS, Budget, Ledger, environment
-from tritonpack.cli.bench.batch import Shape
-from tritonpack.cli.bench.measure import extra_bytes, launches, time_alternating
-from tritonpack.cli.bench.peers import OURS, PEERS
+from benchmarks.harness.batch import Shape
+from benchmarks.harness.measure import extra_bytes, launches, time_alternating
+from benchmarks.harness.peers import OURS, PEERS
 
 pytestmark = pytest.mark.gpu
 

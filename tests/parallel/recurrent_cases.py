@@ -6,8 +6,8 @@ Layers compute parts in float32 whatever the dtype of the model is, so everythin
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -25,15 +25,10 @@ from tests.parallel.models import (
     on_ranks,
     packed,
     padded,
-    three_tokens,
     two_rows,
 )
 from tests.patches import zoo
 from tritonpack import SequenceParallel
-from tritonpack.parallel.comm import as_ranks
-from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.row_travel import RowTravel
-from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.families import MIXERS
 
 TOLERANCE = 1e-12
@@ -88,8 +83,18 @@ def require_equal(got: Result, wanted: Result) -> None:
         assert off < TOLERANCE, f"{name} is off by {off:.1e}"
 
 
-def agrees(name, batch=packed, checkpoints=False, config=None, **options):
-    model, other = (make(name, **config or {}) for _ in range(2))
+def several_documents():
+    """None is longer than the share of a rank, also of four."""
+    return packed((13, 1, 9, 12, 5, 11))
+
+
+def few_tokens():
+    """A document or two for each rank."""
+    return packed((3, 3, 2, 3))
+
+
+def agrees(name, batch=several_documents, checkpoints=False, **options):
+    model, other = (make(name) for _ in range(2))
     assert any(type(module).__name__ in MIXERS for module in model.modules())
     if checkpoints:
         other.train().gradient_checkpointing_enable()
@@ -99,8 +104,14 @@ def agrees(name, batch=packed, checkpoints=False, config=None, **options):
         require_equal(on_ranks(other, loss_of, given, **options), wanted)
 
 
-def one_document():
-    return packed((23,))
+def refuses_a_long_document():
+    """Every rank raises, and the context goes on."""
+    model, size = make("mamba2"), dist.get_world_size()
+    message = rf"a document has 40 of the batch's 45 tokens, .* on one of the {size} ranks, .* share it among fewer"
+    with SequenceParallel(model):
+        with pytest.raises(ValueError, match=message):
+            model(**packed((2, 40, 3)))
+        assert model(**several_documents()).loss.isfinite()
 
 
 LAYOUTS = [("ring", "zigzag"), ("ring", "stripe"), ("group_cast", "documents"), ("ulysses", "contiguous")]
@@ -108,92 +119,27 @@ CASES = {name: partial(agrees, name) for name in TYPES}
 CASES |= {
     f"{name}, {batch.__name__}": partial(agrees, name, batch)
     for name in FEW
-    for batch in (two_rows, padded, three_tokens, one_document)
+    for batch in (two_rows, padded, few_tokens)
 }
 CASES |= {
     f"{name}, {exchange}, {layout}": partial(agrees, name, exchange=exchange, layout=layout)
     for name in FEW[:3]
     for exchange, layout in LAYOUTS
 }
-
-
-def long_document():
-    """A document of most tokens, which no rank could compute in its share of the time, between others."""
-    return packed((5, 41, 1, 3, 2, 9))
-
-
-def long_rows():
-    """Two rows of a document each, one of them after padding, whose lengths differ much."""
-    batch = two_rows()
-    mask = torch.ones(2, 23, dtype=torch.long)
-    mask[1, :18] = 0
-    labels = batch["input_ids"].masked_fill(mask == 0, -100)
-    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}
-
-
-def agrees_on_a_long_document(name, batch=long_document, **options):
-    """With a document that ranks divide: none computes all of it."""
-    with mock.patch.object(WholeDocuments, "fetch", autospec=True, side_effect=WholeDocuments.fetch) as fetch:
-        agrees(name, batch, **options)
-    assert not fetch.called
-
-
-CASES |= {f"{name}, long document": partial(agrees_on_a_long_document, name) for name in TYPES}
-# One type for each recurrence, and for convolutions.
-RECURRENCES = ("qwen3_next", "kimi_linear", "mamba2", "mamba", "minimax", "rwkv", "recurrent_gemma", "lfm2", "zaya")
-
-
-def among_short_ones():
-    return packed((2, 3, 1, 4, 40, 1, 2, 5, 3))
-
-
-def agrees_at_edges(name):
-    """A document that ends where a rank's rows end."""
-    lengths, layout = ((45, 15), "zigzag") if dist.get_world_size() == 2 else ((40, 20), "contiguous")
-    agrees_on_a_long_document(name, lambda: packed(lengths), layout=layout)
-
-
-def sends_states_of_one_dtype(name):
-    """Also where a layer computes the first states in float32 and the others in the dtype of the model."""
-    given = {**long_document(), "use_cache": False}
-    wanted = alone(make(name), loss_of, given)
-    got = on_ranks(make(name), loss_of, given, exchange="group_cast", layout="contiguous")
-    assert abs(got.loss - wanted.loss) < 1e-5
-
-
-CASES |= {f"{name}, states of one dtype": partial(sends_states_of_one_dtype, name) for name in RECURRENCES}
-CASES |= {f"{name}, ends at edges": partial(agrees_at_edges, name) for name in RECURRENCES}
-CASES |= {
-    f"{name}, one long document, {layout}": partial(agrees_on_a_long_document, name, one_document, layout=layout)
-    for name in RECURRENCES
-    for layout in ("contiguous", "zigzag")
-}
-CASES |= {
-    f"{name}, among short ones, {exchange}, {layout}": partial(
-        agrees_on_a_long_document, name, among_short_ones, exchange=exchange, layout=layout
-    )
-    for name in RECURRENCES
-    for exchange, layout in LAYOUTS
-}
 CASES |= {
     f"{name}, {what}": partial(agrees, name, **options)
     for name in ("qwen3_next", "mamba2", "mamba", "minimax", "rwkv")
-    for what, options in {
-        "long rows": {"batch": long_rows},
-        "checkpoints": {"checkpoints": True},
-        "checkpoints, long document": {"checkpoints": True, "batch": long_document},
-        "summed gradients": {"grad_reduce": "sum", "batch": long_document},
-    }.items()
+    for what, options in {"checkpoints": {"checkpoints": True}, "summed gradients": {"grad_reduce": "sum"}}.items()
 }
 
 
-def wrapped(wrap, batch):
+def wrapped(wrap):
     """Under DDP and FSDP; layers compute parts in float32 here."""
-    model, other = make("qwen3_next"), make("qwen3_next")
-    wanted = alone(model, loss_of, batch())
+    model, other, batch = make("qwen3_next"), make("qwen3_next"), several_documents()
+    wanted = alone(model, loss_of, batch)
     trained = wrap(other)
     with SequenceParallel(trained):
-        loss = trained(**batch()).loss
+        loss = trained(**batch).loss
         loss.backward()
     close(loss.detach(), wanted.loss[0], "loss", 1e-6)
     gradients = gradients_of(other)
@@ -209,52 +155,6 @@ def sharded(model):
     return model
 
 
-CASES |= {
-    f"{wrap.__name__}, {batch.__name__}": partial(wrapped, wrap, batch)
-    for wrap in (DistributedDataParallel, sharded)
-    for batch in (packed, long_document)
-}
-# Heads that ranks can't divide evenly: groups of heads that two ranks share, and ranks without a head.
-CASES |= {
-    f"{values} value heads, {keys} key heads": partial(
-        agrees_on_a_long_document,
-        "qwen3_next",
-        config={"linear_num_value_heads": values, "linear_num_key_heads": keys},
-    )
-    for values, keys in ((6, 3), (6, 2), (2, 1))
-}
-CASES["6 heads, 3 groups"] = partial(
-    agrees_on_a_long_document, "mamba2", config={"num_heads": 6, "n_groups": 3, "hidden_size": 48}
-)
-
-
-def many_chunks():
-    """Enough tokens for several chunks of the layout "balanced" on each rank."""
-    return packed((3, 900, 5, 1, 300))
-
-
-CASES |= {
-    f"{name}, many chunks": partial(agrees_on_a_long_document, name, many_chunks) for name in ("qwen3_next", "mamba2")
-}
-
-
-def sums_gradients_in_float32():
-    """Two of three ranks have less than half a unit in the last place of what the first one has."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = torch.arange(2 * size)
-    travel = RowTravel(Layout(rows.split(2)), as_ranks(None), [rows] * size, rows.device)
-    x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    part = 1.0 if rank == 0 else 0.75 * 2**-8
-    travel.fetch(x).backward(torch.full((2 * size, 4), part, dtype=torch.bfloat16))
-    assert torch.equal(x.grad, torch.full_like(x, 1 + (size - 1) * 0.75 * 2**-8))
-
-
-CASES["gradients of rows that several ranks got"] = sums_gradients_in_float32
-ALSO_ON_FOUR = [
-    name
-    for name in CASES
-    if any(
-        what in name
-        for what in ("heads", "edges", "one long", "short ones", "checkpoints, long", "three_tokens", "chunks", "got")
-    )
-]
+CASES |= {wrap.__name__: partial(wrapped, wrap) for wrap in (DistributedDataParallel, sharded)}
+CASES["a long document"] = refuses_a_long_document
+ALSO_ON_FOUR = [name for name in CASES if any(what in name for what in ("long", "few_tokens", "checkpoints", "ring"))]

@@ -49,16 +49,6 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(2, "compiled_cases")
-@pytest.mark.swept(
-    "compiled: all_gather",
-    "compiled: ulysses, traced backward, recomputed",
-    "compiled: ring, sinks",
-    "compiled: group_cast",
-    "compiled: layers one by one",
-    "compiled: dropout",
-    "compiled: error in forward",
-    "compiled: error in backward",
-)
 def test_ranks_agree_under_torch_compile(run_on, module, name):
     run_on(2, module, name)
 
@@ -116,7 +106,7 @@ def test_ranks_agree_on_tiled_mlps(run_on, module, name):
 
 
 @each_case(2, "recurrent_cases")
-@pytest.mark.sampled("recurrent: mamba2", "recurrent: qwen3_next, long document")
+@pytest.mark.sampled("recurrent: mamba2", "recurrent: a long document")
 @pytest.mark.swept(every=4)
 def test_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(2, module, name)
@@ -131,10 +121,10 @@ def test_ranks_agree_on_losses_of_routers(run_on, module, name):
 
 @each_case(2, "failing_cases")
 @pytest.mark.sampled(
-    *("failing: error in forward", "failing: error in backward", "failing: error on every rank in a layer"),
-    *("failing: one rank has fewer batches", "failing: floating point arguments are compared"),
+    *("failing: error in forward", "failing: error in backward, ring", "failing: error on every rank in a layer"),
+    *("failing: sizes of batches are compared", "failing: floating point arguments are compared"),
 )
-def test_every_rank_learns_that_another_one_failed(run_on, module, name):
+def test_no_rank_waits_for_a_failed_one_past_the_time_limit(run_on, module, name):
     run_on(2, module, name)
 
 
@@ -147,7 +137,7 @@ def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(4, "failing_cases")
-def test_four_ranks_learn_that_another_one_failed(run_on, module, name):
+def test_none_of_four_ranks_waits_for_a_failed_one_past_the_time_limit(run_on, module, name):
     run_on(4, module, name)
 
 
@@ -164,18 +154,9 @@ def test_readme_counts_the_types_that_ranks_can_share():
 
 
 @pytest.mark.slow
-def test_ranks_learn_that_a_process_ended():
-    with pytest.raises(AssertionError, match=r"Rank 1 .* ended or stopped before batch 2: no sign of life for 1"):
-        Pool(2).run("ending_cases", "before a batch")
-    with pytest.raises(AssertionError, match=r"RankFailedError: An exchange in batch 1 failed, because another rank"):
+def test_a_rank_raises_if_the_process_of_another_one_ends():
+    with pytest.raises(AssertionError, match=r"(?is)rank 0 of 2.*RuntimeError:.*connection (closed|reset).*died"):
         Pool(2).run("ending_cases", "in a batch")
-    pool = Pool(2)
-    pool.run("ending_cases", "of a group")
-    pool.run("ending_cases", "in the world")
-    pool.close()
-    pool = Pool(4)
-    pool.run("ending_cases", "along dimensions")
-    pool.close()
 
 
 @pytest.mark.interpreter

@@ -8,7 +8,7 @@ import torch
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout, make_layout
-from tritonpack.parallel.whole_documents import UNEVEN, WholeDocuments
+from tritonpack.parallel.whole_documents import LONGEST, WholeDocuments
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 
 NO_GROUP: Any = None  # planning exchanges nothing
@@ -56,10 +56,11 @@ def test_few_rows_travel_in_the_layout_documents() -> None:
 
 
 def test_a_rank_without_documents_gets_one_of_zeros() -> None:
-    assert [documents_of(one) for one in divide([9], 3)] == [[9], [2], [2]]
+    assert sorted(documents_of(one) for one in divide([3] * 4, 5)) == [[2], [3], [3], [3], [3]]
 
 
-@pytest.mark.parametrize(("longest", "uneven"), [(62, False), (63, True)])
-def test_a_document_is_long_above_a_share_of_the_batch(longest: int, uneven: bool) -> None:
-    assert UNEVEN == 1.25
-    assert [one.uneven for one in divide([longest, 100 - longest], 2)] == [uneven, uneven]
+def test_a_document_longer_than_a_rank_can_compute_is_refused() -> None:
+    assert LONGEST == 1.25
+    divide([62, 38], 2)
+    with pytest.raises(ValueError, match=r"a document has 63 of the batch's 100 tokens, .*share, 62 tokens\. Put more"):
+        divide([63, 37], 2)

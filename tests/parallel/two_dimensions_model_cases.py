@@ -22,7 +22,7 @@ from tests.parallel.models import (
     packed,
     state_of,
 )
-from tests.parallel.recurrent_cases import in_float64, require_equal
+from tests.parallel.recurrent_cases import in_float64, require_equal, several_documents
 from tests.parallel.recurrent_cases import make as make_recurrent
 from tests.parallel.two_dimensions_cases import KEYS, PAIR, exact, mesh_of, square
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
@@ -38,8 +38,8 @@ def agrees(family="llama", batch="packed", **options):
 
 
 def agrees_on_recurrences(name):
-    """A document that all ranks divide, whose states pass between nodes and within them."""
-    model, other, batch = make_recurrent(name), make_recurrent(name), {**packed((2, 40, 3)), "use_cache": False}
+    """Documents travel between nodes and within them."""
+    model, other, batch = make_recurrent(name), make_recurrent(name), {**several_documents(), "use_cache": False}
     with in_float64():
         wanted = alone(other, loss_of, batch)
         with SequenceParallel(model, square(), exchange=PAIR, layout="documents"):
@@ -146,7 +146,7 @@ CASES = {
         for keys in KEYS
         for family in ("mistral", "gemma2", "gpt_oss")
     },
-    **{f"{name}, long document": partial(agrees_on_recurrences, name) for name in ("qwen3_next", "mamba2")},
+    **{name: partial(agrees_on_recurrences, name) for name in ("qwen3_next", "mamba2")},
     "ulysses, group_cast": partial(agrees, exchange=PAIR[::-1], layout="documents"),
     "summed gradients": partial(agrees, exchange=list(PAIR), grad_reduce="sum"),
     "shard, gather, total": partial(shards_gathers_and_sums, "documents"),

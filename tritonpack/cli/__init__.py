@@ -1,5 +1,4 @@
-"""The command line: `tritonpack bench`, `check`, `check-backend`, `demo`, `demo-grpo`, `doctor`,
-`pack` and `plan`."""
+"""The command line: `tritonpack check`, `check-backend`, `doctor`, `pack` and `plan`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 import tritonpack
-from tritonpack.cli.files import make_folder, require_folder
+from tritonpack.cli.files import require_folder
 from tritonpack.cli.paths import require_documents, require_lengths, require_path
 from tritonpack.errors import OutputError
 
@@ -30,17 +30,13 @@ DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the 
 JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
-ThreadsOption = Annotated[
-    int, Option(min=1, help="CPU threads; timings on one thread vary least if other programs run.")
-]
-FolderOption = Annotated[Path, Option(file_okay=False, help="Folder for the results.")]
-# Of the demos.
-StepsOption = Annotated[int, Option(min=3, help="Optimizer steps of each way.")]
-SizeOption = Annotated[Literal["auto", "tiny", "small"], Option(help="auto: tiny, small on a GPU.")]
-TrainingDTypeOption = Annotated[
-    Literal["auto", "float32", "bfloat16"], Option(help="auto: float32, bfloat16 on a GPU.")
-]
-SeedOption = Annotated[int, Option(min=0, help="Decides weights, documents and their order.")]
+
+# Former commands -> how to run them in a clone of the repository.
+_MOVED = {
+    "bench": "python -m benchmarks.gpu",
+    "demo": "python -m examples.demo, or make demo",
+    "demo-grpo": "python -m examples.demo.grpo, or make demo-grpo",
+}
 
 
 def _print_version(asked: bool) -> None:
@@ -109,67 +105,6 @@ class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
-
-
-@app.command()
-def demo(
-    steps: StepsOption = 32,
-    documents: Annotated[int | None, Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")] = None,
-    max_length: Annotated[
-        int | None, Option(min=16, help="Split longer documents.", show_default="2048, 4096 on a GPU")
-    ] = None,
-    size: SizeOption = "auto",
-    device: DeviceOption = "auto",
-    dtype: TrainingDTypeOption = "auto",
-    threads: ThreadsOption = 1,
-    seed: SeedOption = 0,
-    out: FolderOption = Path("demo-out"),
-) -> int:
-    """Train a small Llama padded, with unpad=True, naively concatenated and packed; compare, and draw a picture."""
-    for module in ("transformers", "matplotlib"):
-        _require(module, "the demo")
-    from tritonpack.cli.demo import NUM_VALIDATION, run_demo, settings_for
-    from tritonpack.cli.demo.corpus import read_corpus
-
-    with _usage_errors():
-        settings = settings_for(device, dtype, size, max_length, threads, seed)
-        make_folder(out, "demo.png")
-        corpus = read_corpus(settings.max_length, NUM_VALIDATION, seed)
-    return int(not run_demo(settings, corpus, steps, documents, out))
-
-
-@app.command()
-def demo_grpo(
-    steps: StepsOption = 6,
-    prompts: Annotated[int | None, Option(min=1, help="Prompts per step.", show_default="2, 4 on a GPU")] = None,
-    completions: Annotated[int, Option(min=2, help="Completions of each prompt.")] = 8,
-    prompt_length: Annotated[int, Option(min=16, help="Most tokens of a prompt.")] = 2048,
-    completion_length: Annotated[int, Option(min=16, help="Most tokens of a completion.")] = 256,
-    size: SizeOption = "auto",
-    device: DeviceOption = "auto",
-    dtype: TrainingDTypeOption = "auto",
-    threads: ThreadsOption = 1,
-    seed: SeedOption = 0,
-    out: FolderOption = Path("demo-out"),
-) -> int:
-    """Train a small Llama on groups of GRPO, with each prompt computed for every completion and once; draw a picture.
-
-    Exit code: 1 if a training process failed or the losses don't agree.
-    """
-    for module in ("transformers", "matplotlib"):
-        _require(module, "the demo")
-    from tritonpack.cli.demo import settings_for
-    from tritonpack.cli.demo.corpus import read_corpus
-    from tritonpack.cli.demo.grpo import run_demo
-    from tritonpack.cli.demo.grpo.rollouts import Shape
-
-    with _usage_errors():
-        settings = settings_for(device, dtype, size, prompt_length + completion_length, threads, seed)
-        make_folder(out, "demo-grpo.png")
-        corpus = read_corpus(settings.max_length, 0, seed)
-    prompts = prompts or (4 if settings.device == "cuda" else 2)
-    shape = Shape(prompts, completions, prompt_length, completion_length)
-    return int(not run_demo(settings, corpus, shape, steps, out))
 
 
 @app.command()
@@ -392,36 +327,6 @@ def doctor(json: JsonOption = None) -> int:
         return int(not examine(json))
 
 
-@app.command()
-def bench(
-    tokens: Annotated[
-        int | None, Option(min=16, help="Tokens of a batch.", show_default="2048, 16384 on a GPU")
-    ] = None,
-    heads: Annotated[
-        int | None,
-        Option(min=1, help="Query heads; a quarter as many key heads, if that divides.", show_default="8, 32 on a GPU"),
-    ] = None,
-    head_dim: Annotated[int | None, Option(min=1, show_default="64, 128 on a GPU")] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Option(help="auto: float32, bfloat16 on a GPU.")
-    ] = "auto",
-    device: DeviceOption = "auto",
-    repeats: Annotated[int | None, Option(min=1, help="Most repeats of a call.", show_default="5, 20 on a GPU")] = None,
-    threads: ThreadsOption = 1,
-    out: FolderOption = Path("bench-out"),
-) -> int:
-    """Time attention on this machine and compare with sdpa (padded, and with a dense mask); check results first.
-
-    On a GPU the FlashAttention-2 in torch and FlexAttention take part, and FlashAttention-4 and xformers if installed.
-    Exit code: 1 if our own results were wrong or could not be timed.
-    """
-    _require("matplotlib", "the bench")
-    with _usage_errors():
-        from tritonpack.cli.bench.command import examine
-
-        return int(not examine(tokens, heads, head_dim, dtype, device, repeats, threads, out))
-
-
 def run(arguments: list[str]) -> int:
     """Run one command line.
 
@@ -429,6 +334,10 @@ def run(arguments: list[str]) -> int:
         The exit code of the command; 1 if output can't be written, or for another error of the system; 2 for a wrong
         command line, 130 for Ctrl-C, 141 for a closed pipe (as shells count signals).
     """
+    if arguments and arguments[0] in _MOVED:
+        advice = f"in a clone of the repository run {_MOVED[arguments[0]]}"
+        print(f"error: tritonpack has no command {arguments[0]!r}; {advice}", file=sys.stderr)
+        return 2
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
         if sys.stdout is not None:  # None if it was closed before the start

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.checks import describe
-from tritonpack.parallel.watch import known_watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,46 +101,38 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], ranks: R
     The result is flat. Any of these numbers may be 0.
     """
     result, source = x.new_empty(sum(received)), x.contiguous().view(-1)
-    count(ranks)
     handle = dist.all_to_all_single(result, source, list(received), list(sent), group=ranks.group, async_op=True)
-    return _arrival(result, [handle], ranks)
+    return _arrival(result, [handle])
 
 
 def shift(x: Tensor, received: int, ranks: Ranks) -> Arrival:
     """Start to send contiguous x to the next rank and to receive `received` rows from the rank before."""
-    count(ranks)
     result, operations = x.new_empty(received, *x.shape[1:]), []
     for operation, tensor, step in ((dist.isend, x, 1), (dist.irecv, result, -1)):
         if tensor.numel():
             neighbour = dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size)
             operations.append(dist.P2POp(operation, tensor, neighbour, ranks.group))
-    return _arrival(result, dist.batch_isend_irecv(operations) if operations else [], ranks)
+    return _arrival(result, dist.batch_isend_irecv(operations) if operations else [])
 
 
 def gather_objects(value: Any, ranks: Ranks) -> list[Any]:
     """Every rank's value, which may be anything that can be pickled; waits for the device if the backend needs it."""
     found: list[Any] = [None] * ranks.size
-    count(ranks)
-    with ending(ranks):
-        dist.all_gather_object(found, value, group=ranks.group)
+    dist.all_gather_object(found, value, group=ranks.group)
     return found
 
 
 def first_object(value: Any, ranks: Ranks) -> Any:
     """The value of the group's first rank, which may be anything that can be pickled, on every rank."""
     found = [value]
-    count(ranks)
-    with ending(ranks):
-        dist.broadcast_object_list(found, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    dist.broadcast_object_list(found, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     return found[0]
 
 
 def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of every rank's x."""
     total = x.clone()
-    count(ranks)
-    with ending(ranks):
-        dist.all_reduce(total, group=ranks.group)
+    dist.all_reduce(total, group=ranks.group)
     return total
 
 
@@ -159,38 +149,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _start(collective: Any, target: Tensor, source: Tensor, ranks: Ranks) -> Arrival:
     if not target.numel() and not source.numel():  # some backends refuse empty tensors
-        return _arrival(target, [], ranks)
-    count(ranks)
+        return _arrival(target, [])
     handle = collective(target.view(-1), source.contiguous().view(-1), group=ranks.group, async_op=True)
-    return _arrival(target, [handle], ranks)
+    return _arrival(target, [handle])
 
 
-def count(ranks: Ranks) -> None:
-    """Count an exchange of the group before it starts; all ranks count the same ones."""
-    watch = known_watch(ranks.group)
-    if watch is not None:
-        watch.started()
-
-
-@contextmanager
-def ending(ranks: Ranks) -> Iterator[None]:
-    """A context that waits for an exchange. If another rank has ended it, the error says which rank, and why."""
-    watch = known_watch(ranks.group)
-    try:
-        yield
-    except RuntimeError as error:
-        if watch is not None:
-            watch.interrupted(error)
-        raise
-    if watch is not None:
-        watch.check()  # with NCCL an exchange that was aborted raises nothing by itself
-
-
-def _arrival(result: Tensor, handles: list[Any], ranks: Ranks) -> Arrival:
+def _arrival(result: Tensor, handles: list[Any]) -> Arrival:
     def arrive() -> Tensor:
-        with ending(ranks):
-            while handles:
-                handles.pop(0).wait()
+        while handles:
+            handles.pop(0).wait()
         return result
 
     return arrive

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.watch import Record, text_of, watch_of
+from tritonpack.parallel.comm import Ranks, gather_objects
 
 ALWAYS_COMPARED = 4  # parameters, the smallest ones: an optimizer step changes them, too
 CHUNK = 2**22  # numbers that are hashed at a time, so that a large tensor needs no copies of its size
@@ -61,7 +60,6 @@ def require_same_batch(
     Raises:
         ValueError: on every rank, if arguments or parameters differ, or if a rank has an error. That rank raises its
             own error, and the others name it.
-        RankFailedError: on every rank, if one of them hasn't finished the batch before, or has left the context.
     """
     found: dict[str, int | Tensor] = {}
     if error is None:
@@ -69,7 +67,7 @@ def require_same_batch(
         found[GRADIENTS] = torch.is_grad_enabled()
         hashes = [_hash_numbers(x.detach().flatten()[:FINGERPRINT], place) for place, x in enumerate(parameters)]
         found[PARAMETERS] = sum(x.to(hashes[0].device) for x in hashes)  # layers may lie on several devices
-    everywhere = _values(error, watch_of(ranks.group).next_batch(text_of(error), _on_host(found)))
+    everywhere = _gather(ranks, error, _on_host(found))
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
@@ -90,33 +88,28 @@ def require_same_batch(
 
 
 def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[str, Any]) -> None:
-    """Compare the settings of all ranks. Afterwards each rank watches the others, until `Watch.leave`.
+    """Compare the settings of all ranks. Every rank of the group calls this.
 
     Raises:
         ValueError: on every rank, if settings differ, or if a rank has an error, as in `require_same_batch`.
-        RankFailedError: on every rank, if a rank has aborted the group.
     """
-    watch = watch_of(ranks.group)
-    try:
-        everywhere = _values(error, watch.enter(text_of(error), settings))
-        watch.cover([dimension.group for dimension in ranks.dimensions])
-        for name in settings:
-            values = [one.get(name) for one in everywhere]
-            if any(value != values[0] for value in values):
-                raise ValueError(f"{name} must be the same on every rank of the group; got, in rank order, {values}.")
-    except BaseException as problem:
-        watch.leave(problem)
-        raise
+    everywhere = _gather(ranks, error, settings)
+    for name in settings:
+        values = [one.get(name) for one in everywhere]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{name} must be the same on every rank of the group; got, in rank order, {values}.")
 
 
-def _values(error: Exception | None, records: Sequence[Record]) -> list[dict[str, Any]]:
+def _gather(ranks: Ranks, error: Exception | None, values: dict[str, Any]) -> list[dict[str, Any]]:
     """The values of all ranks; raises on every rank if one has an error."""
+    said = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+    errors, everywhere = zip(*gather_objects((said, values), ranks), strict=True)
     if error is not None:
         raise error
-    failed = "; ".join(f"rank {rank}: {one.error}" for rank, one in enumerate(records) if one.error is not None)
+    failed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None)
     if failed:
         raise ValueError(f"other ranks of the sequence-parallel group couldn't go on. {failed}")
-    return [record.value for record in records]
+    return list(everywhere)
 
 
 def _on_host(numbers: dict[str, int | Tensor]) -> dict[str, int]:

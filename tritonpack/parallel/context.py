@@ -26,7 +26,6 @@ from tritonpack.parallel.validate import (
     require_shardable,
     shared_modules,
 )
-from tritonpack.parallel.watch import watch_of
 from tritonpack.patches import patch
 from tritonpack.patches.patching import Patch
 
@@ -86,14 +85,13 @@ class SequenceParallel:
         heads_k_stride: key heads per step of "auto", "all_gather" and "group_cast", as in `attend`; others refuse it.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
-        check_batches: compare batches between ranks before each forward, which waits for the device. Without it, ranks
-            meet before each forward without waiting for the device, and batches that differ may give wrong numbers.
+        check_batches: compare batches between ranks before each forward, which waits for the device. Without it,
+            batches that differ may give wrong numbers, or ranks that wait until the time limit of the group.
 
     Raises:
         ValueError: on every rank: settings that are unknown or differ between ranks, and a DDP or FSDP module that
             doesn't reduce gradients over these ranks. In a forward pass: batches that differ, a batch without tokens, a
             cache, dropout in attention, arguments that can't be sharded, parameters that differ between ranks.
-        RankFailedError: on every rank, soon after one of them raised in a batch, left the context or ended.
         UnsupportedModelError: (a ValueError) a model that can't be patched, or needs more of other ranks than
             layers exchange: dense masks, a loss computed otherwise than by its loss function.
     """
@@ -148,7 +146,6 @@ class SequenceParallel:
     ) -> None:
         if error is not None and self.state.sharding is not None and not self.state.gather_outputs:
             _add_remedy(error, self.state.sharding)
-        watch_of(self.state.ranks.group).leave(error)
         self._restore()
 
     @contextmanager

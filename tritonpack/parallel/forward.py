@@ -18,7 +18,6 @@ from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
-from tritonpack.parallel.watch import watch_of
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -76,14 +75,9 @@ class ShardedForward(InstanceForward):
 
     @between_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            shard = self._shard(self.bound(args, kwargs))
-            if shard is not None:
-                return self._run_shard(shard)
-        except BaseException as error:
-            watch_of(self.state.ranks.group).fail(error)
-            raise
-        return self._run(args, kwargs)
+        _end_graph(args, kwargs)
+        shard = self._shard(self.bound(args, kwargs))
+        return self._run(args, kwargs) if shard is None else self._run_shard(shard)
 
     @between_graphs
     def _run_shard(self, shard: Shard) -> Any:
@@ -180,6 +174,19 @@ class ShardedForward(InstanceForward):
             f"{type(self.module).__name__} returns {name} ({given}) without one row per token, so a rank can't compute "
             "it from its own tokens. Train it without SequenceParallel."
         )
+
+
+def _end_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let `torch.compile(model, fullgraph=True)` raise with the reason why graphs end here.
+
+    The compiler ignores functions without tensors among their arguments.
+    """
+    _outside()
+
+
+@outside_of_graphs
+def _outside() -> None:
+    pass
 
 
 def _is_sharded(mask: Any) -> bool:

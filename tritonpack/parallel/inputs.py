@@ -80,9 +80,11 @@ def shard_inputs(
     except Exception as problem:
         error = problem
     assert state.compared is not None
-    circumstances = _circumstances(module, state, checkpointable)
-    compared = (arguments | circumstances, state.compared.next()) if state.check_batches else ({}, ())
-    require_same_batch(state.ranks, error, *compared)
+    if state.check_batches:
+        circumstances = _circumstances(module, state, checkpointable)
+        require_same_batch(state.ranks, error, arguments | circumstances, state.compared.next())
+    elif error is not None:
+        raise error
     batch = shard_batch(packed_batch, specs, state)
     sharding = state.sharding = batch.sharding
     kept = None if rows is None else sharding.keep(rows)

@@ -11,10 +11,9 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.attention import attend
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.dimensions import dimensions_of
-from tritonpack.parallel.long_documents import LongDocuments
-from tritonpack.parallel.operators import SharedAttention, attend_in_graph, register
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
@@ -28,8 +27,6 @@ class ShardedMask(IntervalMask):
 
     Attributes:
         sharding: how the batch is divided.
-        shared: the attention of layers with this mask.
-        number: the number of `shared`, for graphs.
     """
 
     arguments = (*IntervalMask.arguments, "sharding")
@@ -37,16 +34,17 @@ class ShardedMask(IntervalMask):
     def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sharding = sharding
-        self.shared = SharedAttention(self.mask, sharding, self.serving.backend)
-        self.number = register(self.shared)
-        assert isinstance(self.packed_batch, ShardedBatch)
-        self.packed_batch.shared_attentions.append(self.shared)
 
+    @outside_of_graphs
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         self.count_use()
-        if torch.compiler.is_compiling():
-            return attend_in_graph(self.shared, self.number, q, k, v, **options)
-        return self.shared(q, k, v, **options)
+        assert isinstance(self.packed_batch, ShardedBatch)
+        self.packed_batch.attended = True
+        sharding = self.sharding
+        return attend(
+            q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
+            heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
+        )  # fmt: skip
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -62,7 +60,7 @@ class ShardedBatch(PackedBatch):
         whole: the whole batch.
         padded: the whole batch with the padding of the layout, from which masks are made.
         sharding: how the whole batch is divided.
-        shared_attentions: those of its masks.
+        attended: whether a layer has exchanged keys and values, or rows of documents.
     """
 
     shared = True
@@ -71,15 +69,8 @@ class ShardedBatch(PackedBatch):
     def __init__(self, *, whole: PackedBatch, padded: PackedBatch, sharding: Sharding, **named: Any) -> None:
         super().__init__(**named)
         self.whole, self.padded, self.sharding = whole, padded, sharding
-        self.shared_attentions: list[SharedAttention] = []
-        self._ran_on_documents = False
+        self.attended = False
         self._documents: WholeDocuments | None = None
-        self._long: LongDocuments | None = None
-
-    @property
-    def attended(self) -> bool:
-        """Whether a layer has exchanged keys and values, or rows of documents."""
-        return self._ran_on_documents or any(shared.ran for shared in self.shared_attentions)
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
@@ -124,14 +115,10 @@ class ShardedBatch(PackedBatch):
 
     @outside_of_graphs
     def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
-        self._ran_on_documents = True
+        self.attended = True
         if self._documents is None:
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
-            self._long = LongDocuments(self.padded, self.sharding) if self._documents.uneven else None
         documents = self._documents
-        forward = None if self._long is None else self._long.forward_of(layer)
-        if forward is not None:
-            return forward(**arguments)
         return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
 
     def lengths(self) -> tuple[Tensor, Tensor]:
@@ -156,7 +143,7 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids
     positions = positions.expand(*positions.shape[:-2], *whole.tokens)
-    shared = ShardedBatch(
+    return ShardedBatch(
         attention_mask=None if mask is None else sharding.shard(mask),
         position_ids=sharding.shard(positions, positions.ndim - 2),
         boundaries=None,
@@ -168,9 +155,6 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextSta
         padded=padded,
         sharding=sharding,
     )
-    for spec in specs:  # here, because a graph would end where a mask is made
-        shared.interval_mask(sharding.rows, 0, 0, spec)
-    return shared
 
 
 def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:

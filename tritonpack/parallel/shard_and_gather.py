@@ -18,7 +18,7 @@ from tritonpack.parallel.layouts import Layout
 GradReduce = Literal["mean", "sum"]
 
 # A compiled graph can't hold process groups or handles of collectives. It ends here, and another graph begins after it.
-_REASON = "sequence parallelism exchanges with other ranks here"
+_REASON = "sequence parallelism exchanges with other ranks here, which ends a graph; leave fullgraph=True out"
 outside_of_graphs = torch.compiler.disable(reason=_REASON)
 between_graphs = torch.compiler.disable(recursive=False, reason=_REASON)  # the functions that it calls have graphs
 

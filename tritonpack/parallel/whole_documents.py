@@ -1,25 +1,27 @@
 """Layers that mix along the row: documents travel whole to one rank each, and their outputs travel back.
 
 A recurrence or a convolution begins anew with each document, so a rank that has all tokens of a document computes it as
-one process does. Each rank gets about equally many tokens. A document that lies on one rank stays there if it fits.
+one process does. Each rank gets about equally many tokens. A document that lies on one rank stays there if it fits. A
+document that is much longer than a rank's share of the batch is refused.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.comm import Ranks, all_to_all
 from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.row_travel import RowTravel
 from tritonpack.patches.packed_batch import PackedBatch
 
 LEAST = 2  # tokens of the longest document on a rank: with fewer, parameters that act between tokens get no gradient
 SLACK = 1.05  # a rank's tokens over the mean, up to which documents stay where they are
-UNEVEN = 1.25  # a rank's tokens over the mean, from which a document is long for its ranks
+LONGEST = 1.25  # tokens of a document over a rank's equal share of the batch
 
 
 class WholeDocuments:
@@ -27,12 +29,16 @@ class WholeDocuments:
 
     Attributes:
         packed_batch: these documents, as a batch of one row. If all are shorter than LEAST, one of zeros follows.
-        uneven: whether a document is so long that its rank has much more work than the others.
     """
 
     def __init__(self, batch: PackedBatch, layout: Layout, ranks: Ranks) -> None:
-        """Divide the documents of a batch, whose flattened rows are those of `layout`. Waits for the device."""
+        """Divide the documents of a batch, whose flattened rows are those of `layout`. Waits for the device.
+
+        Raises:
+            ValueError: on every rank, if a document has more than LONGEST times a rank's share of the tokens.
+        """
         begin, length = batch.lengths()
+        _require_short(length, ranks.size)
         document = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
         rows = begin[document] + torch.arange(document.shape[0], device="cpu") - (length.cumsum(0) - length)[document]
         owner = torch.empty(layout.num_rows, dtype=torch.int64, device="cpu")
@@ -42,14 +48,15 @@ class WholeDocuments:
         chosen = _divide(length, owned.view(-1, ranks.size))
         wanted = [rows[chosen[document] == rank] for rank in range(ranks.size)]
         self._travel = RowTravel(layout, ranks, wanted, batch.device)
-        self.uneven = bool(length.numel()) and int(length.max()) * ranks.size > UNEVEN * int(length.sum())
-        self.packed_batch = in_one_row(length[chosen == ranks.rank], batch)
+        self.packed_batch = _in_one_row(length[chosen == ranks.rank], batch)
 
     def fetch(self, x: Any) -> Any:
         """The rows of this rank's documents, from a tensor (1, rows, ...) of its own rows; other values unchanged."""
         if not isinstance(x, Tensor) or x.shape[:2] != (1, self._travel.rows):
             return x
-        return filled(self._travel.fetch(x[0])[None], self.packed_batch)
+        x = self._travel.fetch(x[0])[None]
+        zeros = self.packed_batch.tokens[1] - x.shape[1]  # for the document that `_in_one_row` has appended
+        return torch.cat([x, x.new_zeros(1, zeros, *x.shape[2:])], 1) if zeros else x
 
     def give_back(self, x: Any) -> Any:
         """The inverse of `fetch`. Padding gets zeros."""
@@ -58,7 +65,19 @@ class WholeDocuments:
         return self._travel.give_back(x[0, : self._travel.wanted])[None]
 
 
-def in_one_row(length: Tensor, batch: PackedBatch) -> PackedBatch:
+def _require_short(length: Tensor, ranks: int) -> None:
+    """Refuse documents that one rank can't compute in about its share of the time and the memory."""
+    longest, total = int(length.max()) if length.numel() else 0, int(length.sum())
+    if longest * ranks > LONGEST * total:
+        raise ValueError(
+            f"a document has {longest} of the batch's {total} tokens, but layers with recurrences or convolutions "
+            f"compute each document whole on one of the {ranks} ranks, so it may have {LONGEST} times a rank's share, "
+            f"{int(LONGEST * total / ranks)} tokens. Put more documents into a batch, share it among fewer ranks, or "
+            "cut documents."
+        )
+
+
+def _in_one_row(length: Tensor, batch: PackedBatch) -> PackedBatch:
     """Documents of these lengths, (documents,) int64, as a batch of one row.
 
     A document of LEAST tokens follows if all are shorter.
@@ -68,12 +87,6 @@ def in_one_row(length: Tensor, batch: PackedBatch) -> PackedBatch:
         lengths.append(LEAST)
     positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(batch.device)
     return PackedBatch(None, positions, None, positions.shape, batch.device, batch.serving, by_document=True)
-
-
-def filled(x: Tensor, packed_batch: PackedBatch) -> Tensor:
-    """x, (1, rows, ...), with zeros for the document that `in_one_row` has appended."""
-    zeros = packed_batch.tokens[1] - x.shape[1]
-    return torch.cat([x, x.new_zeros(1, zeros, *x.shape[2:])], 1) if zeros else x
 
 
 def _divide(length: Tensor, owned: Tensor) -> Tensor:
@@ -97,3 +110,76 @@ def _divide(length: Tensor, owned: Tensor) -> Tensor:
         chosen[document] = rank
         loads[rank] += n
     return chosen
+
+
+class RowTravel:
+    """How the rows that ranks want travel to them, and back.
+
+    Attributes:
+        ranks: the group.
+        rows: how many rows of the batch this rank owns.
+        wanted: how many rows this rank wants.
+        moves: whether any rank wants rows of another one. If not, nothing is sent.
+    """
+
+    def __init__(self, layout: Layout, ranks: Ranks, wanted: Sequence[Tensor], device: torch.device) -> None:
+        """Plan the exchange.
+
+        Args:
+            layout: which rows each rank owns.
+            ranks: the group.
+            wanted: for each rank the rows that it wants, ascending int64 in host memory. No two ranks want one row.
+            device: where the rows lie.
+        """
+        self.ranks, self.rows, self.wanted = ranks, layout.lengths[ranks.rank], wanted[ranks.rank].shape[0]
+        owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64, device="cpu")
+        for rank, rows in enumerate(layout.rows_on_host):
+            owner[rows], place[rows] = rank, torch.arange(rows.shape[0], device="cpu")
+        leaving = [place[rows[owner[rows] == ranks.rank]] for rows in wanted]
+        owners = owner[wanted[ranks.rank]]
+        self.moves = any(bool((owner[rows] != rank).any()) for rank, rows in enumerate(wanted))
+        self._sent = [rows.shape[0] for rows in leaving]
+        self._received = owners.bincount(minlength=ranks.size).tolist()
+        self._leaving = torch.cat(leaving).to(device)
+        self._arriving = owners.argsort(stable=True).to(device)  # the places of the rows that come
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """The wanted rows, (wanted, ...), of all ranks' own rows, (rows, ...) each."""
+        return _Travel.apply(x, self, True)
+
+    def give_back(self, x: Tensor) -> Tensor:
+        """The inverse of `fetch`. Rows that no rank wants get zeros."""
+        return _Travel.apply(x, self, False)
+
+    def travel(self, x: Tensor, there: bool) -> Tensor:
+        """As `fetch`, or as `give_back`, without autograd."""
+        if there:
+            result = x.new_empty(self.wanted, *x.shape[1:])
+            result[self._arriving] = self._exchange(x[self._leaving], self._sent, self._received)
+            return result
+        result = x.new_zeros(self.rows, *x.shape[1:])
+        result[self._leaving] = self._exchange(x[self._arriving], self._received, self._sent)
+        return result
+
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """The rows that come, from the rows that go."""
+        if not self.moves:
+            return x
+        width = x.new_empty(1, *x.shape[1:]).numel()
+        arrive = all_to_all(x, [n * width for n in sent], [n * width for n in received], self.ranks)
+        return arrive().view(sum(received), *x.shape[1:])
+
+
+class _Travel(torch.autograd.Function):
+    """(x, travel, there) -> the wanted rows, or own rows. The gradient travels the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, travel: RowTravel, there: bool) -> Tensor:
+        ctx.arguments = travel, there
+        return travel.travel(x, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        travel, there = ctx.arguments
+        return travel.travel(gradients[0], not there), None, None

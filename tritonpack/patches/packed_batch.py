@@ -43,17 +43,7 @@ class Serving:
 
 
 class DocumentLayer(Protocol):
-    """The forward of a layer that needs all tokens of each document.
-
-    Attributes:
-        module: the layer.
-        own: a forward that the layer had before it was patched; None if it had none.
-    """
-
-    own: Any
-
-    @property
-    def module(self) -> Any: ...
+    """The forward of a layer that needs all tokens of each document."""
 
     def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         """The output for rows of whole documents."""

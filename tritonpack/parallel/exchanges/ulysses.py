@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import wide
 from tritonpack.parallel.exchanges.call import Call, Gradients, rows_mask
-from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, sink_gradients
+from tritonpack.parallel.exchanges.merge import merge, merge_sinks, sink_gradients
 from tritonpack.parallel.exchanges.trade import Addition, Spans, return_rows, send_rows, weave
 
 CHUNKS = 4  # or fewer, if a rank has fewer query heads
@@ -298,24 +298,6 @@ def backward(
     add(totals)
     dq, dk, dv = (x.to(own_q.dtype) for x in totals)
     return dq, dk, dv, dsinks
-
-
-def empty_saved(q: Tensor, k: Tensor, v: Tensor, rows: int, rank: int, size: int, divides_groups: bool) -> list[Tensor]:
-    """Tensors of the shapes of those that `forward` saves. `rows` are those of all ranks together."""
-    heads, kv_heads, own = int(q.shape[1]), int(k.shape[1]), q.shape[0]
-    saved: list[Tensor] = []
-
-    def add(queries: slice, keys: slice, some: int, all_keys: int) -> None:
-        count, count_keys = queries.stop - queries.start, keys.stop - keys.start
-        shapes = (some, count, q.shape[2]), (all_keys, count_keys, k.shape[2]), (all_keys, count_keys, v.shape[2])
-        saved.extend(q.new_empty(*shape) for shape in (*shapes, (some, count, v.shape[2])))
-        saved.append(q.new_empty(count, some, dtype=exact(q.dtype)))
-
-    queries, keys = divide_heads(heads, kv_heads, size)
-    add(queries[rank], keys[rank], own, own)
-    for chunk in divide_chunks(heads, kv_heads, size, divides_groups):
-        add(chunk.queries[rank], chunk.keys[rank], rows - own, rows)
-    return saved
 
 
 def _forward(

@@ -1,0 +1,161 @@
+"""Measuring a batch: rows for all peers whatever fails, and the clock; on the CPU."""
+
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.harness import measure as measuring
+from benchmarks.harness.batch import Batch
+from benchmarks.harness.measure import OPS, Times, measure, quantiles, time_alternating, time_limit
+from benchmarks.harness.peers import OURS, Peer, ours
+from tests.benchmarks.harness.batches import batch_of
+
+CPU = torch.device("cpu")
+
+
+def missing(batch: Batch) -> Any:
+    raise ModuleNotFoundError("No module named 'flash'")
+
+
+def wrong(batch: Batch) -> Any:
+    right = ours(batch)
+    return lambda q, k, v: right(q, k, 1.01 * v)
+
+
+def forward_only(batch: Batch) -> Any:
+    right = ours(batch)
+    return lambda q, k, v: right(q, k, v).detach()
+
+
+def measured(*peers: Peer) -> dict[tuple[str, str], Mapping[str, object]]:
+    rows: list[Mapping[str, object]] = []
+    measure(batch_of("causal"), peers, rows.append, repeats=2)
+    assert len({(row["implementation"], row["op"]) for row in rows}) == len(rows) == 3 * len(peers)
+    return {(str(row["implementation"]), str(row["op"])): row for row in rows}
+
+
+def test_flops() -> None:
+    """4 operations per visible pair, head and dimension."""
+    batch = batch_of("causal")
+    pairs = sum(n * (n + 1) // 2 for n in (37, 1, 80, 20))
+    assert batch.flops() == 4 * 4 * 16 * pairs
+    assert batch_of("bidirectional").flops() == 4 * 4 * 16 * sum(n * n for n in (37, 1, 80, 20))
+
+
+class TestMeasure:
+    def test_rows_have_percentiles_and_tflops(self) -> None:
+        rows = measured(Peer(OURS, ours))
+        for op in OPS:
+            row = rows[OURS, op]
+            assert row["status"] == "ok"
+            assert 0 < float(str(row["p20_ms"])) <= float(str(row["p50_ms"])) <= float(str(row["p80_ms"]))
+            work = {"forward": 1.0, "backward": 2.5, "both": 3.5}[op] * batch_of("causal").flops()
+            assert float(str(row["tflops"])) == pytest.approx(work / float(str(row["p50_ms"])) / 1e9, rel=1e-2)
+
+    def test_wrong_results_have_no_figure(self) -> None:
+        rows = measured(Peer("wrong", wrong), Peer(OURS, ours))
+        assert all(str(rows["wrong", op]["status"]).startswith("AssertionError: out beyond") for op in OPS)
+        assert all("p50_ms" not in rows["wrong", op] for op in OPS)
+        assert all(rows[OURS, op]["status"] == "ok" for op in OPS)
+
+    def test_peer_without_backward_is_timed_forward(self) -> None:
+        rows = measured(Peer("forward only", forward_only))
+        assert rows["forward only", "forward"]["status"] == "ok"
+        assert rows["forward only", "backward"]["status"] == "NotImplementedError: no backward here"
+
+    def test_missing_peer_has_status_not_installed(self) -> None:
+        assert measured(Peer("flash", missing))["flash", "forward"]["status"] == (
+            "not installed: No module named 'flash'"
+        )
+
+    def test_slow_peer_has_status_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measuring, "PATIENCE", 0.05)
+
+        def slow(batch: Batch) -> Any:
+            time.sleep(600)
+
+        rows = measured(Peer("slow", slow))
+        assert rows["slow", "both"]["status"] == "TimeoutError: not ready after 0.05 seconds"
+
+    def test_peer_that_fails_while_timed_has_a_status(self) -> None:
+        calls = [0]
+
+        def tires(batch: Batch) -> Any:
+            right = ours(batch)
+
+            def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                calls[0] += 1
+                if calls[0] > 1:
+                    raise RuntimeError("out of memory")
+                return right(q, k, v)
+
+            return attention
+
+        rows = measured(Peer("tires", tires), Peer(OURS, ours))
+        assert rows["tires", "forward"]["status"] == rows["tires", "both"]["status"] == "RuntimeError: out of memory"
+        assert rows["tires", "backward"]["status"] == rows[OURS, "both"]["status"] == "ok"
+
+    def test_time_limit_leaves_no_alarm(self) -> None:
+        with time_limit(3600):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+class TestTiming:
+    def test_calls_take_turns(self) -> None:
+        order: list[str] = []
+        times = time_alternating({name: lambda name=name: order.append(name) for name in "ab"}, CPU, 3)
+        assert order == list("ab") * (measuring.WARM_UP + 3)
+        assert all(len(t.device) == len(t.host) == 3 and t.error is None for t in times.values())
+
+    def test_enough_repeats_are_five_and_half_a_second(self) -> None:
+        assert not Times([200.0] * 4).enough
+        assert Times([200.0] * 5).enough
+        assert not Times([1.0] * 20).enough
+
+    def test_call_that_raises_is_left_out(self) -> None:
+        calls = [0]
+
+        def fails() -> None:
+            calls[0] += 1
+            raise RuntimeError("no memory")
+
+        times = time_alternating({"fails": fails, "runs": lambda: None}, CPU, 3)
+        assert calls == [1]
+        assert str(times["fails"].error) == "no memory"
+        assert len(times["runs"].device) == 3
+
+    def test_order_of_steps_on_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The cache is flushed and the device sleeps before the first event; the host waits for the last one."""
+        done: list[str] = []
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                done.append("event")
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1.5
+
+        class Cache:
+            def zero_(self) -> None:
+                done.append("cold")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("head start"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+        cache: Any = Cache()
+        on_device, on_host = measuring._time_on_device(lambda: done.append("call"), cache)
+        assert done == ["cold", "head start", "event", "call", "event", "wait"]
+        assert on_device == 1.5
+        assert on_host < 1000
+
+    def test_quantiles(self) -> None:
+        assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0, 0.0]) == (1.0, 2.5, 4.0)
