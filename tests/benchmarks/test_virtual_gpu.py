@@ -7,11 +7,11 @@ pytest.importorskip("triton")
 
 from benchmarks import virtual_gpu as benchmark
 from tests.virtual_gpu.device import virtual_gpu
-from tests.virtual_gpu.marks import MARKS
+from tests.virtual_gpu.conftest import NEEDS
 from tritonpack.testing import Case, make_inputs
 from tritonpack.testing.tolerance import run
 
-pytestmark = MARKS
+pytestmark = NEEDS
 
 
 def test_counts_are_those_of_whole_tiles() -> None:

@@ -9,6 +9,7 @@ static CUresult run_launch(const CUlaunchConfig *, CUfunction, void **);
 
 u64 seed = 1;
 int races = 1, preempts = 1;
+int fences_operands = 1;  // whether wgmma.fence must follow the last write of A's registers, beside accumulators'
 u8 *shared_memory, params[65536] __attribute__((aligned(64)));
 u32 shared_bytes;
 Warp warps[MAX_WARPS];

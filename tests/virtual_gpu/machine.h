@@ -104,7 +104,7 @@ struct Warp {
 
 // Settings, written by Python
 extern u64 seed;
-extern int races, preempts;
+extern int races, preempts, fences_operands;
 
 extern u8 *shared_memory, params[65536];
 extern u32 shared_bytes, base_clock;

@@ -123,7 +123,7 @@ OP(wgmma) {
   int chained = 0;
   for (u32 k = 0; k < w->num_flights; k++)
     chained |= same_accumulators(&w->flights[k], i);
-  for (int k = 0; k < i->x[0] / 2 + 4 * i->x[1]; k++)
+  for (int k = 0; k < i->x[0] / 2 + (fences_operands ? 4 * i->x[1] : 0); k++)
     if (!(chained && k < i->x[0] / 2) && w->stamps[list[k] / 64] > w->fenced) {
       report(w, 0, "wgmma uses a register that another instruction used since the last wgmma.fence");
       break;

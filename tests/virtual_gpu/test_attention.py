@@ -13,11 +13,11 @@ pytest.importorskip("triton")
 from tests import invariance
 from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE
 from tests.virtual_gpu.device import virtual_gpu
-from tests.virtual_gpu.marks import MARKS
+from tests.virtual_gpu.conftest import NEEDS
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import check_outputs, run
 
-pytestmark = MARKS
+pytestmark = NEEDS
 
 NAN = float("nan")
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap lacks before Python 3.13

@@ -11,14 +11,14 @@ pytest.importorskip("triton")
 
 from tests.kernels.test_tree_tables import listed
 from tests.virtual_gpu.device import virtual_gpu
-from tests.virtual_gpu.marks import MARKS
+from tests.virtual_gpu.conftest import NEEDS
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
 from tritonpack.masks.dense import bits, dense
 from tritonpack.testing.cases import parents_of
 
-pytestmark = MARKS
+pytestmark = NEEDS
 
 LENGTHS = {"long": [300, 20, 1, 0, 170], "one": [1], "equal": [64] * 5, "empty": [37, 0, 0, 129, 33]}
 # Trees as (parent, tokens) of each node
