@@ -103,7 +103,7 @@ def compile_once(listener: compilation._Compilations, *functions: Any) -> None:
 FOREIGN = SimpleNamespace(py_func=foreign)
 
 
-def test_one_line_for_a_folder(listener: compilation._Compilations, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_for_all_functions(listener: compilation._Compilations, capsys: pytest.CaptureFixture[str]) -> None:
     compile_once(listener, FOREIGN)
     assert capsys.readouterr() == ("", "")
     for _ in range(2):

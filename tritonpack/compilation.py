@@ -30,8 +30,6 @@ COUNTS_NOTHING: Any = {"_nrt": False} if hasattr(_KNOWN, "_nrt") else {}
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"} | (
     {"no_cfunc_wrapper": True} if hasattr(_KNOWN, "no_cfunc_wrapper") else {}
 )
-# Folder -> what its functions compute, and the processor time to compile those of a first use, in seconds.
-_ROOMS = {"packing": ("packing", 10), "backends": ("attention on a CPU", 5)}
 _not_kept: set[Any] = set()  # functions whose machine code can't be kept
 
 
@@ -63,12 +61,11 @@ class _Compilations(event.Listener):
 
     def on_start(self, event: Any) -> None:
         function = event.data["dispatcher"]
-        if not self._outer and (room := _room(function)):
-            what, seconds = _ROOMS[room]
-            how = f"once per machine, at their first use (up to {seconds} s)"
+        if not self._outer and _is_ours(function):
+            how = "once per machine, at their first use (up to 10 s)"
             if function in _not_kept:
-                how = f"in each process (up to {seconds} s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
-            tell_once(f"numba {room}", f"compiling functions for {what} {how}")
+                how = "in each process (up to 10 s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
+            tell_once("numba", f"compiling functions for packing {how}")
             if speaks() and sys.stderr.isatty():
                 from tqdm import tqdm
 
@@ -76,14 +73,14 @@ class _Compilations(event.Listener):
                 self._bar = tqdm(total=len(_reached(function)), bar_format=shape, leave=False)
             self._collects = gc.isenabled()  # a tenth of the time; the compiler's objects live until its end
             gc.disable()
-        if self._outer or _room(function):
+        if self._outer or _is_ours(function):
             self._outer.append(function)
 
     def on_end(self, event: Any) -> None:
         if not self._outer:
             return
         function = self._outer.pop()
-        if self._bar is not None and _room(function):
+        if self._bar is not None and _is_ours(function):
             self._bar.update()
         if not self._outer:
             if self._bar is not None:
@@ -93,10 +90,8 @@ class _Compilations(event.Listener):
                 gc.enable()
 
 
-def _room(function: Any) -> str | None:
-    package, _, module = function.py_func.__module__.partition(".")
-    room = module.split(".")[0]
-    return room if package == "tritonpack" and room in _ROOMS else None
+def _is_ours(function: Any) -> bool:
+    return function.py_func.__module__.startswith("tritonpack.")
 
 
 def _reached(function: Any) -> set[Any]:
@@ -108,7 +103,7 @@ def _reached(function: Any) -> set[Any]:
             found.add(caller)
             names = caller.py_func.__code__.co_names
             called = [caller.py_func.__globals__.get(name) for name in names]
-            new += [each for each in called if isinstance(each, Dispatcher) and _room(each)]
+            new += [each for each in called if isinstance(each, Dispatcher) and _is_ours(each)]
     return found
 
 

@@ -82,7 +82,8 @@ def run_attention(
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if not _is_plain_call(*inputs):
         return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
-    mask, module = mask.for_call(), load(backend)
+    mask.check_unwritten()
+    module = load(backend)
     tiles = module.plan_tiles(q, k, v, mask, options, backward=backward)
     if backward:
         return _Attention.apply(q, k, v, options.sinks, mask, options, tiles, module, backend)
@@ -135,7 +136,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, slopes, seed = ctx.saved_tensors
         mask, options, tiles, backend, name = ctx.others
-        mask.compare()
+        mask.check_unwritten()
         if sinks is not None or slopes is not None or seed is not None:
             options = replace(options, sinks=sinks, alibi_slopes=slopes, dropout_seed=seed)
         if dout is None:
@@ -152,7 +153,7 @@ def plan(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str, *, backward: bool
 ) -> Arguments:
     """The operators' arguments after their tensors; `backward=True` if `attention_backward` takes them, too."""
-    mask = mask.for_call()
+    mask.check_unwritten()
     tiles = load(backend).plan_tiles(q, k, v, mask, options, backward=backward)
     return _arguments(mask, options, tiles, backend)
 

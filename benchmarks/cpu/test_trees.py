@@ -62,4 +62,4 @@ def test_building_trees(benchmark: BenchmarkFixture, case: str) -> None:
     """The mask from the parents, and the plan of the backend of CPUs."""
     benchmark.group = "trees, mask and blocks"
     parents = torch.tensor(parents_of(*[NODES] * 8))
-    benchmark(lambda: plan_of(BlockDiagonalMask.from_tree(parents), fuse=True, loop=False, pack_invariant=False))
+    benchmark(lambda: plan_of(BlockDiagonalMask.from_tree(parents), fuse=True, pack_invariant=False))

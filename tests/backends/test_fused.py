@@ -1,7 +1,7 @@
-"""The blocked backend on CPUs: which documents go to loops, to calls of torch's fused kernel, or to blocks; results are
-exact, isolated and deterministic."""
+"""The blocked backend on CPUs: which documents go to calls of torch's fused kernel, which to blocks; results are exact,
+isolated and deterministic."""
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.backends import blocked, fused, short
+from tritonpack.backends import blocked, fused
 from tritonpack.options import make_options
 from tritonpack.testing import Case, Inputs, check_outputs, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
@@ -31,6 +31,9 @@ CASES = (
     Case("multi-head", MIXED, kv_heads=4),
     Case("multi-query", MIXED, kv_heads=1),
     Case("rows-of-60-bytes", MIXED, heads=3, kv_heads=3, head_dim=5),
+    Case("narrowest", MIXED, head_dim=1),
+    Case("odd", (9, 20, 3), heads=3, kv_heads=1, head_dim=17, head_dim_v=5),
+    Case("more-queries", (25, 192, 30), (16, 9, 20)),  # the first see nothing
     Case("wider-values", MIXED, head_dim=16, head_dim_v=40),
     Case("narrower-values", MIXED, head_dim=40, head_dim_v=16),
     Case("cross-full", (5, 0, 30, 64, 7, 7), (10, 70, 33, 1, 12, 12), causal=False, slack=3),
@@ -41,16 +44,10 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(autouse=True)
-def loops_up_to_192_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that cases of a few hundred tokens go to the kernel, which are fast to check."""
-    monkeypatch.setattr(short, "LONGEST", 192)
-
-
 ISOLATED = BY_NAME | {
-    "short": Case("short", (33, 1, 20, 17, 5, 40, 30, 3)),
-    "short-multi-head": Case("short-multi-head", (33, 1, 20, 17), kv_heads=4),
-    "short-sinks": Case("short-sinks", (33, 1, 20, 17), sinks=True),
+    "short": Case("short", (33, 16, 20, 17, 16, 40, 30, 31)),
+    "short-multi-head": Case("short-multi-head", (33, 16, 20, 17), kv_heads=4),
+    "short-sinks": Case("short-sinks", (33, 16, 20, 17), sinks=True),
     "cross-long": Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
     "sinks-long": Case("sinks-long", (40, 200, 20, 20), sinks=True),
 }
@@ -79,7 +76,7 @@ class TestExactness:
     def test_error_within_tolerance(self, case: Case, dtype: torch.dtype) -> None:
         inputs = make_inputs(case, dtype, slack_value=NAN)
         plan = plan_of(inputs)
-        assert plan.runs or plan.short
+        assert plan.runs
         check_outputs(inputs, run(inputs, "blocked"))
         check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
 
@@ -186,42 +183,40 @@ class TestIsolation:
         assert lse.isnan().all()
 
 
-def sizes(plan: blocked.Plan) -> tuple[int, int, int]:
-    return len(plan.runs), 0 if plan.short is None else len(plan.short.rows), len(plan.blocks)
+def sizes(plan: blocked.Plan) -> tuple[int, int]:
+    return len(plan.runs), len(plan.blocks)
 
 
 class TestPlan:
     @pytest.mark.parametrize(
-        ("case", "runs", "documents", "blocks"),
+        ("case", "runs", "blocks"),
         [
-            (Case("one", (2000,)), 1, 0, 0),
-            (Case("one in pieces", (900,)), 7, 0, 0),
-            (Case("one, full", (900,), causal=False), 1, 0, 0),
-            (Case("short and long", (20, 192, 193, 1)), 2, 3, 0),
-            (Case("short, full", (15, 3, 16, 2), causal=False), 0, 4, 0),
-            (Case("short, window", (20, 30), window=(5, 0)), 0, 2, 0),
-            (Case("window", (20, 30, 31, 200), window=(29, 0)), 0, 3, 2),
-            (Case("short, sinks", (20, 30), sinks=True), 0, 2, 0),
-            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MOST_KEYS + 1)), 1, 1, 5),
-            (Case("few keys", (200,), (5,), causal=False), 0, 0, 2),
-            (Case("wide", (20, 200), head_dim=256, head_dim_v=300), 2, 1, 0),
-            (Case("too wide", (20, 200), head_dim=257), 0, 1, 2),
-            (Case("softcap", (20, 30), softcap=5.0), 0, 0, 1),
-            (Case("alibi", (20, 30), alibi="heads"), 0, 0, 1),
-            (Case("dropout", (20, 30), dropout_p=0.1), 0, 0, 1),
-            (Case("tree", (20,), parents=(-1, *range(19))), 0, 0, 1),
-            (Case("nothing", (0,), slack=7), 0, 0, 0),
+            (Case("one", (2000,)), 1, 0),
+            (Case("one in pieces", (900,)), 7, 0),
+            (Case("one, full", (900,), causal=False), 1, 0),
+            (Case("short and long", (20, 192, 193, 1)), 5, 1),
+            (Case("short, full", (15, 3, 16, 2), causal=False), 1, 2),
+            (Case("short, window", (20, 30), window=(5, 0)), 0, 1),
+            (Case("window", (20, 30, 31, 200), window=(29, 0)), 2, 3),
+            (Case("short, sinks", (20, 30), sinks=True), 2, 0),
+            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MOST_KEYS + 1)), 2, 5),
+            (Case("few keys", (200,), (5,), causal=False), 0, 2),
+            (Case("wide", (20, 200), head_dim=256, head_dim_v=300), 3, 0),
+            (Case("too wide", (20, 200), head_dim=257), 0, 3),
+            (Case("softcap", (20, 30), softcap=5.0), 0, 1),
+            (Case("alibi", (20, 30), alibi="heads"), 0, 1),
+            (Case("dropout", (20, 30), dropout_p=0.1), 0, 1),
+            (Case("tree", (20,), parents=(-1, *range(19))), 0, 1),
+            (Case("nothing", (0,), slack=7), 0, 0),
         ],
         ids=str,
     )
     @pytest.mark.parametrize("pack_invariant", [False, True])
-    def test_what_computes_which(
-        self, case: Case, runs: int, documents: int, blocks: int, pack_invariant: bool
-    ) -> None:
+    def test_what_computes_which(self, case: Case, runs: int, blocks: int, pack_invariant: bool) -> None:
         if pack_invariant and (case.dropout_p or case.parents):
             pytest.skip("refused")
         plan = plan_of(make_inputs(case), pack_invariant=pack_invariant)
-        assert sizes(plan)[:2] == (runs, documents)
+        assert len(plan.runs) == runs
         assert len(plan.blocks) == blocks or pack_invariant
 
     @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
@@ -243,26 +238,17 @@ class TestPlan:
     def test_chunks_are_documents(self) -> None:
         inputs = make_inputs(Case("chunked", (512,)))
         chunked = BlockDiagonalMask.from_seqlens([512], chunk_size=32)
-        assert sizes(plan_of(replace(inputs, mask=chunked))) == (0, 16, 0)
+        assert sizes(plan_of(replace(inputs, mask=chunked))) == (16, 0)
 
     @pytest.mark.parametrize(
-        ("missing", "expected"),
-        [
-            (lambda m: m.setattr(fused, "_operators", tuple), (0, 9, 2)),
-            (lambda m: m.setattr(fused, "SHARES_KEY_HEADS", False), (0, 9, 2)),
-            (lambda m: m.setattr(short, "_kernels", lambda: None), (8, 0, 3)),
-        ],
-        ids=["no kernel", "torch 2.8", "no numba"],
+        ("name", "value"), [("_operators", tuple), ("SHARES_KEY_HEADS", False)], ids=["no kernel", "torch 2.8"]
     )
-    def test_what_is_missing_is_replaced(
-        self,
-        missing: Callable[[pytest.MonkeyPatch], None],
-        expected: tuple[int, int, int],
-        monkeypatch: pytest.MonkeyPatch,
+    def test_without_the_kernel_blocks_compute_all(
+        self, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        missing(monkeypatch)
+        monkeypatch.setattr(fused, name, value)
         inputs = make_inputs(BY_NAME["mixed"])
-        assert sizes(plan_of(inputs)) == expected
+        assert sizes(plan_of(inputs)) == (0, 5)
         check_outputs(inputs, run(inputs, "blocked"))
 
     def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,3 +286,18 @@ def test_the_default_device_does_not_matter(softcap: float) -> None:
         out = varlen_attention(q, k, k, mask, softcap=softcap, backend="blocked")
         assert BlockDiagonalMask.from_seqlens([600]).device.type == "cpu"
     assert torch.equal(out, varlen_attention(q, k, k, BlockDiagonalMask.from_seqlens([600]), softcap=softcap))
+
+
+@pytest.mark.parametrize("score", [3e38, -3e38])
+def test_scores_that_overflow_in_blocks(score: float) -> None:
+    """All scores of -inf: no weight and no gradient; of inf: NaN, as in plain attention."""
+    q, k, v = torch.full((1, 1, 4), 3e38), torch.full((3, 1, 4), math.copysign(3e38, score)), torch.ones(3, 1, 4)
+    mask = BlockDiagonalMask.from_seqlens([1], [3], causal=False)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = varlen_attention(*inputs, mask, return_lse=True, backend="blocked")
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    if score < 0:
+        assert lse.item() == -math.inf
+        assert all((x == 0).all() for x in (out, *gradients))
+    else:
+        assert all(x.isnan().all() for x in (lse, out, *gradients))

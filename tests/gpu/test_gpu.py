@@ -99,24 +99,28 @@ def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
 
 
 def test_cuda_graph_of_a_mask_made_before() -> None:
-    """A replay reads the mask's bounds anew: its transpose and tiles are a part of the graph."""
-    masks = [BlockDiagonalMask.from_seqlens(lengths, device="cuda") for lengths in ([700, 324], [10, 300, 714])]
-    mask = BlockDiagonalMask(masks[0].key_start.clone(), masks[0].key_stop.clone(), 1024)
+    """Replays take the mask's documents, with a transpose and tables from before the capture or from the graph."""
     q = torch.randn(1024, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step(mask: BlockDiagonalMask) -> tuple[torch.Tensor, ...]:
         out = varlen_attention(q, q, q, mask)
         return out, *torch.autograd.grad(out, q, torch.ones_like(out))
 
-    graph, captured = capture(lambda: step(mask))
-    for other in reversed(masks):
-        mask.key_start.copy_(other.key_start)
-        mask.key_stop.copy_(other.key_stop)
+    used, unused, other = (BlockDiagonalMask.from_seqlens([10, 300, 714], device="cuda") for _ in range(3))
+    expected = step(other)
+    warm, of_used = capture(lambda: step(used))
+    cold = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cold):
+        of_unused = step(unused)
+    for mask, graph, captured in ((used, warm, of_used), (unused, cold, of_unused)):
+        before = step(mask)  # the graph's own values don't exist yet
         graph.replay()
-        for got, expected in zip(captured, step(other), strict=True):
-            assert torch.equal(got, expected)
+        for results in (before, captured, step(mask)):
+            for got, want in zip(results, expected, strict=True):
+                assert torch.equal(got, want)
+    used.key_start.add_(0)
     with pytest.raises(ValueError, match="must not be overwritten"):
-        step(mask)
+        step(used)
 
 
 def test_a_change_in_a_document_changes_no_other_bit() -> None:

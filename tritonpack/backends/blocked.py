@@ -1,11 +1,11 @@
 """Attention in torch: O(T) memory, and work only where a query sees a key.
 
-The default without a GPU. A plan, which is made once per mask, says how each document is computed. On CPUs short
-documents go to loops of our own (short.py), and documents whose queries see all keys, or those up to their own, to
-torch's fused kernel (fused.py). All else is computed block by block. This has the algorithm of the Triton kernels, in a
-form that is easier to read: the queries are cut into tiles of up to `BLOCK_ROWS` rows, and a tile is computed in blocks
-of up to `BLOCK_KEYS` keys, from the first key that its rows see to the last; in a tree, the keys between that no row
-sees are left out. The host reads the mask for the plan, so on an accelerator this backend waits.
+The default without a GPU. A plan, which is made once per mask, says how each document is computed. On CPUs documents
+whose queries see all keys, or those up to their own, go to torch's fused kernel (fused.py). All else is computed block
+by block. This has the algorithm of the Triton kernels, in a form that is easier to read: the queries are cut into tiles
+of up to `BLOCK_ROWS` rows, and a tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that its
+rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for the plan,
+so on an accelerator this backend waits.
 
 Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.backends import fused, short
+from tritonpack.backends import fused
 from tritonpack.backends.dropout import keep_mask
 from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.checks import on_host
@@ -33,8 +33,8 @@ PIECE = 64  # keys, the unit of blocks in a tree
 
 LOG2E = 1 / math.log(2)
 
-# Kinds of blocks in the table of a plan, and short documents, beside what the runs of fused.py see.
-FULL, MASKED, SHORT = 3, 4, 5
+# Kinds of blocks in the table of a plan, beside what the runs of fused.py see.
+FULL, MASKED = 3, 4
 
 
 class Block(NamedTuple):
@@ -51,14 +51,12 @@ class Plan(NamedTuple):
     Attributes:
         blocks: blocks, one tile after the other.
         runs: calls of the fused kernel.
-        short: documents that are computed by loops.
-        all_rows: whether runs and short documents have every query of the mask.
+        all_rows: whether runs have every query of the mask.
         one_run: whether a single run has all queries and all keys.
     """
 
     blocks: list[Block]
     runs: list[fused.Run]
-    short: short.Documents | None
     all_rows: bool
     one_run: bool
 
@@ -77,9 +75,8 @@ def plan_tiles(
 
 
 def _table(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Tensor:
-    by = {"fuse": fused.serves(q, k, options), "loop": short.serves(q, mask, options)}
-    key = ("plan", *by.values(), options.pack_invariant)
-    return mask.cached(key, lambda: plan_of(mask, **by, pack_invariant=options.pack_invariant))
+    by = {"fuse": fused.serves(q, k, options), "pack_invariant": options.pack_invariant}
+    return mask.cached(("plan", *by.values()), lambda: plan_of(mask, **by))
 
 
 def forward(
@@ -99,8 +96,6 @@ def forward(
         q, k, v = (x.contiguous() for x in (q, k, v))
         if plan.blocks:
             _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse.T)
-        if plan.short is not None:
-            plan.short.forward(q, k, v, options, out, lse)
         for run in plan.runs:
             out[run.rows], lse[run.rows] = fused.forward(run, q, k, v, options)
     return out[..., :head_dim_v].to(dtype), lse.T
@@ -174,8 +169,6 @@ def backward(
             dq.zero_()
         if plan.blocks:
             _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
-        if plan.short is not None:
-            plan.short.backward(dout, dlse, q, k, v, out, lse.T.contiguous(), options, (dq, dk, dv))
         for run in plan.runs:
             dq[run.rows], dk_of_run, dv_of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
             dk[run.keys] += dk_of_run
@@ -235,12 +228,11 @@ def _backward_blocks(
 
 def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> Plan:
     """The plan of a call, made once per mask; waits for the mask's device."""
-    by = fused.serves(q, k, options), short.serves(q, mask, options)
 
     def read() -> Plan:
         return _read(_table(q, k, mask, options) if tiles.blocks is None else tiles.blocks, mask)
 
-    return mask.cached(("calls", *by, options.pack_invariant), read)
+    return mask.cached(("calls", fused.serves(q, k, options), options.pack_invariant), read)
 
 
 def _read(table: Tensor, mask: BlockDiagonalMask) -> Plan:
@@ -251,38 +243,33 @@ def _read(table: Tensor, mask: BlockDiagonalMask) -> Plan:
         for row, row_end, key, key_end, kind in table[(kind == FULL) | (kind == MASKED)].tolist()
     ]
     runs = [fused.Run(*run) for run in table[kind < FULL].tolist()]
-    documents = table[kind == SHORT, :4]
-    whole = sorted([[run.row, run.row_end] for run in runs] + documents[:, :2].tolist())
-    all_rows = not blocks and _covers(whole, mask.num_queries)
+    all_rows = not blocks and _covers([(run.row, run.row_end) for run in runs], mask.num_queries)
     one_run = [run[:4] for run in runs] == [(0, mask.num_queries, 0, mask.num_keys)] and all_rows
-    return Plan(blocks, runs, short.Documents(documents, mask) if len(documents) else None, all_rows, one_run)
+    return Plan(blocks, runs, all_rows, one_run)
 
 
-def _covers(spans: list[list[int]], total: int) -> bool:
+def _covers(spans: list[tuple[int, int]], total: int) -> bool:
     """Whether spans [begin, end), in ascending order, follow each other from 0 to the total; False if some overlap."""
     ends = [0, *(end for _, end in spans)]
     return [begin for begin, _ in spans] == ends[:-1] and ends[-1] == total
 
 
-def plan_of(mask: BlockDiagonalMask, *, fuse: bool, loop: bool, pack_invariant: bool) -> Tensor:
-    """The plan of a mask, (blocks, runs and short documents, 5) int64 on the host: row, row_end, key, key_end, kind.
+def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
+    """The plan of a mask, (blocks and runs, 5) int64 on the host: row, row_end, key, key_end, kind.
 
     Args:
         fuse: whether the fused kernel computes the documents that it can.
-        loop: whether loops compute short documents.
         pack_invariant: whether no tile may hold two documents.
     """
     documents = fused.documents_of(mask)
-    row, row_end, key, key_end, kind = documents.T
+    kind = documents[:, 4]
     if not fuse or mask.is_tree:
         kind.fill_(fused.OTHER)
-    if loop:
-        kind[torch.maximum(row_end - row, key_end - key) <= short.LONGEST] = SHORT
     tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
     runs = fused.runs_of(documents[kind < fused.OTHER])
     blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
     runs_table = torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 5)
-    return torch.cat([blocks, runs_table, documents[kind == SHORT].to(blocks.device)]).cpu()
+    return torch.cat([blocks, runs_table]).cpu()
 
 
 def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonpack.checks import as_integers, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.masks.streams import current_stream
+from tritonpack.masks.bounds import is_capturing
 
 # How many masks with different windows or totals are kept for one tensor of offsets.
 MASKS_PER_OFFSETS = 8
@@ -80,10 +80,9 @@ def mask_from_offsets(
     sources = tuple({id(x): x for x in roles if x is not None}.values())
     if not _eager() or not _lasts(sources):
         return _build(*roles, total_q, total_k, options)
-    # Inference tensors and others mustn't meet in one mask, and neither must two CUDA streams.
-    stream = current_stream(cu_q.device).handle
+    # Inference tensors and others mustn't meet in one mask.
     numbers = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in roles)
-    key = (total_q, total_k, *options.items(), numbers, torch.is_inference_mode_enabled(), stream)
+    key = (total_q, total_k, *options.items(), numbers, torch.is_inference_mode_enabled())
     masks = _kept.setdefault(cu_q, {})
     if key in masks and masks[key].fits(sources):
         return masks[key].mask
@@ -97,9 +96,7 @@ def mask_from_offsets(
 
 def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
     """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same arguments."""
-    return (_regular_offsets if _eager() and not current_stream(device).capturing else _new_offsets)(
-        batch, seqlen, device
-    )
+    return (_regular_offsets if _eager() and not is_capturing(device) else _new_offsets)(batch, seqlen, device)
 
 
 def _new_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
@@ -115,7 +112,7 @@ def _regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
 def _lasts(sources: tuple[Tensor, ...]) -> bool:
     """Whether a mask can be kept for these tensors: they count writes and don't belong to a CUDA graph."""
     plain = all(type(x) is Tensor and x.device.type in ("cpu", "cuda") and not x.is_inference() for x in sources)
-    return plain and not current_stream(sources[0].device).capturing
+    return plain and not is_capturing(sources[0].device)
 
 
 def _eager() -> bool:

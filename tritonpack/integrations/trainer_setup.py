@@ -29,7 +29,14 @@ from tritonpack.packing.samplers.state import Words, describe_changes
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
-_REPLACED = ("get_train_dataloader", "get_total_train_batch_size", "call_model_init", "compute_loss")
+_REPLACED = (
+    "get_train_dataloader",
+    "get_total_train_batch_size",
+    "call_model_init",
+    "compute_loss",
+    "_init_training_state",
+    "create_scheduler",
+)
 _LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
     "num_workers": "dataloader_num_workers",
     "persistent_workers": "dataloader_persistent_workers",
@@ -78,6 +85,7 @@ class TrainerSetup:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
         self._documents: CheckedDocuments | None = None  # of the latest loader
+        self._more_steps = 0  # optimizer steps of the training beyond those that Trainer counts, see `_find_more_steps`
         self._before = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
         self._released = is_held_back(trainer)
         trainer.model_accepts_loss_kwargs |= self._released
@@ -147,6 +155,70 @@ class TrainerSetup:
         """The mean number of documents per optimizer step, over all ranks, for Trainer's logs."""
         steps = -(-len(self._loader) // args.gradient_accumulation_steps)
         return max(1, round(len(self._loader.dataset) / steps))  # type: ignore[arg-type]
+
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
+        """The epoch to begin with and the batches of it to skip, in place of the trainer's method of this name.
+
+        Trainer multiplies the optimizer steps of the checkpoint by the present `gradient_accumulation_steps`. Here the
+        batches that were trained on decide. `global_step` remains the number of optimizer steps that were taken.
+        """
+        trainer, callback = self.trainer, self._callback
+        place = self._original("_init_training_state")(max_steps, steps_per_epoch, *others)
+        self._more_steps, callback.resumed = 0, None
+        if trainer.state.global_step and not trainer.args.ignore_data_skip:
+            place = callback.resumed = self._find_place()
+            self._more_steps = self._find_more_steps(*place, steps_per_epoch)
+            trainer.state.max_steps += self._more_steps
+        return place
+
+    def _find_place(self) -> tuple[int, int]:
+        """The epoch of the checkpoint, and the batches of it that were trained on.
+
+        Raises:
+            ValueError: a checkpoint without a plan, with another one, or within an optimizer step.
+        """
+        saved = self.trainer.state.stateful_callbacks.get(STATE)
+        if saved is None:
+            raise ValueError(
+                "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
+                "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
+            )
+        rows, steps = self._loader.rows, len(self._loader)
+        epoch, legs, made, done = rows._find_place(saved["loader"])
+        if legs:
+            was, now = ({**one.settings, "least_steps": 0} for one in (legs[-1], made))
+            changes = describe_changes(was, now, _WORDS.names) or (
+                f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
+            )
+            raise ValueError(
+                f"the checkpoint can't be resumed, because the rest of its epoch {epoch} has other batches since: "
+                f"{changes}. Restore that, or {_WORDS.anew}."
+            )
+        batches, accumulated = done // rows.num_replicas, self.trainer.args.gradient_accumulation_steps
+        if batches == steps:
+            return epoch + 1, 0
+        if batches % accumulated:
+            raise ValueError(
+                f"the checkpoint can't be resumed, because it was saved after {batches} batches of epoch {epoch}, "
+                f"which isn't a multiple of gradient_accumulation_steps={accumulated} (it was "
+                f"{saved['gradient_accumulation_steps']}). Pass a divisor of {batches}, or {_WORDS.anew}."
+            )
+        return epoch, batches
+
+    def _find_more_steps(self, epoch: int, batches: int, steps_per_epoch: int) -> int:
+        """How many more optimizer steps were taken before the checkpoint than the present accumulation would take.
+
+        The training ends after the batch with which it would end if it had accumulated as many batches from the start.
+        """
+        state, accumulated = self.trainer.state, self.trainer.args.gradient_accumulation_steps
+        saved = state.stateful_callbacks[STATE]
+        if accumulated == saved["gradient_accumulation_steps"]:
+            return saved.get("more_steps", 0)
+        return state.global_step - epoch * steps_per_epoch - batches // accumulated
+
+    def create_scheduler(self, num_training_steps: int, *others: Any, **options: Any) -> Any:
+        """Make the schedule of the learning rate, whose last step is the training's, also after a resume."""
+        return self._original("create_scheduler")(num_training_steps + self._more_steps, *others, **options)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model with `model_init`, and patch it."""
@@ -305,7 +377,7 @@ def setup(
 
 
 class _PackedTraining(SavedTokensCallback):
-    """Counts the rows of a training, writes their state into its checkpoints, and checks it when training resumes."""
+    """Counts the rows of a training, and writes their state into its checkpoints."""
 
     _logged = ("tokens_saved_share", "packing_efficiency")
 
@@ -313,7 +385,7 @@ class _PackedTraining(SavedTokensCallback):
         self._handle = handle
         self._rows = PackedRows()
         self._batches = 0  # batches of the epoch that were trained on
-        self._resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
+        self.resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
         super().__init__(handle.trainer)
 
     def _find_counts(self) -> list[Any]:
@@ -321,57 +393,15 @@ class _PackedTraining(SavedTokensCallback):
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, train_dataloader: Any, **__: Any) -> None:
         self._loader: PackedDataLoader = train_dataloader
-        self._resumed = None
-        if state.global_step and not args.ignore_data_skip:
-            self._resumed = self._check_resumed(args, state)
         super().on_train_begin()
-
-    def _check_resumed(self, args: Any, state: Any) -> tuple[int, int]:
-        """The epoch that Trainer begins with, and the batches of it that it skips.
-
-        Raises:
-            ValueError: a checkpoint without a plan or with another one.
-        """
-        saved = state.stateful_callbacks.get(STATE)
-        if saved is None:
-            raise ValueError(
-                "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
-                "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
-            )
-        rows, steps, accumulated = self._loader.rows, len(self._loader), args.gradient_accumulation_steps
-        epoch, legs, made, done = rows._find_place(saved["loader"])
-        if legs:
-            was, now = ({**one.settings, "least_steps": 0} for one in (legs[-1], made))
-            changes = describe_changes(was, now, _WORDS.names) or (
-                f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
-            )
-            raise ValueError(
-                f"the checkpoint can't be resumed, because the rest of its epoch {epoch} has other batches since: "
-                f"{changes}. Restore that, or {_WORDS.anew}."
-            )
-        counted = (epoch, done // rows.num_replicas)
-        epoch, done = divmod(state.global_step, -(-steps // accumulated))
-        if counted not in ((epoch, done * accumulated), (epoch - 1, steps) if not done else None):
-            before = saved["gradient_accumulation_steps"]
-            reason = (
-                "an epoch was ended early"
-                if before == accumulated
-                else f"gradient_accumulation_steps was {before} and is {accumulated}"
-            )
-            raise ValueError(
-                f"the checkpoint was saved after {counted[1]} batches of epoch {counted[0]}, and Trainer would resume "
-                f"after {done * accumulated} batches of epoch {epoch}, because {reason}. Restore that, or "
-                f"{_WORDS.anew}."
-            )
-        return epoch, done * accumulated
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._batches = 0
-        if self._resumed is not None:
+        if self.resumed is not None:
             # Trainer skips batches with a loader of its own, whose epoch its older versions don't set.
-            epoch, self._batches = self._resumed
+            epoch, self._batches = self.resumed
             self._loader.rows.set_epoch(epoch)
-            self._resumed = None
+            self.resumed = None
 
     def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
         loader, handle = self._loader, self._handle
@@ -387,5 +417,6 @@ class _PackedTraining(SavedTokensCallback):
             "loader": loader.state_dict(end),
             "steps_per_epoch": len(loader),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "more_steps": handle._more_steps,
         }
         super().on_step_end()

@@ -63,12 +63,10 @@ class BlockDiagonalMask(Bounds):
     values on an accelerator by a device-side assertion, except on AMD GPUs, which assert nothing: there, make a mask
     from copies in host memory to check its ids or offsets. `validate()` checks the bounds of any mask, waiting.
 
-    A mask's tensors must not be overwritten: calls raise ValueError if torch counted a write to one of them. It counts
-    none through `.data`, NumPy, a collective in place or another library's kernel. In host memory tensors are
-    compared with copies, too, outside of torch.compile. On a GPU calls return wrong gradients without an error after
-    such a write, because the transpose and the tile tables are kept and belong to the old values. They are kept for
-    each CUDA stream. In a CUDA graph make the mask within the capture, so that all layers share them; those of another
-    mask are computed again in each call of the capture.
+    The constructor copies the tensors that it is given. A mask's own tensors must not be overwritten, because the
+    transpose and the tile tables are kept and belong to the old values: calls raise ValueError if torch counted a
+    write to one of them. It counts none through `.data`, NumPy, a collective in place or another library's kernel. In a
+    CUDA graph make the mask within the capture; a graph of an older mask keeps that mask's documents.
 
     Attributes:
         key_start: (num_queries,) int32, the first key that each query sees; never decreases.

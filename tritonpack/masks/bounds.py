@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tritonpack import kernels
 from tritonpack.checks import check_device, check_indices, describe, is_length, on_host, require
-from tritonpack.masks.streams import Stream, current_stream
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +36,6 @@ class Bounds:
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
     _versions: ClassVar[tuple[tuple[str, Tensor, int], ...]]
-    _values: ClassVar[tuple[tuple[str, Tensor, Tensor], ...]]
     _captured: ClassVar[bool]
     _origin: ClassVar[Any]
 
@@ -53,7 +50,7 @@ class Bounds:
         if self.max_documents is not None and not is_length(self.max_documents):
             raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
         self._check_sides()
-        self._begin()
+        self._begin(copy=not trusted)
         if trusted or torch.compiler.is_compiling() or type(self.key_start) is not Tensor:
             return
         if on_host(self.key_start):
@@ -63,22 +60,19 @@ class Bounds:
         else:
             self._assert_valid()
 
-    def _begin(self) -> None:
-        """Replace inference tensors by copies, and start the part of a mask that isn't in its fields.
+    def _begin(self, copy: bool = False) -> None:
+        """Copy tensors that their owner may write again, and start the part of a mask that isn't in its fields.
 
-        torch counts no writes to inference tensors, so `_check_unwritten` couldn't refuse those that were overwritten.
+        Inference tensors are always copied: torch counts no writes to them, so `check_unwritten` couldn't refuse them.
         """
-        if not torch.compiler.is_compiling():
-            for f in fields(self):
-                value = getattr(self, f.name)
-                if isinstance(value, Tensor) and value.is_inference():
-                    object.__setattr__(self, f.name, outside_inference_mode(value.clone))
+        compiling = torch.compiler.is_compiling()
+        for name, x in self._tensors():
+            if copy or (not compiling and x.is_inference()):
+                object.__setattr__(self, name, outside_inference_mode(x.clone))
         object.__setattr__(self, "_computed", {})
-        counted = [] if torch.compiler.is_compiling() else self._tensors()
+        counted = [] if compiling else self._tensors()
         object.__setattr__(self, "_versions", tuple((name, x, x._version) for name, x in counted))
-        compared = self._tensors() if on_host(self.key_start) and _eager() else []
-        object.__setattr__(self, "_values", tuple((name, x, x.clone()) for name, x in compared))
-        object.__setattr__(self, "_captured", self._stream().capturing)
+        object.__setattr__(self, "_captured", self._is_captured())
         object.__setattr__(self, "_origin", None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,71 +105,43 @@ class Bounds:
     def document(self) -> Tensor | None:
         """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
         Rows outside every document hold the number of some document."""
-        self._check_unwritten()
+        self.check_unwritten()
         source = self.document_source
         return self.cached("document", source) if callable(source) else source
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The value of `build()`, computed at the first call for a key on a CUDA stream and kept as long as the mask.
+        """The value of `build()`, computed at the first call for a key and kept as long as the mask.
 
-        It is computed outside of inference mode, whose tensors couldn't be saved for a backward pass later. Values are
-        shared neither between a CUDA graph and a mask made before its capture, nor between a mask made within the
-        capture and calls after it: there each call of this function computes the value again.
+        It is computed outside of inference mode, whose tensors couldn't be saved for a backward pass later. What a CUDA
+        graph computes has values only after a replay. So it is kept only if the mask was made in a capture, too.
 
         Raises:
             ValueError: tensors of the mask were overwritten since it was made.
         """
-        self._check_unwritten()
-        stream = self._stream()
-        if stream.capturing != self._captured:
-            return outside_inference_mode(build)
-        place = (stream.handle, key)
-        if place not in self._computed:
-            self._computed[place] = outside_inference_mode(build)
-        return self._computed[place]
+        self.check_unwritten()
+        if key not in self._computed:
+            value = outside_inference_mode(build)
+            if self._is_captured() != self._captured:
+                return value
+            self._computed[key] = value
+        return self._computed[key]
 
-    def for_call(self) -> Self:
-        """The mask itself, or a new one with the same fields if `cached` would keep nothing now.
-
-        So one call of attention computes each value once, also in a CUDA graph whose capture the mask precedes.
-
-        Raises:
-            ValueError: tensors of the mask were overwritten since it was made; see also `compare`.
-        """
-        self._check_unwritten()
-        self.compare()
-        return self if self._stream().capturing == self._captured else replace(self, trusted=True)
-
-    def _stream(self) -> Stream:
-        plain = type(self.key_start) is Tensor
-        return current_stream(self.key_start.device) if plain else Stream(None, False)
+    def _is_captured(self) -> bool:
+        return type(self.key_start) is Tensor and is_capturing(self.device)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         fields_and_values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return [(name, x) for name, x in fields_and_values if isinstance(x, Tensor)]
 
-    def _check_unwritten(self) -> None:
+    def check_unwritten(self) -> None:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        self._refuse([name for name, x, version in self._versions if x._version != version])
-
-    def compare(self) -> None:
-        """Raise ValueError if the mask's tensors lie in host memory and differ from what they were when it was made.
-
-        It finds writes that torch doesn't count. Tensors on a device aren't compared, which would take launches.
-        """
-        if _eager() and self._values:
-            self._refuse([name for name, x, value in self._values if not torch.equal(x, value)])
-
-    @staticmethod
-    def _refuse(written: list[str]) -> None:
-        """Raise ValueError if any tensor was overwritten."""
-        if written:
+        if written := [name for name, x, version in self._versions if x._version != version]:
             raise ValueError(
                 f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
                 "made. Its transpose, tile tables and documents belong to the old values. Make a new mask for new "
-                "values; if it was made of parts of a buffer that is written again, pass clones of them."
+                "values."
             )
 
     def __repr__(self) -> str:
@@ -200,7 +166,6 @@ class Bounds:
 
         Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
         """
-        self.compare()
         return self.cached("transpose", self._transpose)
 
     def keep_transpose(self, query_start: Tensor, query_stop: Tensor) -> None:
@@ -209,10 +174,8 @@ class Bounds:
 
     def _transpose(self) -> Self:
         # Not `self`, which would be a reference cycle.
-        handle = self._stream().handle
-        source = self._computed.get((handle, "document"), self.document_source)
-        known = self.query_start, self.query_stop
-        start, stop = self._computed.get((handle, "seen by"), known)
+        source = self._computed.get("document", self.document_source)
+        start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
         if (start is None or stop is None) and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
@@ -253,7 +216,7 @@ class Bounds:
         >>> mask.restrict(torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4])).to_dense().int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
-        self.compare()
+        self.check_unwritten()
         start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
         query_start, query_stop = self.query_start, self.query_stop
         diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
@@ -288,7 +251,7 @@ class Bounds:
 
     def to(self, device: torch.device | str) -> Self:
         """The same mask on another device."""
-        self.compare()
+        self.check_unwritten()
         device = check_device(device)
         tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
         moved: dict[str, Any] = outside_inference_mode(
@@ -400,9 +363,9 @@ def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascend
     return faults
 
 
-def _eager() -> bool:
-    """Whether no tracer and no mode of torch's dispatcher watches, which a comparison could disturb."""
-    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on a device becomes part of a CUDA graph now."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def outside_inference_mode(build: Callable[[], T]) -> T:
