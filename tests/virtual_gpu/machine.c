@@ -46,11 +46,14 @@ void report(const Warp *w, int lane, const char *format, ...) {
 // Control flow. Of diverged lanes those with the lowest program counter go first, so paths meet again.
 static void choose_path(Warp *w) {
   EACH if (w->active >> l & 1) w->lane_pc[l] = w->pc;
+  if (!(w->live & ~w->waiting))
+    w->waiting = 0;
+  u32 lanes = w->live & ~w->waiting;
   s32 lowest = INT32_MAX;
-  EACH if (w->live >> l & 1 && w->lane_pc[l] < lowest) lowest = w->lane_pc[l];
+  EACH if (lanes >> l & 1 && w->lane_pc[l] < lowest) lowest = w->lane_pc[l];
   w->pc = lowest;
   w->active = 0;
-  EACH if (w->live >> l & 1 && w->lane_pc[l] == lowest) w->active |= 1u << l;
+  EACH if (lanes >> l & 1 && w->lane_pc[l] == lowest) w->active |= 1u << l;
 }
 OP(bra) {  // x: where
   EACH if (w->active >> l & 1) w->lane_pc[l] = w->mask >> l & 1 ? i->x[0] : w->pc + 1;
@@ -89,6 +92,15 @@ OP(assertfail) {  // imm: the message
   return STOP;
 }
 OP(nop) { return NEXT; }
+OP(warp_barrier) {  // of all lanes
+  if (w->mask == w->live)
+    return NEXT;
+  EACH if (w->active >> l & 1) w->lane_pc[l] = w->pc + 1;
+  w->waiting |= w->mask;
+  w->active = 0;
+  choose_path(w);
+  return JUMPED;
+}
 
 OP(barrier) {  // a: which, b: threads or NONE
   if (w->mask != w->live)

@@ -88,6 +88,7 @@ struct Warp {
   u8 *regs;
   int id;
   u32 mask, active, live;  // lanes: of the current instruction, of the current path, that haven't returned
+  u32 waiting;             // lanes at bar.warp.sync, until all that haven't returned are
   s32 pc, lane_pc[LANES];
   const Ins *ins;
   enum { RUNS, AT_BARRIER, AT_MBARRIER, DONE } state;

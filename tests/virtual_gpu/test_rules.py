@@ -61,6 +61,10 @@ class Rule(NamedTuple):
 
 
 WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r3], {}; @!%p3 bra.uni W;"
+# Lanes come by two ways to a place that lies before them.
+MEETING = """st.shared.b32 [%r4], %r1; bar.sync 0; bra START;
+MEET: {} ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r6, %r7, %r8, %r9}}, [%r3]; bra END;
+START: @%p2 bra OTHER; bra MEET; OTHER: mov.b32 %r10, 1; bra MEET; END: ret;"""
 RULES = (
     Rule(
         "global-end",
@@ -166,6 +170,12 @@ RULES = (
     ),
     Rule(
         "barrier-in-a-branch", "@%p2 bra L; bar.sync 0; L: ret;", "bar.sync 0; @%p2 bra L; L: ret;", "in divergent code"
+    ),
+    Rule(
+        "lanes-that-meet-at-no-barrier",
+        MEETING.format(""),
+        MEETING.format("bar.warp.sync -1;"),
+        "ldmatrix in divergent code",
     ),
     Rule("barrier-of-some-lanes", "@%p2 bar.sync 0;", "bar.sync 0;", "in divergent code"),
     Rule("barrier-of-too-many", "bar.sync 1, 160;", "bar.sync 1, 128;", "deadlock: waits at barrier 1 for 160 threads"),

@@ -383,7 +383,13 @@ class Translator:
     def _proxy_fence(self, given: list[str]) -> None:
         self._emit("proxy_fence")
 
-    @_rule(r"bar\.warp\.sync|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|fence\.mbarrier_init\.release\.cluster")
+    @_rule(r"bar\.warp\.sync")
+    def _warp_barrier(self, given: list[str]) -> None:
+        if given != ["-1"]:
+            raise Unsupported(f"the lanes {given[0]}")
+        self._emit("warp_barrier")
+
+    @_rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|fence\.mbarrier_init\.release\.cluster")
     def _nothing(self, given: list[str]) -> None:
         self._emit("nop")
 
