@@ -241,9 +241,11 @@ def probe(body: str, seed: int, programs: int = 1) -> tuple[list[str], torch.Ten
         )
 
     out = torch.empty(32, 32)
-    with virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu:
-        with suppress(RuntimeError):  # it stops at a deadlock
-            probe_kernel[(programs,)](torch.randn(32, 32), out)
+    with (
+        virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu,
+        suppress(RuntimeError),
+    ):  # it stops at a deadlock
+        probe_kernel[(programs,)](torch.randn(32, 32), out)
     return gpu.reports, out
 
 
@@ -268,9 +270,11 @@ def test_an_undefined_register_has_other_bits_under_other_seeds() -> None:
 def test_wgmma_reads_what_threads_wrote_after_a_proxy_fence() -> None:
     a, b = torch.randn(64, 64).half(), torch.randn(64, 64).half()
     for pattern, expected in ((r"fence\.proxy\.async.*;", True), ("$", False)):
-        with virtual_gpu("sm_90", rewrite=lambda name, ptx, p=pattern: re.sub(p, "", ptx), check=False) as gpu:
-            with suppress(RuntimeError):  # too many reports
-                matmul_kernel[(1, 1)](a, b, torch.empty(64, 64), 64, 64, 64, 64, 64, 32, "ieee", num_warps=4)
+        with (
+            virtual_gpu("sm_90", rewrite=lambda name, ptx, p=pattern: re.sub(p, "", ptx), check=False) as gpu,
+            suppress(RuntimeError),
+        ):  # too many reports
+            matmul_kernel[(1, 1)](a, b, torch.empty(64, 64), 64, 64, 64, 64, 64, 32, "ieee", num_warps=4)
         assert any("without a proxy fence since" in report for report in gpu.reports) == expected
 
 
@@ -318,9 +322,11 @@ def test_change_of_a_kernel_that_loads_and_computes(change: Change) -> None:
     x = torch.randn(320, 64).half()
     out = torch.empty(0)
     for seed in (1, 2):
-        with virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu:
-            with suppress(RuntimeError):  # it stops at a deadlock
-                out = blocks(x)
+        with (
+            virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu,
+            suppress(RuntimeError),
+        ):  # it stops at a deadlock
+            out = blocks(x)
         if change.report:
             assert any(re.search(change.report, report) for report in gpu.reports), gpu.reports[:3]
     if not change.report:
