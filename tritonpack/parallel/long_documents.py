@@ -27,8 +27,8 @@ from tritonpack.parallel.pieces import Pieces, PieceTable
 from tritonpack.parallel.recurrences import LIGHTNING, RECURRENCES, Effect, Recurrence, lightning_attention
 from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.parallel.state_scan import StateScan
+from tritonpack.patches.document_places import Documents, batches_of, lay_back
 from tritonpack.patches.packed_batch import DocumentLayer, PackedBatch
-from tritonpack.patches.unpacking.document_places import Documents, batches_of, lay_back
 
 # Layers in which a token reads a fixed number of tokens before it, and nothing else.
 SHORT_REACH = {"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv", "RwkvFeedForward", "ZayaCCAProjection"}

@@ -13,8 +13,8 @@ from tritonpack.parallel.row_travel import RowTravel
 from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.parallel.state_scan import StateScan
 from tritonpack.parallel.whole_documents import filled, in_one_row
+from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.unpacking.document_places import Documents
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
-from tritonpack.patches.exact_classes import Layout
 from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.interface import NAMES, stock_name
+from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.choose import forward_for
 from tritonpack.patches.layers.image_positions import METHOD, DocumentPositions
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
@@ -34,8 +33,6 @@ from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tiled_loss import TiledLoss
 from tritonpack.patches.tiled_mlp import TiledMlp, find_mlps
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
-from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 from tritonpack.patches.virtual_tokens import VirtualTokens, may_have_virtual_tokens
 
 
@@ -104,7 +101,6 @@ class AppliedPatch:
         modules: list[PreTrainedModel],
         asked: Options,
         below: list[AppliedPatch],
-        layout: Layout = "packed",
         by_name: bool = False,
         require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
@@ -118,10 +114,7 @@ class AppliedPatch:
         self.heads: list[ModelForward] = []
         self.report: Report
         self.compaction = _compaction(modules, asked) if asked.unpad or asked.share_prefixes else None
-        if layout == "packed":
-            names, forwards = self._pack(model, modules, asked)
-        else:
-            names, forwards = self._unpack(model, modules, layout)
+        names, forwards = self._pack(model, modules, asked)
         if self.compaction is not None:
             copies = ("copies of common beginnings",) if asked.share_prefixes else ()
             self.report = replace(self.report, saves=("padding", *copies))
@@ -132,15 +125,6 @@ class AppliedPatch:
         tiled = [head.tiled for head in self.heads if head.tiled is not None]
         virtual = [VirtualTokens(module) for module in model.modules() if may_have_virtual_tokens(module)]
         self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *tiled, *virtual]
-
-    def _unpack(
-        self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout
-    ) -> tuple[list[AttentionName], list[InstanceForward]]:
-        """The parts for a model that runs with one document in each row, on its own attention."""
-        replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
-        self.report = make_report(model, modules, layout, "", replaced, set())
-        names = [AttentionName(module, None) for module in model.modules() if isinstance(module, PreTrainedModel)]
-        return names, [AlwaysUnpacked(module, self.context, layout == "lengths") for module in modules]
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
@@ -214,7 +198,7 @@ class AppliedPatch:
         """
         seen = {id(model): what for model, what in losses}
         for part in self.parts:
-            if isinstance(part, UnpackingForward):
+            if isinstance(part, ModelForward):
                 part.mixed_loss = seen.get(id(part.module), "")
 
     @property

@@ -16,6 +16,7 @@ from tritonpack.patches.call_arguments import COUNTED, HANDED, TREE, cache_of, i
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.cross_attention import meet
+from tritonpack.patches.document_places import require_one_document_a_row
 from tritonpack.patches.families import (
     BOTH_WAYS,
     COUNT_FROM_PADDING,
@@ -37,7 +38,6 @@ from tritonpack.patches.parts import PreHook
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
-from tritonpack.patches.unpacking.document_places import require_one_document_a_row
 
 
 class PackingHook(PreHook):

@@ -11,7 +11,7 @@ from tritonpack.backends import BACKENDS, Backend
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
 from tritonpack.patches.by_name import register
-from tritonpack.patches.choose_layout import choose_layout
+from tritonpack.patches.choose_modules import choose_modules
 from tritonpack.patches.compaction import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
@@ -128,7 +128,7 @@ def patch(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
-    choice, lease = choose_layout(model, asked), object()
+    choice, lease = choose_modules(model, asked), object()
     try:
         return Patch(model, put_on(model, choice, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out

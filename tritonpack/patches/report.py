@@ -23,9 +23,7 @@ class Report:
     Attributes:
         model_type: transformers' name for the family.
         attention: which attention runs: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own with a
-            dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask;
-            "padded" or "lengths" if each document runs in a row of its own, in a padded batch or in batches of one
-            length.
+            dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask.
         backend: the backend of the kernels that was asked for, as `varlen_attention` takes it.
         runs: what computes attention: the backend that "auto" chooses on the model's device, in its dtype, "sdpa",
             "eager", the model's own attention, or "no attention" (Mamba).
@@ -65,8 +63,7 @@ class Report:
         if not any(_attends(type(module).__name__) for module in model.modules()):
             return replace(self, runs=NO_ATTENTION)
         if self.attention != "tritonpack":
-            own = {"dense": "its own attention", "padded": self.replaced, "lengths": self.replaced}
-            return replace(self, runs=own.get(self.attention) or self.attention)
+            return replace(self, runs="its own attention" if self.attention == "dense" else self.attention)
         weight = next((p for p in model.parameters() if p.is_floating_point()), None)
         if weight is None or weight.device.type == "meta":
             return replace(self, runs=self.backend)
@@ -102,9 +99,6 @@ class Report:
     def _runs(self) -> str:
         if self.runs == NO_ATTENTION:
             return f"{NO_ATTENTION} in its layers"
-        if self.attention in ("padded", "lengths"):
-            batch = "a padded batch" if self.attention == "padded" else "batches of one length"
-            return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
         own = "its own attention" if self.attention == "dense" else self.attention
         runs = (
             f"backend {self.runs or self.backend}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.packed_batch import PackedBatch
 
 
@@ -108,12 +109,24 @@ def batches_of(packed_batch: PackedBatch) -> list[Documents]:
     return packed_batch.kept_batches
 
 
-def require_one_document_a_row(packed_batch: PackedBatch, message: str) -> None:
-    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device."""
+def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_graphs: bool = False) -> None:
+    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
+
+    In graphs of torch.compile nothing is checked, unless `in_graphs` asks for an assertion there, too.
+
+    Raises:
+        UnsupportedModelError: with the message and the number of documents in each row.
+    """
     if not packed_batch.tells_documents:
         return
     documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)
-    require(
-        (documents <= 1).all(),
-        lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else ""),
-    )
+    alone = (documents <= 1).all()
+    if in_graphs and torch.compiler.is_compiling():
+        torch._assert_async(alone, message)
+        return
+    try:
+        require(
+            alone, lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else "")
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from None
