@@ -42,7 +42,6 @@ PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "sdpa": ("llama", {"attention": "sdpa"}),
     "unpad": ("llama", {"unpad": True}),
     "share_prefixes": ("llama", {"share_prefixes": True}),
-    "tiles": ("llama", {"tiled_loss": 4, "tiled_mlp": 4}),
     "mamba": ("mamba", {}),
     "falcon_h1": ("falcon_h1", {}),
 }

@@ -51,12 +51,11 @@ READ: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_reading_them_is_reading_plain_logits(dtype: torch.dtype) -> None:
-    model, batch = tiny_model("llama", dtype=dtype), padded()
-    tritonpack.patch(model, tiled_loss=4)
+    model, batch = tiny_model("llama", dtype=dtype).requires_grad_(requires_grad=False), completions()
+    tritonpack.patch(model, unpad=True)
     for name, read in READ.items():
-        with torch.no_grad():
-            logits = model(**batch).logits
-            plain = model(**batch).logits.clone()
+        logits = model(**batch).logits
+        plain = model(**batch).logits.clone()
         assert isinstance(logits, LaterLogits)
         assert type(plain) is Tensor
         # NumPy warns of tensors: `__array__` and `__array_wrap__` of torch 2.13 lack parameters that NumPy 2 wants.
@@ -91,10 +90,9 @@ def test_errors_are_those_of_logits_with_gradients() -> None:
 
 
 def test_outputs_are_copied_shared_and_saved() -> None:
-    model = tiny_model("llama")
-    tritonpack.patch(model, tiled_loss=4)
-    with torch.no_grad():
-        output = model(**padded())
+    model = tiny_model("llama").requires_grad_(requires_grad=False)
+    tritonpack.patch(model, unpad=True)
+    output = model(**completions())
     twin = copy.deepcopy(output)
     assert type(twin) is type(output)
     assert type(twin.logits) is Tensor

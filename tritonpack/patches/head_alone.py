@@ -31,19 +31,6 @@ def run_head(head: nn.Module, path: str, output: Any, states: Tensor, arguments:
     return type(head).forward(head, **arguments)["logits"]
 
 
-def own_tensors(head: nn.Module, base: nn.Module | None = None) -> Iterator[Tensor]:
-    """The tensors with a gradient that modules of a head hold, around its base model if it has one.
-
-    They are its parameters, or what FullyShardedDataParallel puts in their place during a forward pass.
-    """
-    found: dict[int, Tensor] = {}
-    for _, module in head.named_modules(memo=None if base is None else {base}):
-        for x in (*module.parameters(recurse=False), *vars(module).values()):
-            if isinstance(x, Tensor) and x.requires_grad:
-                found[id(x)] = x
-    return iter(found.values())
-
-
 def own_parameters(head: nn.Module, base: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a model's head, around its base model, each once; tied weights are of both."""
     found = (x for _, module in head.named_modules(memo={base}) for x in module.parameters(recurse=False))

@@ -8,12 +8,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as all_modules
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-
-from tritonpack.errors import UnsupportedModelError
 
 
 class Aliases:
@@ -47,32 +44,6 @@ class _Replaced(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def require_no_backward_hooks(head: nn.Module, base: nn.Module | None, option: str) -> None:
-    """Refuse backward hooks on modules inside of a head or another module: they would run on each tile.
-
-    Args:
-        head: the module; its own hooks are outside of the tiles.
-        base: the base model of the head, which is left out.
-        option: the option of `patch` that asked for tiles.
-
-    Raises:
-        UnsupportedModelError: with the name of the module.
-    """
-    kind = type(head).__name__
-    for name, module in head.named_modules(memo=None if base is None else {base}):
-        if module is not head and (module._backward_hooks or module._backward_pre_hooks):
-            what = f"{name} of {kind} has a backward hook, which"
-            break
-    else:
-        if not (all_modules._global_backward_hooks or all_modules._global_backward_pre_hooks):
-            return
-        what = f"a backward hook of all modules of torch is set, which inside of {kind}"
-    raise UnsupportedModelError(
-        f"{what} would run once per tile. Remove it, or hook the parameters (register_hook) or the module around the "
-        f"tiles; otherwise patch the model without {option}."
-    )
-
-
 def once_differentiable(backward: Callable[..., tuple[Tensor | None, ...]]) -> Any:
     """A backward pass whose gradients can't be differentiated again.
 
@@ -102,7 +73,6 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         raise RuntimeError(
-            "can't differentiate twice: with tiled_loss or tiled_mlp, and through logits that are computed when they "
-            "are read, gradients have no derivatives. Patch the model without tiled_loss, tiled_mlp, unpad and "
-            "share_prefixes."
+            "can't differentiate twice: through logits that are computed when they are read, gradients have no "
+            "derivatives. Patch the model without unpad and share_prefixes."
         )

@@ -43,7 +43,6 @@ class HeadTargets(TensorLike):
         keep: K, of how many last tokens in a row the caller wants logits.
         whole: whether the head runs on the caller's rows in any case, with the labels as they are.
         narrow: whether the head runs on other rows than the caller's.
-        placed: whether `wanted` is known, so that `place` can be called.
         chosen: (S,) int64, on which tokens of the row, or of the flattened batch, the head runs; None for all.
         rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
         labels: (M,) int64.
@@ -53,7 +52,7 @@ class HeadTargets(TensorLike):
         hooks: what runs after forward hooks of users, which may change the states.
     """
 
-    narrow, placed = False, True
+    narrow = False
     chosen: Tensor | None
     rows: Tensor
     labels: Tensor

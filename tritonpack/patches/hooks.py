@@ -143,7 +143,7 @@ class PackingHook(PreHook):
             self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
             targets = self.context.state.targets
-            packed_batch = self.compaction(packed_batch, arguments, targets if targets and targets.placed else None)
+            packed_batch = self.compaction(packed_batch, arguments, targets)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False  # its keys would be those of the one row
         if packed_batch is not None:

@@ -45,7 +45,6 @@ from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import holds
 from tritonpack.patches.spans import take_spans
-from tritonpack.patches.tiled_loss import TiledLoss
 from tritonpack.patches.tokens import text_config
 
 # What a model says of packed rows that gives one result for each row.
@@ -69,11 +68,9 @@ class ModelForward(InstanceForward):
         seen: whether a packed call has checked the code of others in this model.
         one_result: whether the model gives one result for each row.
         mixed_loss: what a trial found wrong with the model's own loss of packed documents; empty if nothing.
-        tiled: the tiled loss of this model; None unless `patch` was asked for it.
     """
 
     mixed_loss = ""
-    tiled: TiledLoss | None = None
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
         super().__init__(module, context)
@@ -99,12 +96,6 @@ class ModelForward(InstanceForward):
 
     def require_in_place(self, arguments: dict[str, Any]) -> None:
         """Refuse a call whose result this forward must compute, if another forward has replaced it since."""
-        if self.tiled is not None and not self.in_place:
-            raise ValueError(
-                f"the forward of {self.name} was replaced since this model was patched, so its loss isn't computed in "
-                "tiles. If the new forward never makes all logits, as Liger-Kernel's and TRL's don't, patch the model "
-                "without tiled_loss. Otherwise call tritonpack.unpatch(model), replace it, and patch the model then."
-            )
         if (self.one_result or arguments.get("output_router_logits")) and not self.in_place:
             raise ValueError(
                 f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
@@ -159,27 +150,10 @@ class ModelForward(InstanceForward):
         """Run a call whose outputs have names."""
         self._require_one_document_a_choice(arguments)
         packed_batch = self._read(arguments)
-        if self.tiled is not None:
-            self._require_tiles(arguments, packed_batch)
         if packed_batch is None:
             return self._hand_on(self.inner(**arguments), None)
         output = self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
         return self._hand_on(output, packed_batch.placement)
-
-    def _require_tiles(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
-        """Refuse a call that would make all logits in training, and a call with labels that can't be tiled."""
-        if arguments.get("labels") is None:
-            if self.module.training and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{self.name} was patched with tiled_loss and is trained without labels, so it would make the "
-                    "logits of all tokens. Pass labels. If the loss needs logits, as Trainer's label_smoothing_factor "
-                    "and compute_loss_func do, patch the model without tiled_loss."
-                )
-        elif packed_batch is None:
-            raise ValueError(
-                "with tiled_loss a call with labels takes tokens (batch, length), and a two-dimensional attention_mask "
-                "or none. Patch the model without tiled_loss for other calls."
-            )
 
     def _hand_on(self, output: Any, placement: Placement | None) -> Any:
         """An output for the head around this model, or for the user: in the shape of the batch that was given."""
@@ -232,13 +206,6 @@ class ModelForward(InstanceForward):
 
     def _targets(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> HeadTargets | None:
         """The targets of a causal head around models that pass on the states of a module that makes one row."""
-        if self.tiled is not None:
-            compacted = self.hook.compaction is not None
-            return (
-                None
-                if arguments.get("labels") is None
-                else self.tiled.targets(arguments, packed_batch, compacted=compacted)
-            )
         if self.hook.compaction is None or torch.compiler.is_compiling() or not self.path:
             return None
         inside = [self.module.get_submodule(path) for path in accumulate(self.path.split("."), "{}.{}".format)]

@@ -35,10 +35,6 @@ class Report:
         left: names of the parts of the model that stay unchanged, such as a vision tower.
         replaced: the attention implementation that the model had before.
         saves: what of a padded batch isn't computed, as `unpad` and `share_prefixes` ask for; empty without them.
-        tile_rows: the rows of a tile in which head and loss are computed, as `tiled_loss` asks for; 0 without it.
-        mlp_rows: the rows of a tile in which dense MLPs are computed, as `tiled_mlp` asks for; 0 without it.
-        mlps: names of these MLPs; empty without `tiled_mlp`.
-        experts: names of the experts, which `tiled_mlp` leaves as they are; empty without it.
     """
 
     model_type: str
@@ -52,10 +48,6 @@ class Report:
     left: tuple[str, ...]
     replaced: str | None
     saves: tuple[str, ...] = ()
-    tile_rows: int = 0
-    mlp_rows: int = 0
-    mlps: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
     runs: str = field(default="", compare=False)  # no change of the patch: a model may move
 
     def on_device(self, model: nn.Module) -> Report:
@@ -87,13 +79,6 @@ class Report:
         ):
             if names:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
-        if self.tile_rows:
-            lines.append(f"  head and loss: in tiles of {self.tile_rows:,} rows")
-        if self.mlp_rows:
-            count = f"{len(self.mlps)} dense MLP{'' if len(self.mlps) == 1 else 's'}"
-            lines.append(f"  {count}: in tiles of {self.mlp_rows:,} rows, computed once more in backward")
-        if self.experts:
-            lines.append(f"  not in tiles: {', '.join(self.experts[:6])}{', ...' if len(self.experts) > 6 else ''}")
         return "\n".join(lines)
 
     def _runs(self) -> str:
