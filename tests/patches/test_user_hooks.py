@@ -73,12 +73,3 @@ def test_a_hook_of_the_base_model_that_fails() -> None:
         handle.remove()
         assert not model.model._forward_hooks
         model(**padded())
-
-
-def test_second_derivatives_through_logits_are_refused() -> None:
-    model, batch = tiny_model("llama"), completions()
-    tritonpack.patch(model, unpad=True)
-    (gradient,) = torch.autograd.grad(model(**batch).logits.sum(), model.lm_head.weight, create_graph=True)
-    assert gradient.requires_grad
-    with pytest.raises(RuntimeError, match=r"differentiate twice.* Patch the model without"):
-        gradient.square().sum().backward()

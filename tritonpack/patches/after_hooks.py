@@ -12,7 +12,7 @@ from torch.nn.modules import module as all_modules
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.first_call import Watch
-from tritonpack.patches.head_alone import STATES
+from tritonpack.patches.later_logits import STATES
 from tritonpack.patches.placement import Placement
 
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.after_hooks import AfterHooks
-from tritonpack.patches.head_alone import STATES, own_parameters
 from tritonpack.patches.labels import IGNORED, predicts_own_tokens, shifts_labels
-from tritonpack.patches.later_logits import Reading
+from tritonpack.patches.later_logits import STATES, Reading, own_parameters, with_logits
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.tensor_like import TensorLike
@@ -64,11 +63,6 @@ class HeadTargets(TensorLike):
         self.given, self.wanted, self.keep, self.whole = given, wanted, keep, whole
         self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
         self.hooks = AfterHooks()
-
-    @property
-    def kept(self) -> tuple[int, int]:
-        """(B, K), the shape of the tokens whose logits the caller wants."""
-        return self.wanted.shape[0], self.keep
 
     # As labels, in the loss function
 
@@ -196,14 +190,9 @@ class HeadTargets(TensorLike):
         if self.chosen is None:
             assert self.placement is not None
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
-        else:
-            output["logits"] = self.later(output["logits"], head, path, arguments)
-        return output
-
-    def later(self, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Tensor:
-        """The caller's logits, computed when they are read. The given ones are of some tokens."""
+            return output
         kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-        return Reading(self, logits, head, path.split(".")[0], kept).logits()
+        return with_logits(output, Reading(self, output["logits"], head, path.split(".")[0], kept))
 
 
 def targets_of(
