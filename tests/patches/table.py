@@ -138,7 +138,7 @@ def class_rows(found: Found, listed: list[Case]) -> str:
 def reason_of(row: Row) -> str:
     """The reason in a row, without what all reasons begin with."""
     reason = row.reason.partition("can't be packed exactly: ")[2] or row.reason
-    for word in ("when patched: ", "UnsupportedModelError: ", "SettingError: ", "ValueError: "):
+    for word in ("when patched: ", "UnsupportedModelError: ", "ValueError: "):
         reason = reason.replace(word, "")
     return reason
 

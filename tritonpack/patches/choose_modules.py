@@ -21,10 +21,6 @@ from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional
 
 
-class SettingError(UnsupportedModelError):
-    """The model can be packed with another setting, which the message names."""
-
-
 class Choice(NamedTuple):
     """The result of `choose_modules`.
 
@@ -158,19 +154,19 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
             )
         typed = any(other.config.model_type in PROMPT_TYPES and holds(other, module) for other in modules)
         if kind in BOTH_WAYS and is_bidirectional(module.config) and not typed:
-            raise SettingError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
                 "padding and one in a batch with it, so there is nothing to be equal to. Set it to False, or train on "
                 "one document per row, unpatched."
             )
         if getattr(module, "attention_type", None) == "block_sparse":
-            raise SettingError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
                 "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
         if attention == "sdpa" and not takes_sdpa(module) and not takes_dense_mask(module):
             what = "sdpa" if not module._supports_sdpa else "sdpa with its softcap"
-            raise SettingError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} (model type {kind!r}) doesn't support {what}; use attention='eager' or "
                 "'tritonpack'."
             )

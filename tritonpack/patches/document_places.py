@@ -30,10 +30,10 @@ class Documents:
     packed: bool = True
 
     @classmethod
-    def of(cls, packed_batch: PackedBatch, *, left: bool = False, always: bool = False) -> Documents | None:
+    def of(cls, packed_batch: PackedBatch, *, always: bool = False) -> Documents | None:
         """The documents of rows without a cache, without padding. Waits for the device.
 
-        None if no row holds several, unless `always`. `left` pads documents on the left.
+        None if no row holds several, unless `always`.
         """
         if not packed_batch.tells_documents and not always:
             return None
@@ -42,7 +42,7 @@ class Documents:
         packed = bool((rows[1:] == rows[:-1]).any())
         if not length.numel() or not (packed or always):
             return None
-        return cls.at(packed_batch.tokens, begin, length, packed_batch.device, left=left, packed=packed)
+        return cls.at(packed_batch.tokens, begin, length, packed_batch.device, packed=packed)
 
     @classmethod
     def at(
@@ -52,14 +52,11 @@ class Documents:
         length: Tensor,
         device: torch.device,
         *,
-        left: bool = False,
         packed: bool = True,
     ) -> Documents:
         """Documents that begin at these places of the flattened rows: `begin` and `length` are (documents,) int64."""
         steps = torch.arange(int(length.max()), device="cpu").expand(len(length), -1)
-        if left:
-            steps = steps - (length.max() - length)[:, None]
-        inside = (steps >= 0) & (steps < length[:, None])
+        inside = steps < length[:, None]
         places = torch.where(inside, begin[:, None] + steps, 0)
         return cls(tokens, places.to(device), inside.to(device), packed)
 

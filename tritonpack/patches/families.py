@@ -104,9 +104,6 @@ READS_PADDING = _names("recurrent_gemma rwkv")
 # Encoder-decoder models that turn ignored labels into padding of the decoder, without a mask for it.
 MASKS_LABELS = _names("encoder-decoder")
 
-# Classes that use labels, unshifted, as the tokens of their decoder if they get none.
-LABELS_ARE_TOKENS = _names("BlipForQuestionAnswering")
-
 # Encoder-decoder models that shift the encoder's tokens to the right if they get no tokens of the decoder.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 

@@ -233,36 +233,24 @@ def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bo
     """Whether a head gives the same loss from the tokens alone that predict a label."""
     loss = head.loss_function
     causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-    if not causal or why_not_by_token(head, forward, base) is not None:
+    if not causal or not _computes_each_token(head, forward, base):
         return False
-    return not torch.is_grad_enabled() or computes_later(head, base)
+    return not torch.is_grad_enabled() or _computes_later(head, base)
 
 
-def why_not_by_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> str | None:
-    """Why a head isn't known to compute the logits of each token by itself, and one loss of them; None if it is.
+def _computes_each_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> bool:
+    """Whether a head is known to compute the logits of each token by itself, and one loss of them.
 
-    It must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`, its
-    loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
-
-    Args:
-        head: the model that the user called.
-        forward: its forward.
-        base: the model in it that gives it its states.
+    Its forward must be transformers' own. It computes each token by itself because it takes `logits_to_keep`; its loss
+    reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
     """
     own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
-    foreign = sorted(set(_packages(function)) - HARMLESS)
-    if foreign or inspect.unwrap(function) is not own:
-        return f"its forward isn't transformers' own, but of {' and '.join(foreign) or 'another class'}"
-    code = own.__code__
-    if "loss_function" not in code.co_names:
-        return "it computes no loss by its loss function"
-    if "logits_to_keep" not in code.co_varnames:
-        return "it takes no logits_to_keep, so its head may not compute each token by itself"
-    if "logsumexp" in code.co_names:
-        return "it has another loss of all logits"
-    if reached := {name for name, _ in base.named_children()}.intersection(code.co_names):
-        return f"its forward reaches into its base model ({', '.join(sorted(reached))})"
-    return None
+    if not set(_packages(function)) <= HARMLESS or inspect.unwrap(function) is not own:
+        return False
+    code, parts = own.__code__, {name for name, _ in base.named_children()}
+    if "loss_function" not in code.co_names or "logsumexp" in code.co_names:  # or another loss of all logits
+        return False
+    return "logits_to_keep" in code.co_varnames and parts.isdisjoint(code.co_names)
 
 
 def _packages(forward: Any) -> Iterator[str]:
@@ -274,7 +262,7 @@ def _packages(forward: Any) -> Iterator[str]:
         forward = getattr(forward, "__wrapped__", None)
 
 
-def computes_later(head: nn.Module, base: nn.Module) -> bool:
+def _computes_later(head: nn.Module, base: nn.Module) -> bool:
     """Whether logits computed later are the same: layers of torch and transformers alone, without state or dropout.
 
     And nothing that wraps the model may need them in the call: DDP with a static graph watches the tensors of the first
