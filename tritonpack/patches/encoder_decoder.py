@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
-from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
 from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import IGNORED, check_padding_labels, warn_of_first_labels
@@ -89,6 +89,8 @@ class EncoderDecoderForward(ModelForward):
         if not packed_batch.tells_documents:
             return self.inner(**arguments)
         self.require_result_of_each(packed_batch)
+        if self.one_result and self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
+            self._require_no_padding_behind(packed_batch)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
@@ -106,6 +108,15 @@ class EncoderDecoderForward(ModelForward):
         if first:
             self.seen = True
         return output
+
+    def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
+        """Refuse rows that are padded on the right, whose scores would be read from padding."""
+        full = packed_batch.not_padding()[:, -1].all()
+        message = f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
+        if torch.compiler.is_compiling():
+            torch._assert_async(full, message)
+        else:
+            require(full, message)
 
     def _hand(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor

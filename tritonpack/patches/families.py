@@ -109,3 +109,6 @@ SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
 # Ends of the names of classes that do the same, whatever their model type.
 HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+
+# Of these, model types whose heads score a row by the decoder's state behind its last token.
+SCORES_BEHIND_LAST_TOKEN = _names("t5gemma t5gemma2")
