@@ -42,23 +42,11 @@ class Documents:
         packed = bool((rows[1:] == rows[:-1]).any())
         if not length.numel() or not (packed or always):
             return None
-        return cls.at(packed_batch.tokens, begin, length, packed_batch.device, packed=packed)
-
-    @classmethod
-    def at(
-        cls,
-        tokens: torch.Size,
-        begin: Tensor,
-        length: Tensor,
-        device: torch.device,
-        *,
-        packed: bool = True,
-    ) -> Documents:
-        """Documents that begin at these places of the flattened rows: `begin` and `length` are (documents,) int64."""
         steps = torch.arange(int(length.max()), device="cpu").expand(len(length), -1)
         inside = steps < length[:, None]
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(tokens, places.to(device), inside.to(device), packed)
+        device = packed_batch.device
+        return cls(packed_batch.tokens, places.to(device), inside.to(device), packed)
 
     def in_batches(self) -> list[Documents]:
         """These documents in batches of similar lengths: the longest is below twice the shortest."""
