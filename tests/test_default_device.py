@@ -36,21 +36,18 @@ def test_masks(meta_by_default: None) -> None:
     assert BlockDiagonalMask.from_tree([-1, 0, 1, 2, 1]).device.type == "cpu"
 
 
-# The options of a patch, for a decoder, a recurrent model, and one that runs each document in a row of its own.
+# The options of a patch, for a decoder and for recurrent models.
 PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "sdpa": ("llama", {"attention": "sdpa"}),
     "unpad": ("llama", {"unpad": True}),
     "share_prefixes": ("llama", {"share_prefixes": True}),
-    "tiles": ("llama", {"tiled_loss": 4, "tiled_mlp": 4}),
     "mamba": ("mamba", {}),
     "falcon_h1": ("falcon_h1", {}),
-    "blt": ("blt", {}),
 }
 
 
 @pytest.mark.parametrize("name", PATCHES)
-@pytest.mark.filterwarnings("ignore:document-rows")
 def test_calls(name: str, request: pytest.FixtureRequest) -> None:
     family, options = PATCHES[name]
     model = tiny_model("llama", dtype=torch.float32) if family == "llama" else zoo.tiny_model(family)

@@ -62,6 +62,8 @@ CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {
 )
 def test_block(guide: str, number: int, tmp_path: Path) -> None:
     code, given = blocks(guide)[number], CONTEXTS[guide](tmp_path)
+    if "linear_cross_entropy" in code and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("torch 2.13 or later")
     if "Trainer(" in code:
         pytest.importorskip("accelerate")
     if "trl." in code:

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import tritonpack
-from tests.patches import pairs, zoo
+from tests.patches import pairs
 from tests.patches.models import NAMES_OF_CACHE, tiny_model
 
 WHOLE = (torch.int32, torch.int64)
@@ -179,17 +179,6 @@ def test_arguments_of_a_call(name: str) -> None:
     masks = name == "attention_mask"
     with tritonpack.patch(model), torch.no_grad():
         require_exact(lambda x: model(IDS, **{name: x}).logits, ARGUMENTS[name], set(WHOLE), numbered_mask=masks)
-
-
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "tree_ends"])
-@pytest.mark.filterwarnings("ignore:document-rows")
-def test_arguments_of_a_model_with_each_document_in_a_row(name: str) -> None:
-    model, masks = zoo.tiny_model("blt"), name == "attention_mask"
-    numbers = torch.tensor([0, 1, 2, 4, 8]) if name == "cu_seq_lens_q" else ARGUMENTS[name][:, 298:306]
-    if name == "position_ids":
-        numbers = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]])
-    with tritonpack.patch(model), torch.no_grad():
-        require_exact(lambda x: model(IDS[:, :8], **{name: x}).logits, numbers, set(WHOLE), numbered_mask=masks)
 
 
 def test_padding_of_a_call() -> None:

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import virtual_gpu as benchmark
-from tests.virtual_gpu.device import virtual_gpu
 from tests.virtual_gpu.conftest import NEEDS
+from tests.virtual_gpu.device import virtual_gpu
 from tritonpack.testing import Case, make_inputs
 from tritonpack.testing.tolerance import run
 

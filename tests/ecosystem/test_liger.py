@@ -129,21 +129,6 @@ def test_trainer_with_liger(tmp_path: Path) -> None:
     assert distance(expected, got) < 32 * torch.finfo(torch.float32).eps
 
 
-def test_tiled_loss_beside_the_fused_loss_is_refused() -> None:
-    """Each replaces the other. Liger's rotary positions alone work with it."""
-    model, batch = tiny_model("llama"), pad(SHORT)
-    APPLY["llama"](model=model, **INTERPRETED)
-    with pytest.raises(ValueError, match=r"forward isn't transformers' own, but of liger_kernel. Patch it without"):
-        tritonpack.patch(model, tiled_loss=True)
-    tritonpack.patch(model)
-
-    later = tiny_model("llama")
-    tritonpack.patch(later, tiled_loss=True)
-    APPLY["llama"](model=later, **INTERPRETED)
-    with pytest.raises(ValueError, match=r"Liger-Kernel's and TRL's don't, patch the model without tiled_loss"):
-        later(**batch)
-
-
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", cases_of("liger_cases", 2))

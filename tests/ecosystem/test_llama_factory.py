@@ -121,18 +121,16 @@ def test_other_families(family: str) -> None:
     assert torch.equal(got, want)
 
 
-def test_one_result_a_document() -> None:
-    """Numbers or pairs: a classifier gives each document its result."""
+def test_classifiers_refuse_packed_rows() -> None:
     config = tiny_model("mistral").config
     config.pad_token_id = 0
     model: Any = AutoModelForSequenceClassification.from_config(config).double().eval()
-    want = torch.cat([model(input_ids=call["input_ids"]).logits for call in alone()])
     tritonpack.patch(model)
     call = batch()
     del call["labels"]
     for form in ("numbers", "bool"):
-        got = model(**{**call, "attention_mask": FORMS[form](call["attention_mask"])}).logits
-        assert float((got - want).detach().abs().max()) < EXACT
+        with pytest.raises(ValueError, match="gives one result for each row"):
+            model(**{**call, "attention_mask": FORMS[form](call["attention_mask"])})
 
 
 def pairs() -> Tensor:

@@ -384,13 +384,18 @@ def test_sft_trainer(way: str, tmp_path: Path) -> None:
 TASKS: dict[str, tuple[str, Callable[[int], Any]]] = {
     "AutoModelForMaskedLM": ("tokens", lambda length: {"labels": [4] * length}),
     "AutoModelForTokenClassification": ("tokens", lambda length: {"labels": [1] * length}),
-    "AutoModelForSequenceClassification": ("documents", lambda length: {"label": length % 2}),
 }
+
+
+def test_classifiers_of_sequences_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, encoder(transformers.AutoModelForSequenceClassification), train_dataset=DOCUMENTS)
+    with pytest.raises(ValueError, match=r"gives one result for each row.*patch\(trainer\.model, unpad=True\)"):
+        tritonpack.setup(trainer, 128)
 
 
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.sampled("AutoModelForSequenceClassification-3")
+@pytest.mark.sampled("AutoModelForTokenClassification-3")
 @pytest.mark.heavy
 def test_tasks_beside_causal_models(task: str, rows: int, tmp_path: Path) -> None:
     """A step of three rows has the loss and the gradients of one padded batch. transformers' losses of these models
@@ -406,11 +411,8 @@ def test_tasks_beside_causal_models(task: str, rows: int, tmp_path: Path) -> Non
     assert len(watch.batches) == rows
     chosen = [documents[number] for batch in watch.batches for number in batch]
     batch = pad([{"input_ids": one["input_ids"]} for one in chosen])
-    if kind == "documents":
-        batch["labels"] = torch.tensor([one["label"] for one in chosen])
-    else:
-        rows_of_labels = [torch.tensor(one["labels"]) for one in chosen]
-        batch["labels"] = nn.utils.rnn.pad_sequence(rows_of_labels, batch_first=True, padding_value=-100)
+    rows_of_labels = [torch.tensor(one["labels"]) for one in chosen]
+    batch["labels"] = nn.utils.rnn.pad_sequence(rows_of_labels, batch_first=True, padding_value=-100)
     loss = twin.train()(**batch).loss
     loss.backward()
     moved = {name: -0.1 * p.grad for name, p in twin.named_parameters() if p.grad is not None}

@@ -91,20 +91,6 @@ def test_ranks_agree_on_padded_batches(run_on, module, name):
     run_on(2, module, name)
 
 
-@each_case(2, "tiled_cases")
-@pytest.mark.sampled(
-    "tiled: packed, llama", "tiled: largest tensor", "tiled: DDP, patch first", "tiled: FSDP, wrapper first"
-)
-def test_ranks_agree_on_tiled_losses(run_on, module, name):
-    run_on(2, module, name)
-
-
-@pytest.mark.slow
-@each_case(2, "tiled_mlp_cases")
-def test_ranks_agree_on_tiled_mlps(run_on, module, name):
-    run_on(2, module, name)
-
-
 @each_case(2, "recurrent_cases")
 @pytest.mark.sampled("recurrent: mamba2", "recurrent: a long document")
 @pytest.mark.swept(every=4)

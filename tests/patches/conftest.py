@@ -17,13 +17,7 @@ def _registered() -> None:
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch models without a trial, to test calls of models that would be refused."""
-    monkeypatch.setattr("tritonpack.patches.choose_layout.require_evidence", lambda *_: None)
-
-
-@pytest.fixture
-def packed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse models that can't run on packed rows, instead of giving each document a row of its own."""
-    monkeypatch.setattr("tritonpack.patches.choose_layout.LAYOUTS", ("packed",))
+    monkeypatch.setattr("tritonpack.patches.choose_modules.require_evidence", lambda *_: [])
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, mappings
 from tests.patches.sweep.padded import takes_options
 from tests.patches.sweep.results import ANY, OPTIONS, RESULTS, SHOWN, Row
-from tritonpack.patches.exact_classes import LAYOUTS
 
 INTRODUCTION = """\
 # Every model class
@@ -28,8 +27,8 @@ documents. `python -m tests.patches.sweep` finds it out, `python -m tests.patche
 
 A class is tried in {count} ways of a call: {names}. Documents packed, or padded, are held against each
 document alone in a call of its own: every output, in float64, gradients in two of the ways; in float32 and bfloat16 the
-error may be twice what the model alone makes. Heads with one score for a sequence must give one for each document.
-Losses, those of routers among them, must be what the same documents give without packing, and their gradients too.
+error may be twice what the model alone makes. Heads with one score for a sequence refuse packed rows. Losses, those of
+routers among them, must be what the same documents give without packing, and their gradients too.
 
 - **exact**: in every way that the class can be called.
 - **partly**: exact in some, refused in others by an error that says why.
@@ -70,10 +69,8 @@ of each document alone.
 
 *How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
 a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by itself, unless their
-kernels can be told where documents begin. *Padded*: the model runs as it is on a padded batch, one document a row, no
-faster than that. *Lengths*: the same, documents of one length at a time, because padding changes what the model
-computes. *Positions*: a table of absolute positions is looked up by the place in the document. *Worst* is the largest
-difference in exact ways, relative to the largest value.
+kernels can be told where documents begin. *Positions*: a table of absolute positions is looked up by the place in the
+document. *Worst* is the largest difference in exact ways, relative to the largest value.
 
 {rows}
 
@@ -141,7 +138,7 @@ def class_rows(found: Found, listed: list[Case]) -> str:
 def reason_of(row: Row) -> str:
     """The reason in a row, without what all reasons begin with."""
     reason = row.reason.partition("can't be packed exactly: ")[2] or row.reason
-    for word in ("when patched: ", "UnsupportedModelError: ", "SettingError: ", "ValueError: "):
+    for word in ("when patched: ", "UnsupportedModelError: ", "ValueError: "):
         reason = reason.replace(word, "")
     return reason
 
@@ -199,23 +196,20 @@ def sentence(found: Found, version: str) -> str:
     rows = [found.of(case, "patch") for case in cases()]
     seen = Counter(simple(row.verdict) for row in rows)
     built = sum(seen[verdict] for verdict in COLUMNS[:-1])
-    packed = sum(row.verdict == "exact" and row.layout == "packed" for row in rows)
     wrong = f"{seen['wrong'] + seen['error']} are wrong or fail" if seen["wrong"] + seen["error"] else "none is wrong"
     return (
         f"of the {built:,} pairs of a class and a model type that take text and that an auto class of transformers "
-        f"{version} leads to, {packed:,} are packed exactly, {seen['exact'] - packed:,} are exact with each document "
-        f"in a row of its own, {seen['partly']:,} are exact or refused in the call, {seen['refused']:,} are refused "
-        f"with the reason, and {wrong}"
+        f"{version} leads to, {seen['exact']:,} are packed exactly, {seen['partly']:,} are exact or refused in the "
+        f"call (classifiers of sequences take padded rows alone), {seen['refused']:,} are refused with the reason, and "
+        f"{wrong}"
     )
 
 
 def of_version(rows: Iterable[Row]) -> str:
     """What became of all patched classes with one version of transformers."""
     patched = [row for row in rows if row.how in ("patch", ANY)]
-    layouts = Counter(row.layout for row in patched if row.verdict == "exact")
     seen = Counter(simple(row.verdict) for row in patched)
-    exact = ", ".join(f"{layouts[layout]} {layout}" for layout in LAYOUTS)
-    return f"{seen['exact']} exact ({exact}), " + ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS[1:])
+    return ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS)
 
 
 def page(found: Found, version: str) -> str:

@@ -19,16 +19,21 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import generate
-from tritonpack.patches.exact_classes import shown_layout
+from tritonpack.patches.exact_classes import is_shown
 from tritonpack.patches.families import READS_PADDING
 
 REFUSED = {
     "gemma4_unified_assistant": "drafts tokens from another model's cache",
     "prophetnet": "masks and position buckets of its own",
     "gemma-bidirectional": "sees both directions in a batch without padding",
+    "blt": "run across documents",
+    "cpmant": "position buckets of its own",
+    "deepseek_v4": "pools keys across documents",
+    "minimax_m3_vl_text": "counted from the beginning of the row",
+    "reformer": "sorts the tokens of a row into buckets",
+    "xlstm": "run over the whole row",
+    "doge-experts": "its router mixes the tokens of a row",
 }
-# They can't keep several documents in a row apart, so each document runs in a row of its own.
-OWN_ROWS = {"blt", "cpmant", "deepseek_v4", "minimax_m3_vl_text", "reformer", "xlstm", "doge-experts"}
 # Forms that fail in stock transformers 5.24.
 STOCK_FAILS = {
     # Its causal mask has room for one row.
@@ -47,7 +52,7 @@ RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
 GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
 
 BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
-EXACT = [name for name in BUILT if name not in REFUSED and name not in OWN_ROWS]
+EXACT = [name for name in BUILT if name not in REFUSED]
 
 # Types that differ most from each other. The others run in `make test-slow`.
 FEW = {
@@ -55,7 +60,7 @@ FEW = {
     "gemma3n_text", "gemma4_text", "git", "gpt2", "gpt_neo", "gpt_oss", "kimi_linear", "lfm2", "llama",
     "llama4_text", "mamba2", "minimax", "mistral", "mllama", "modernbert-decoder", "nemotron_h", "qwen3_5_text",
     "recurrent_gemma", "roformer", "rwkv", "whisper", "xlm", "xlnet", "zamba2",
-    *REFUSED, *OWN_ROWS,
+    *REFUSED,
 }  # fmt: skip
 
 
@@ -75,7 +80,7 @@ def build(name: str) -> PreTrainedModel:
 def test_number_of_model_types() -> None:
     """transformers 5.24 has 196 types; other versions have other numbers."""
     assert len(EXACT) >= 148
-    assert {*REFUSED, *OWN_ROWS} <= {*BUILT, *zoo.VARIANTS}
+    assert {*REFUSED} <= {*BUILT, *zoo.VARIANTS}
 
 
 @mostly_slow([*BUILT, *zoo.VARIANTS])
@@ -90,18 +95,6 @@ def test_packed_equals_alone_or_is_refused(name: str) -> None:
     else:
         assert (row.verdict, row.reason) == ("exact", "")
         assert len(row.by_form) == len(forms)
-
-
-@pytest.mark.parametrize("name", sorted(OWN_ROWS))
-def test_documents_get_rows_of_their_own(name: str) -> None:
-    model = zoo.tiny_model(name)
-    documents = [torch.full((1, 7), 9), torch.arange(10, 17)[None]]  # of one length, so they may run in one call
-    expected = torch.cat([zoo.logits(model, model(**zoo.call(model, one), use_cache=False)) for one in documents], 1)
-    with tritonpack.patch(model) as handle:
-        assert handle.report.attention in ("padded", "lengths")
-        told = {"position_ids": torch.arange(7).repeat(2)[None]}
-        got = zoo.logits(model, model(**zoo.call(model, torch.cat(documents, 1)), **told))
-    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @mostly_slow(EXACT)
@@ -150,7 +143,7 @@ def test_with_transformers_own_attention(name: str) -> None:
 @pytest.mark.sampled(every=4)
 def test_exact_types_are_patched_without_a_trial(name: str) -> None:
     """`exact_classes.csv` lists the classes of the types that are exact here, and none that is refused."""
-    assert shown_layout(type(zoo.tiny_model(name))) == "packed"
+    assert is_shown(type(zoo.tiny_model(name)))
 
 
 build_for_both = functools.lru_cache(maxsize=1)(build)

@@ -18,7 +18,7 @@ from tests.patches.models import tiny_model
 from tritonpack.patches.forwards import _is_genuine
 from tritonpack.testing import check_isolation
 
-pytestmark = pytest.mark.usefixtures("trials", "packed_alone")
+pytestmark = pytest.mark.usefixtures("trials")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,6 @@ import gc
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,11 +62,10 @@ def relative(expected: Tensor, got: Tensor) -> float:
 # The ways to tell documents apart.
 TOLD = ("position_ids", "collator", "offsets_alone", "segments_alone", "two_rows")
 
-# Heads that pass on neither offsets nor numbers, or look for the first special token of a row.
+# Heads that pass on neither offsets nor numbers.
 KEEPING = {
     "GPTNeoForTokenClassification": ("gpt_neo", ("logits",)),
     "GPTNeoForQuestionAnswering": ("gpt_neo", ("start_logits", "end_logits")),
-    "BigBirdForQuestionAnswering": ("big_bird", ("start_logits", "end_logits")),
     "BigBirdForTokenClassification": ("big_bird", ("logits",)),
     "XLNetForTokenClassification": ("xlnet", ("logits",)),
 }
@@ -127,17 +125,11 @@ def test_heads_that_pass_on_no_packing_or_positions_of_the_row(kind: type[LlamaF
         assert relative(expected, batch.gather(model(batch.ids, **batch.arguments))) < EXACT
 
 
-@pytest.mark.heavy
-def test_a_head_that_adds_tokens_runs_with_one_document_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_adds_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
-    alone = [model(document) for document in pieces]
-    with tritonpack.patch(model) as handle:  # packed rows don't work, so each document has a row
-        assert handle.report.attention == "lengths"
-        rows = model(**packed("position_ids", pieces))
-    for row, expected in zip(rows, alone, strict=True):
-        torch.testing.assert_close(row[: expected.shape[1]], expected[0])
-        assert not row[expected.shape[1] :].any()
-    monkeypatch.setattr("tritonpack.patches.choose_layout.require_evidence", lambda *args: None)
+    with pytest.raises(tritonpack.UnsupportedModelError, match="Train it on padded rows, unpatched"):
+        tritonpack.patch(model)
+    monkeypatch.setattr("tritonpack.patches.choose_modules.require_evidence", lambda *_: [])
     with tritonpack.patch(model):
         assert model(**padded(pieces)).shape[1] == max(LENGTHS) + 1
         with pytest.raises(ValueError, match=r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"):
@@ -164,144 +156,105 @@ SCORING = {
 }
 
 
-@pytest.mark.parametrize("form", TOLD)
 @pytest.mark.parametrize("name", [*SCORING, "XLNetForSequenceClassification"])
 @pytest.mark.sampled(every=2)
-def test_one_score_a_document(name: str, form: str) -> None:
-    """Logits, loss and gradients equal those of a padded batch, and the logits equal those of each document alone."""
+def test_one_score_a_row(name: str) -> None:
+    """Logits, loss and gradients of padded rows equal those of the unpatched model. Packed rows are refused."""
     model_type = SCORING.get(name, "xlnet")
     model, pieces = head(name, model_type), documents()
     alone = torch.cat([model(ids).logits for ids in pieces])
-    labels = torch.tensor([1, 0, 0, 1])
-    expected = model(**padded(pieces, left=model_type == "xlnet"), labels=labels)
+    labels, call = torch.tensor([1, 0, 0, 1]), padded(pieces, left=model_type == "xlnet")
+    expected = model(**call, labels=labels)
     with tritonpack.patch(model):
-        got = model(**packed(form, pieces), labels=labels)
+        got = model(**call, labels=labels)
         assert relative(alone, got.logits) < EXACT
-        assert relative(expected.logits, got.logits) < EXACT
         pairs = ((model, expected), (model, got))
         before, after = ((x.loss[None].detach(), gradients(m, x.loss)) for m, x in pairs)
+        for form in TOLD:
+            with pytest.raises(ValueError, match=rf"{name} gives one result for each row.*padded rows.*unpad=True"):
+                model(**packed(form, pieces))
     assert difference(before, after) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
-def test_losses_of_other_kinds(kind: str) -> None:
-    model = head("LlamaForSequenceClassification", "llama", num_labels=1 if kind == "regression" else LABELS)
-    model.config.problem_type = kind
-    pieces = documents()
-    labels = torch.rand(4, dtype=torch.float64) if kind == "regression" else torch.eye(4, LABELS, dtype=torch.float64)
-    expected = model(**padded(pieces), labels=labels)
+@pytest.mark.parametrize("form", TOLD)
+def test_a_search_for_the_first_separator_of_a_row(form: str) -> None:
+    model = head("BigBirdForQuestionAnswering", "big_bird", num_labels=2)
+    with tritonpack.patch(model), pytest.raises(ValueError, match="BigBirdForQuestionAnswering gives one result for"):
+        model(**packed(form, documents()))
+
+
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "attention_mask", "left"])
+def test_one_document_with_padding_gets_one_score(told: str) -> None:
+    model, (ids,) = head("LlamaForSequenceClassification", "llama"), documents((5,))
+    expected, zeros = model(ids).logits, torch.zeros(1, 3, dtype=torch.long)
+    row, places = torch.cat([ids, zeros], 1), torch.cat([torch.arange(5)[None], zeros], 1)
+    calls: dict[str, dict[str, Any]] = {
+        "position_ids": {"position_ids": places},
+        "cu_seq_lens_q": {"position_ids": places, "cu_seq_lens_q": torch.tensor([0, 5, 8])},
+        "attention_mask": {"attention_mask": (row != 0).long()},
+        "left": {"attention_mask": (row != 0).long().flip(1)},
+    }
     with tritonpack.patch(model):
-        got = model(**packed("position_ids", pieces), labels=labels)
-    assert relative(expected.loss[None], got.loss[None]) < EXACT
+        got = model(torch.cat([zeros, ids], 1) if told == "left" else row, **calls[told])
+    assert relative(expected, got.logits) < EXACT
 
 
-def test_heads_that_average_rows_are_refused() -> None:
-    model, pieces = head("XLNetForSequenceClassification", "xlnet", summary_type="mean"), documents()
-    same = documents((5, 5, 5))
-    expected = torch.cat([model(ids).logits for ids in same])
-    with tritonpack.patch(model):
-        assert relative(expected, model(**packed("position_ids", same)).logits) < EXACT
-        with pytest.raises(ValueError, match=r"averages all tokens of a row.*set summary_type to 'first' or 'last'"):
-            model(**packed("position_ids", pieces))
-
-
-@pytest.mark.parametrize("summary_type", ["last", "cls_index"])
-@pytest.mark.parametrize("name", ["XLNetForSequenceClassification", "XLMForSequenceClassification"])
-def test_heads_that_read_the_last_token(name: str, summary_type: str) -> None:
-    model, pieces = head(name, name[:5].removesuffix("Fo").lower(), summary_type=summary_type), documents()
-    expected = torch.cat([model(ids).logits for ids in pieces])
-    with tritonpack.patch(model):
-        assert relative(expected, model(**packed("position_ids", pieces)).logits) < EXACT
-
-
-def test_padding_gets_no_score() -> None:
-    """Padding by a mask, and a last document of padding tokens alone, as some collators fill rows up."""
+def test_packed_rows_are_refused_in_a_graph() -> None:
     model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
-    expected = torch.cat([model(ids).logits for ids in pieces])
-    zeros = torch.zeros(1, 3, dtype=torch.long)
-    ids = torch.cat([*pieces, zeros], dim=1)
-    places = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    offsets = torch.tensor([0, *LENGTHS, 3]).cumsum(0)
-    for told in (
-        {"position_ids": torch.cat([places, zeros], 1)},
-        {"position_ids": torch.cat([places, torch.arange(3)[None]], 1), "cu_seq_lens_q": offsets},
-        {"position_ids": torch.cat([places, zeros], 1), "attention_mask": (ids != 0).long()},
-    ):
-        with tritonpack.patch(model):
-            assert relative(expected, model(ids, **told).logits) < EXACT
+    with tritonpack.patch(model):
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        expected = model(**padded(pieces)).logits
+        assert relative(expected, compiled(**padded(pieces)).logits) < EXACT
+        with pytest.raises(RuntimeError, match="gives one result for each row"):
+            compiled(**packed("position_ids", pieces))
 
 
-def test_scores_in_tuples_and_without_a_patch() -> None:
-    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
+def test_packed_rows_with_an_empty_cache_are_refused() -> None:
+    model = head("LlamaForSequenceClassification", "llama")
+    with tritonpack.patch(model), pytest.raises(ValueError, match=r"Documents in each row: \[4\]"):
+        model(**packed("position_ids", documents()), past_key_values=transformers.DynamicCache())
+
+
+def test_scores_in_tuples() -> None:
+    model, call = head("LlamaForSequenceClassification", "llama"), padded(documents())
     columns = list(inspect.signature(model.forward).parameters)
-    expected = torch.cat([model(ids).logits for ids in pieces])
+    expected = model(**call).logits
     with tritonpack.patch(model):
         assert list(inspect.signature(model.forward).parameters) == columns
-        assert relative(expected, model(**packed("position_ids", pieces), return_dict=False)[0]) < EXACT
-        assert relative(expected, model.forward(**packed("position_ids", pieces))[0]) < EXACT
-    assert model(**packed("position_ids", pieces)).logits.shape == (1, LABELS)
+        assert relative(expected, model(**call, return_dict=False)[0]) < EXACT
+        assert relative(expected, model.forward(**call)[0]) < EXACT
 
 
-def test_hidden_states_lie_in_the_packed_row() -> None:
-    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
-    expected = torch.cat([model(ids, output_hidden_states=True).hidden_states[-1] for ids in pieces], dim=1)
+class Named(transformers.BertForMultipleChoice):
+    """A subclass with another name."""
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("told", ["position_ids", "attention_mask", "cu_seq_lens_q"])
+@pytest.mark.parametrize("kind", [transformers.BertForMultipleChoice, Named])
+def test_multiple_choice(kind: Any, told: str) -> None:
+    """Each choice holds one document. Packed rows are refused."""
+    torch.manual_seed(0)
+    model, pieces = kind(zoo.tiny_config("bert")).double().eval(), documents((4, 7))
+    call = {name: x[None] for name, x in padded(pieces).items()}  # (1, 2, 7)
+    expected = model(**call).logits
+    rows = torch.cat(pieces, 1)[None].repeat(1, 2, 1)
+    documents_of = {
+        "position_ids": torch.tensor([*range(4), *range(7)]).expand(1, 2, -1),
+        "attention_mask": torch.tensor([1] * 4 + [2] * 7).expand(1, 2, -1),
+        "cu_seq_lens_q": torch.tensor([0, 4, 11, 15, 22]),
+    }
     with tritonpack.patch(model):
-        output = model(**packed("position_ids", pieces), output_hidden_states=True)
-    assert relative(expected, output.hidden_states[-1]) < EXACT
-
-
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "BertForSequenceClassification"])
-def test_padded_batches_run_in_the_head(name: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pieces = head(name, SCORING[name]), documents()
-    call = padded(pieces, left=left)
-    expected = model(**call)
-    called = []
-    with tritonpack.patch(model):
-        forward = "tritonpack.patches.model_forward.ModelForward.run_by_document"
-        monkeypatch.setattr(forward, lambda *_: called.append(1))
-        assert relative(expected.logits, model(**call).logits) < EXACT
-    assert not called
-
-
-BAD_CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "a label for each token": (
-        lambda: {"labels": torch.zeros(1, 22, dtype=torch.long)},
-        r"labels has shape \(1, 22\), but the packed rows hold 4 documents.*of shape \(4,\)",
-    ),
-    "a label for the row": (lambda: {"labels": torch.zeros(1, dtype=torch.long)}, "hold 4 documents"),
-    "a cache": (
-        lambda: {"past_key_values": transformers.DynamicCache()},
-        r"can't use a cache.*Documents in each row: \[4\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_calls_of_scoring_heads_are_refused(name: str) -> None:
-    arguments, message = BAD_CALLS[name]
-    model = head("LlamaForSequenceClassification", "llama")
-    with tritonpack.patch(model), pytest.raises(ValueError, match=message):
-        model(**packed("position_ids", documents()), **arguments())
-
-
-def test_scores_need_tokens_and_a_padding_token() -> None:
-    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
-    call = packed("position_ids", pieces)
-    with tritonpack.patch(model):
-        embeds = model.get_input_embeddings()(call["input_ids"])
-        with pytest.raises(ValueError, match="pass packed rows as input_ids instead of inputs_embeds"):
-            model(inputs_embeds=embeds, position_ids=call["position_ids"])
-        model.config.pad_token_id = None
-        with pytest.raises(ValueError, match=r"config\.pad_token_id, which is None"):
-            model(**call)
+        assert relative(expected, model(**call).logits) < EXACT
+        with pytest.raises(ValueError, match=rf"{kind.__name__} gives one result for each row"):
+            model(input_ids=rows, **{told: documents_of[told]})
 
 
 # Vectors of documents ------------------------------------------------------------------------------------------------
 
 POOLING = {
     "BertModel": "bert", "RobertaModel": "roberta", "AlbertModel": "albert", "BigBirdModel": "big_bird",
-    "RemBertModel": "rembert", "CLIPTextModel": "clip_text_model",
+    "RemBertModel": "rembert",
 }  # fmt: skip
 
 

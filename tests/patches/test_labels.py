@@ -14,8 +14,6 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from tests.patches import zoo
-
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3]}]
 
 
@@ -207,13 +205,6 @@ def test_labels_on_padding_of_other_losses():
     for more in ({}, {"decoder_input_ids": IDS}):
         with patch(pair), pytest.raises(ValueError, match="label 4 in row 0 is predicted at token 6"):
             pair(input_ids=IDS, **told, **more)
-
-
-@pytest.mark.filterwarnings("ignore:document-rows")
-def test_labels_on_padding_where_each_document_has_a_row():
-    model, numbers = zoo.tiny_model("blt"), torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
-    with patch(model), pytest.raises(ValueError, match=r"pass attention_mask \+ 1"):
-        model(input_ids=IDS, labels=MASKED, attention_mask=numbers)
 
 
 @pytest.mark.parametrize(

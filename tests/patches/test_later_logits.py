@@ -1,110 +1,94 @@
-"""Logits that are computed when they are read: what reads the memory of a tensor gets that of plain logits."""
+"""Outputs whose logits are computed when they are read: read, copied and saved like any other output."""
 
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.multiprocessing  # which teaches ForkingPickler tensors
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import BertConfig, BertLMHeadModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import tritonpack
 from tests.patches.models import tiny_model
-from tests.patches.test_head_targets import completions
+from tests.patches.test_head_targets import completions, is_read_later, rows_of_head
 from tests.patches.test_unpad import padded
-from tritonpack.patches.later_logits import LaterLogits
 
 READ: dict[str, Callable[[Any], Any]] = {
-    "numpy": lambda x: x.numpy(),
-    "numpy by force": lambda x: x.numpy(force=True),
-    "cpu": lambda x: x.cpu().numpy(),
-    "float": lambda x: x.float().cpu().numpy(),
-    "double": lambda x: x.double().numpy(),
-    "detached": lambda x: x.detach().cpu().numpy(),
-    "array": np.array,
-    "array of a dtype": lambda x: np.asarray(x, dtype=np.float32),
-    "ufunc": np.exp,
-    "list": lambda x: x.tolist(),
-    "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
-    "shared": lambda x: x.share_memory_(),
-    "is shared": lambda x: x.is_shared(),
-    "dlpack": torch.from_dlpack,
-    "dlpack of numpy": np.from_dlpack,
-    "storage": lambda x: x.untyped_storage().nbytes(),
-    "typed storage": lambda x: x.storage().nbytes(),
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "queue": lambda x: pickle.loads(ForkingPickler.dumps(x)),
-    "data": lambda x: x.data.numpy(),
-    "item": lambda x: x[0, 0, 0].item(),
-    "memory": lambda x: x.data_ptr() > 0,
-    "format": lambda x: f"{x}",
+    "attribute": lambda x: x.logits,
+    "getattr": lambda x: getattr(x, "logits"),  # noqa: B009
+    "name": lambda x: x["logits"],
+    "place": lambda x: x[1],
+    "last place": lambda x: x[-1],
+    "slice": lambda x: x[1:][0],
+    "get": lambda x: x.get("logits"),
+    "tuple": lambda x: x.to_tuple()[1],
+    "dict": lambda x: {**x}["logits"],
+    "values": lambda x: torch.stack([*x.values()][1:2])[0],
+    "items": lambda x: dict(x.items())["logits"] * 1,
+    "deepcopy": lambda x: copy.deepcopy(x).logits,
+    "copy": lambda x: copy.copy(x).logits,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)).logits,
+    "tree": lambda x: _through_a_tree(x).logits,
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_reading_them_is_reading_plain_logits(dtype: torch.dtype) -> None:
-    model, batch = tiny_model("llama", dtype=dtype), padded()
-    tritonpack.patch(model, tiled_loss=4)
-    for name, read in READ.items():
-        with torch.no_grad():
-            logits = model(**batch).logits
-            plain = model(**batch).logits.clone()
-        assert isinstance(logits, LaterLogits)
-        assert type(plain) is Tensor
-        # NumPy warns of tensors: `__array__` and `__array_wrap__` of torch 2.13 lack parameters that NumPy 2 wants.
-        with warnings.catch_warnings(record=True) as of_plain:
-            warnings.simplefilter("always", DeprecationWarning)
-            want = read(plain)
-        with warnings.catch_warnings(record=True) as of_later:
-            warnings.simplefilter("always", DeprecationWarning)
-            got = read(logits)
-        assert [str(one.message) for one in of_later if one.category is DeprecationWarning] == [
-            str(one.message) for one in of_plain if one.category is DeprecationWarning
-        ]
-        if name == "copy":  # it is the same tensor
-            got, want = got + 0, want + 0
-        assert type(got) is type(want), name
-        assert torch.equal(got, want) if isinstance(want, Tensor) else np.array_equal(got, want), name
+def _through_a_tree(output: Any) -> Any:
+    leaves, spec = tree_flatten(output)
+    return tree_unflatten(leaves, spec)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of torch, as above
-def test_errors_are_those_of_logits_with_gradients() -> None:
+def patched(**options: Any) -> Any:
     model = tiny_model("llama")
-    tritonpack.patch(model, unpad=True)
-    logits = model(**completions()).logits
-    assert isinstance(logits, LaterLogits)
-    for name in ("numpy", "array", "cpu", "deepcopy"):
-        errors = []
-        for one in (logits, logits.clone()):
-            with pytest.raises(RuntimeError) as caught:
-                READ[name](one)
-            errors.append(str(caught.value))
-        assert errors[0] == errors[1]
+    tritonpack.patch(model, unpad=True, **options)
+    return model
 
 
-def test_outputs_are_copied_shared_and_saved() -> None:
-    model = tiny_model("llama")
-    tritonpack.patch(model, tiled_loss=4)
-    with torch.no_grad():
-        output = model(**padded())
-    twin = copy.deepcopy(output)
-    assert type(twin) is type(output)
-    assert type(twin.logits) is Tensor
-    assert torch.equal(twin.logits, output.logits)
-    assert twin.logits.data_ptr() != output.logits.data_ptr()
-    output.logits.share_memory_()
-    assert output.logits.is_shared()
+@pytest.mark.parametrize("way", READ)
+def test_every_way_to_read_them(way: str) -> None:
+    model = patched().requires_grad_(requires_grad=False)
+    want = model(**completions()).logits
+    output = model(**completions())
+    assert isinstance(output, CausalLMOutputWithPast)
+    assert is_read_later(output)
+    assert list(output) == ["loss", "logits"]
+    got = READ[way](output)
+    assert type(got) is Tensor
+    assert torch.equal(got, want)
+
+
+def test_what_reads_no_logits_computes_none() -> None:
+    model = patched()
+    with rows_of_head(model) as rows:
+        output = model(**completions())
+        for read in (lambda x: x.loss, lambda x: x["loss"], lambda x: x[0], list, len, lambda x: [*x.items()]):
+            read(output)
+        assert "logits" in output
+        assert is_read_later(_through_a_tree(output))  # as DDP flattens outputs
+        assert rows == [10]
+
+
+def test_copies_and_files_hold_plain_logits() -> None:
+    output = patched().requires_grad_(requires_grad=False)(**completions())
+    for twin in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
+        assert type(twin) is CausalLMOutputWithPast
+        assert not is_read_later(twin)
+        assert torch.equal(twin.logits, output.logits)
     torch.save(output.logits, file := io.BytesIO())
     file.seek(0)
-    assert torch.equal(torch.load(file), twin.logits)
+    assert torch.equal(torch.load(file), output.logits)
+
+
+def test_logits_can_be_replaced() -> None:
+    output = patched()(**completions())
+    output.logits = torch.zeros(1)
+    assert torch.equal(output["logits"], torch.zeros(1))
+    output["logits"] = torch.ones(1)
+    assert torch.equal(output.logits, torch.ones(1))
 
 
 @pytest.mark.parametrize("option", ["unpad", "share_prefixes"])

@@ -11,7 +11,6 @@ from transformers.utils import ModelOutput
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.test_images_beside_text import built, image, patched
 from tritonpack.patches.trial.packed_forms import FORMS
 
 LENGTHS = (7, 1, 3, 11)
@@ -70,36 +69,16 @@ def packed() -> dict[str, Any]:
 LABELS = torch.tensor([0, 1, 2, 0])
 
 
-def test_one_rating_and_one_label_for_each_document() -> None:
-    model = build(Rater)
-    alone = [model(input_ids=ids, labels=y[None]) for ids, y in zip(zoo.documents(LENGTHS), LABELS, strict=True)]
-    with tritonpack.patch(model) as handle:
-        assert handle.report.attention == "padded"
-        got = model(**packed(), labels=LABELS)
-    torch.testing.assert_close(got.rating, torch.cat([one.rating for one in alone]), rtol=0, atol=1e-9)
-    torch.testing.assert_close(got.loss, torch.stack([one.loss for one in alone]).mean(), rtol=0, atol=1e-9)
-
-
-def test_labels_of_rows_are_refused() -> None:
-    with tritonpack.patch(model := build(Rater)):
-        with pytest.raises(ValueError, match=r"labels has shape \(1,\), but the packed rows hold 4 documents"):
-            model(**packed(), labels=LABELS[:1])
-        model(**{**packed(), "position_ids": torch.arange(22)[None]}, labels=LABELS[:1])  # one document
-
-
-def test_scores_of_rows_are_refused() -> None:
-    model = built("ViltForQuestionAnswering")
-    with patched(model), pytest.raises(ValueError, match=r"labels has shape \(1, 2\).*4 documents.*\(4, \.\.\.\)"):
-        model(**packed(), pixel_values=image(model), labels=torch.zeros(1, 2, dtype=torch.float64))
+def test_one_rating_a_row_is_refused() -> None:
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"rating.*Train it on padded rows, unpatched"):
+        tritonpack.patch(build(Rater))
 
 
 def test_labels_of_documents_for_results_of_rows_are_refused() -> None:
     with tritonpack.patch(model := build(RaterOfStates)) as handle:
         assert handle.report.attention == "tritonpack"
         assert model(**packed()).states.shape[:2] == (1, 22)
-        with pytest.raises(
-            ValueError, match=r"labels of shape \(4,\), one for each of 4 documents.*Give each document"
-        ):
+        with pytest.raises(ValueError, match=r"labels of shape \(4,\), one for each of 4 documents.*Pass padded rows"):
             model(**packed(), labels=LABELS)
         with pytest.raises(
             ValueError, match=r"batch_size \(1\) to match target batch_size \(3\)"

@@ -33,10 +33,9 @@ from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack.patches import model_forward, probe
 from tritonpack.patches.trial.subject import subject_of
-from tritonpack.patches.unpacking import whole_model
 from tritonpack.testing import check_isolation
 
-pytestmark = pytest.mark.usefixtures("trials", "packed_alone")
+pytestmark = pytest.mark.usefixtures("trials")
 
 
 class StrangerConfig(PreTrainedConfig):
@@ -113,7 +112,7 @@ def test_each_kind_of_attention_is_tried() -> None:
     model = stranger()
     tritonpack.patch(model).unpatch()
     tritonpack.patch(model, attention="eager").unpatch()
-    assert [(key[2].attention, key[1]) for key in probe._verdicts] == [("tritonpack", "packed"), ("eager", "packed")]
+    assert [key[1].attention for key in probe._verdicts] == ["tritonpack", "eager"]
 
 
 # In whatever context of the caller, the trial runs on the CPU in float32 and leaves no trace.
@@ -437,14 +436,13 @@ def test_encoders_are_accepted(config: PreTrainedConfig) -> None:
         check_isolation(model)
 
 
-@pytest.mark.parametrize("name", ["llama", "xlnet"])
 @pytest.mark.heavy
-def test_heads_of_documents_are_accepted(name: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLNet's unpatched head reads the last token of a row, even if it is padding."""
-    monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
-    model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
+def test_heads_that_refuse_packed_rows_are_accepted(trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows are tried in them, and packed rows in the model inside."""
+    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
+    model = AutoModelForSequenceClassification.from_config(zoo.tiny_config("llama"))
     tritonpack.patch(model).unpatch()
-    monkeypatch.setattr(whole_model, "ONE_DOCUMENT_A_ROW", re.compile("none"))
+    monkeypatch.setattr(model_forward, "ONE_DOCUMENT_A_ROW", re.compile("none"))
     monkeypatch.setattr(model_forward.ModelForward, "_require_nothing_of_rows", lambda *args: None)
     monkeypatch.setattr(probe, "_verdicts", {})
     with pytest.raises(

@@ -8,7 +8,7 @@ import torch
 import tritonpack
 from tests.patches import zoo
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches import choose_layout, forwards, hooks, probe
+from tritonpack.patches import choose_modules, forwards, hooks, probe
 from tritonpack.patches.layers import choose, positions
 
 LEAKING = (
@@ -25,15 +25,15 @@ SAMPLED = ("bart", "falcon_h1", "llama4_text", "lfm2", "openai-gpt", "recurrent_
 
 
 @pytest.fixture
-def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty the table of shown classes and the tables of layers."""
-    monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
+    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
     for owner in (choose, forwards):
         for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
             monkeypatch.setattr(owner, name, frozenset())
     for owner, name in (
-        (choose, "REWRITTEN"), (choose_layout, "REFUSED"),
-        (choose_layout, "REFUSED_LAYERS"), (hooks, "PLACES_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
+        (choose, "REWRITTEN"), (choose_modules, "REFUSED"),
+        (choose_modules, "REFUSED_LAYERS"), (hooks, "PLACES_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})

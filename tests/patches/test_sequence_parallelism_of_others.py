@@ -16,8 +16,8 @@ import tritonpack
 from tests.patches.zoo import tiny_model
 
 MIXED = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]])}
-# Attention of the interface, outside of it, recurrent layers alone, and documents that get rows of their own.
-FAMILIES = ("llama", "falcon", "mamba", "xlstm")
+# Attention of the interface, outside of it, and recurrent layers alone.
+FAMILIES = ("llama", "falcon", "mamba")
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def test_ulysses_around_tritonpacks_attention_is_refused(family: str, attention:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
-@pytest.mark.sampled("sdpa-llama", "flash_attention_2-llama", "sdpa-xlstm")
+@pytest.mark.sampled("sdpa-llama", "flash_attention_2-llama", "sdpa-mamba")
 def test_ulysses_around_another_attention_is_refused(name: str, family: str) -> None:
     """Nothing calls Ulysses then, so a token would see only the tokens of its rank."""
     model = tiny_model(family, dtype=torch.float32)
@@ -74,11 +74,10 @@ def in_context_parallelism(mesh: Any, model: Any) -> torch.Tensor:
         return model(**own).logits
 
 
-@pytest.mark.filterwarnings("ignore:document-rows")
 @pytest.mark.parametrize(
     ("attention", "family"), [*(("tritonpack", family) for family in FAMILIES), ("sdpa", "llama"), ("eager", "llama")]
 )
-@pytest.mark.sampled("tritonpack-llama", "tritonpack-xlstm")
+@pytest.mark.sampled("tritonpack-llama", "tritonpack-mamba")
 def test_context_parallelism_is_refused(mesh: Any, attention: Any, family: str) -> None:
     model = tiny_model(family, dtype=torch.float32)
     with tritonpack.patch(model, attention=attention):

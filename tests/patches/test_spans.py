@@ -18,7 +18,6 @@ HEADS = {
     "BertForQuestionAnswering": "bert",
     "LlamaForQuestionAnswering": "llama",  # calls its loss_function
     "GPTNeoForQuestionAnswering": "gpt_neo",  # passes on no offsets
-    "BigBirdForQuestionAnswering": "big_bird",  # runs one document a row
     "ModernBertForQuestionAnswering": "modernbert",
     "Qwen3MoeForQuestionAnswering": "qwen3_moe",
     "XLMForQuestionAnsweringSimple": "xlm",
@@ -111,7 +110,7 @@ def test_rows_of_padding_alone() -> None:
 def test_one_document_without_padding_runs_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = answering(), documents()
     expected = model(pieces[3], start_positions=START[3:], end_positions=END[3:]).loss
-    monkeypatch.setattr("tritonpack.patches.unpacking.spans.Spans", None)
+    monkeypatch.setattr("tritonpack.patches.spans.Spans", None)
     with tritonpack.patch(model):
         for told in ({"position_ids": torch.arange(LENGTHS[3])[None]}, {"attention_mask": torch.ones(1, LENGTHS[3])}):
             got = model(pieces[3], **told, start_positions=START[3:], end_positions=END[3:]).loss
@@ -210,7 +209,7 @@ def test_unknown_losses_are_refused() -> None:
     with tritonpack.patch(model):
         assert model(**packed("position_ids", pieces)).loss is None
         assert model(**padded(pieces), **ANSWERS).loss.isfinite()  # the head computes it
-        with pytest.raises(ValueError, match=r"Smoothing has a loss of its own.*Give each document"):
+        with pytest.raises(ValueError, match=r"Smoothing has a loss of its own.*Pass padded rows"):
             model(**packed("position_ids", pieces), **ANSWERS)
 
 
@@ -220,22 +219,7 @@ def test_heads_that_search_a_row_are_refused(name: str) -> None:
     model = head(name, name.removesuffix("ForQuestionAnswering").lower(), start_n_top=2, end_n_top=2)
     with tritonpack.patch(model):
         assert model(**padded(documents()), **ANSWERS).loss.isfinite()
-        with pytest.raises(ValueError, match=r"one for each row.*Give each document a row of its own"):
+        with pytest.raises(ValueError, match=r"one for each row.*Pass padded rows"):
             model(**packed("position_ids", documents()))
-        with pytest.raises(ValueError, match=f"{name} has a loss of its own.*Give each document a row of its own"):
+        with pytest.raises(ValueError, match=f"{name} has a loss of its own.*Pass padded rows"):
             model(**packed("position_ids", documents()), **ANSWERS)
-
-
-@pytest.mark.parametrize("kind", ["XLNet", "XLM", "Flaubert"])
-@pytest.mark.heavy
-def test_heads_that_search_take_the_best_of_each_document(kind: str) -> None:
-    """By default they search for more tokens than the shortest document of a trial has."""
-    model = head(f"{kind}ForQuestionAnswering", kind.lower())
-    assert model.config.start_n_top == 5
-    pieces = zoo.documents((7, 5, 9))
-    expected = [model(ids) for ids in pieces]
-    with tritonpack.patch(model) as handle:
-        assert handle.report.attention == "lengths"
-        got = model(**packed("position_ids", pieces))
-    for name in ("start_top_log_probs", "start_top_index", "end_top_log_probs", "end_top_index", "cls_logits"):
-        torch.testing.assert_close(got[name], torch.cat([one[name] for one in expected]), rtol=0, atol=1e-9)

@@ -14,9 +14,6 @@ from tritonpack.parallel.validate import require_shardable
 from tritonpack.patches.trial.undisturbed import quiet
 
 EXACT = (
-    "DistilBertForMultipleChoice/distilbert",
-    "FastSpeech2ConformerModel/fastspeech2_conformer",
-    "FastSpeech2ConformerWithHifiGan/fastspeech2_conformer_with_hifigan",
     "FlaubertModel/flaubert",
     "IBertModel/ibert",
     "InklingModel/inkling_mm_model",
@@ -29,21 +26,17 @@ EXACT = (
     "MarkupLMModel/markuplm",
     "MobileBertModel/mobilebert",
     "MusicgenForConditionalGeneration/musicgen",
-    "MusicgenMelodyForConditionalGeneration/musicgen_melody",
     "Nemotron3_5TranscribeModel/nemo_speechlm",
-    "PeVideoModel/pe_video",
     "PerceptionLMModel/perception_lm",
     "Qwen2_5OmniThinkerForConditionalGeneration/qwen2_5_omni_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration/qwen3_omni_moe_thinker",
-    "SpeechT5ForTextToSpeech/speecht5",
-    "VitsModel/vits",
 )
 
 REFUSED = {
     "DiffusionGemmaModel/diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "VoxtralRealtimeModel/voxtral_realtime": "its encoder hears a row's sounds",
 }
-LONG = {"VitsModel/vits", "MusicgenForConditionalGeneration/musicgen"}
+LONG = {"MusicgenForConditionalGeneration/musicgen"}
 CASES = {case.key: case for case in cases()}
 
 

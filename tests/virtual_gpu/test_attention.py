@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from tests import invariance
 from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE
-from tests.virtual_gpu.device import virtual_gpu
 from tests.virtual_gpu.conftest import NEEDS
+from tests.virtual_gpu.device import virtual_gpu
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import check_outputs, run
 

@@ -16,8 +16,8 @@ import tritonpack
 from tests import invariance
 from tests.gpu import test_gpu, test_models
 from tests.patches import zoo
-from tests.virtual_gpu.device import VirtualGPU, virtual_gpu
 from tests.virtual_gpu.conftest import NEEDS
+from tests.virtual_gpu.device import VirtualGPU, virtual_gpu
 from tests.virtual_gpu.test_attention import SHORT
 from tritonpack import backends
 from tritonpack.testing import CASES

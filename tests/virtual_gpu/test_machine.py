@@ -166,7 +166,9 @@ def test_faults_are_raised_with_the_reports() -> None:
     def rewrite(name: str, ptx: str) -> str:
         return ptx.replace("ld.param.b64", "trap;\nld.param.b64", 1)
 
-    with pytest.raises(AssertionError, match="found 1 faults:\nprobe_kernel, .*: trap") as raised:
-        with virtual_gpu(rewrite=rewrite):
-            probe_kernel[(1,)](torch.randn(32, 32), torch.empty(32, 32))
+    with (
+        pytest.raises(AssertionError, match=r"found 1 faults:\nprobe_kernel, .*: trap") as raised,
+        virtual_gpu(rewrite=rewrite),
+    ):
+        probe_kernel[(1,)](torch.randn(32, 32), torch.empty(32, 32))
     assert "the kernel stopped" in str(raised.value.__cause__)

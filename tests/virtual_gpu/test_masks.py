@@ -10,8 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.test_tree_tables import listed
-from tests.virtual_gpu.device import virtual_gpu
 from tests.virtual_gpu.conftest import NEEDS
+from tests.virtual_gpu.device import virtual_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables

@@ -407,8 +407,19 @@ class Translator:
         r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32|min\.f32|max\.f32)"
     )
     def _reduce(self, given: list[str], what: str) -> None:
-        order = "add.s32 min.s32 max.s32 min.u32 max.u32 and.b32 or.b32 xor.b32 min.f32 max.f32".split()
-        kind = order.index(what.replace("add.u32", "add.s32"))
+        order = (
+            "add",
+            "min.s32",
+            "max.s32",
+            "min.u32",
+            "max.u32",
+            "and.b32",
+            "or.b32",
+            "xor.b32",
+            "min.f32",
+            "max.f32",
+        )
+        kind = order.index("add" if what.startswith("add") else what)
         self._emit("redux", d=self._target(given[0], 4), a=self._source(given[1], 4), x=(kind,))
 
     @_rule(r"vote\.sync\.(ballot\.b32|any\.pred|all\.pred)")

@@ -19,7 +19,6 @@ LABELS = {
     "ForConditionalGeneration": "causal",  # of images and text; encoders with decoders are told apart before
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
-    "ForSequenceClassification": "documents",
 }
 
 
@@ -44,12 +43,17 @@ def labels_of(trainer: Trainer) -> str:
     """What a label of the trainer's model belongs to, as PackingCollator's `objective` names it.
 
     Raises:
-        ValueError: a model whose loss doesn't tell.
+        ValueError: a model whose loss doesn't tell, or that gives one result for each row.
     """
     model = _bare(trainer.model)
     loss = getattr(model, "loss_type", None)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "tokens"
+    if loss == "ForSequenceClassification":
+        raise ValueError(
+            f"{type(model).__name__} gives one result for each row, so its documents can't share rows. Call "
+            "tritonpack.patch(trainer.model, unpad=True) in place of setup: it leaves out the padding of the batches."
+        )
     if loss not in LABELS:
         raise ValueError(
             f"the loss of {type(model).__name__} doesn't tell what its labels belong to. Pass labels='causal' (the "

@@ -321,8 +321,6 @@ def setup(
     attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
     backend: Backend = "auto",
     unpad: bool = True,
-    tiled_loss: bool | int = False,
-    tiled_mlp: bool | int = False,
     **options: Any,
 ) -> TrainerSetup:
     """Let a Trainer train on packed rows of at most `tokens` tokens per rank.
@@ -344,8 +342,7 @@ def setup(
         trainer: a transformers.Trainer or TRL's SFTTrainer, with an indexed train_dataset of tokenized documents.
         tokens: the tokens of a row, from 1 to 2**30.
         labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
-        attention, backend, unpad, tiled_loss, tiled_mlp: see `patch`. They take the place of those of an earlier patch
-            of the model: pass `tiled_loss` and `tiled_mlp` here, too, if that had them.
+        attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
         options: `lengths`, `documents`, `resources`, `budgets`, `collate_fn`, `objective`, `cost_model`, `tail`,
             `lookahead`, `steps_together`, `overlong`, `order`, `per_token`, `drop_columns`, `max_document_length`,
             `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With `documents` or `collate_fn` no column is
@@ -371,8 +368,7 @@ def setup(
             raise ValueError(f"there is no option {name!r}; the options are {', '.join(_OPTIONS)}.")
     if labels is not None:
         check_choice(labels, get_args(LabelObjective), "labels")
-    tiled = {"tiled_loss": tiled_loss, "tiled_mlp": tiled_mlp}
-    patching = {"attention": attention, "backend": backend, "unpad": unpad, **tiled}
+    patching = {"attention": attention, "backend": backend, "unpad": unpad}
     return TrainerSetup(trainer, tokens, patching, {"labels": labels, **options})
 
 

@@ -14,7 +14,6 @@ from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.patches.forwards import package_of
 from tritonpack.patches.labels import IGNORED, takes_targets
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.tiled_loss import TiledTargets
 
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
@@ -107,19 +106,17 @@ class ShardedLoss:
         return (self.whole != ignored).sum() if given is None else given
 
     def __call__(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Tensor:
-        tiled = isinstance(labels, TiledTargets)  # it stands for this rank's targets; logits are of one token
         # compared, because a graph that hashes a size fits only this size
-        if not tiled and not logits.shape[:-1] == labels.shape == self.targets.shape:
+        if not logits.shape[:-1] == labels.shape == self.targets.shape:
             raise UnsupportedModelError(
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {remedy(self.gathers)}"
             )
         self.used = True
         items = self.items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
-        targets = labels if tiled else self.targets
         if shifts(self.own, self.gathers):
-            kwargs["shift_labels"] = targets
-        self.result = self.sharding.total(self.own(logits, targets, *args, num_items_in_batch=items, **kwargs))
+            kwargs["shift_labels"] = self.targets
+        self.result = self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
         return self.result.clone()  # models add the loss of routers in place
 
     def finish(self, model: PreTrainedModel, output: Any) -> None:
@@ -133,9 +130,8 @@ class ShardedLoss:
         if not self.fused or output.get("loss") is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. If a "
-                "library has put a fused loss into the model, other than Liger-Kernel's, leave it out and use "
-                "tritonpack.patch(model, tiled_loss=True), which doesn't make the logits of a whole batch either. For "
-                f"other losses: {remedy(self.gathers)}"
+                "library has put a fused loss into the model, leave it out, or use Liger-Kernel's, applied before the "
+                f"context is entered. For other losses: {remedy(self.gathers)}"
             )
         if output.get("aux_loss") is not None:
             raise UnsupportedModelError(

@@ -27,11 +27,6 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         UnsupportedModelError: with the reason.
     """
     model_type = report.model_type
-    if report.attention in ("padded", "lengths"):
-        raise UnsupportedModelError(
-            f"model type {model_type!r} can't keep several documents in a row apart: each gets a row of its own, which "
-            "ranks can't share. Train it without SequenceParallel; data parallelism divides documents among ranks."
-        )
     if report.attention != "tritonpack":
         raise UnsupportedModelError(
             f"model type {model_type!r} attends by {report.attention!r} with a dense mask, which needs all keys on "

@@ -12,7 +12,7 @@ from torch.nn.modules import module as all_modules
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.first_call import Watch
-from tritonpack.patches.head_alone import STATES
+from tritonpack.patches.later_logits import STATES
 from tritonpack.patches.placement import Placement
 
 
@@ -52,8 +52,7 @@ class AfterHooks:
         for module in self.pending:
             raise UnsupportedModelError(
                 f"{type(module).__name__} has a forward hook, and its forward was called without its hooks, so its "
-                "states weren't found. Remove the hook, or patch the model without tiled_loss, unpad and "
-                "share_prefixes."
+                "states weren't found. Remove the hook, or patch the model without unpad and share_prefixes."
             )
 
 

@@ -17,10 +17,9 @@ from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
-from tritonpack.patches.exact_classes import Layout
 from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.interface import NAMES, stock_name
+from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.choose import forward_for
 from tritonpack.patches.layers.image_positions import METHOD, DocumentPositions
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
@@ -31,11 +30,7 @@ from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
 from tritonpack.patches.report import Report, holds, make_report
 from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.tiled_loss import TiledLoss
-from tritonpack.patches.tiled_mlp import TiledMlp, find_mlps
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
-from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 from tritonpack.patches.virtual_tokens import VirtualTokens, may_have_virtual_tokens
 
 
@@ -46,8 +41,6 @@ class Options(NamedTuple):
     backend: Backend = "auto"
     unpad: bool = False
     share_prefixes: bool = False
-    tiled_loss: int = 0
-    tiled_mlp: int = 0
 
     def __str__(self) -> str:
         chosen = {name: value for name, value in self._asdict().items() if value != Options._field_defaults[name]}
@@ -104,7 +97,6 @@ class AppliedPatch:
         modules: list[PreTrainedModel],
         asked: Options,
         below: list[AppliedPatch],
-        layout: Layout = "packed",
         by_name: bool = False,
         require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
@@ -118,10 +110,7 @@ class AppliedPatch:
         self.heads: list[ModelForward] = []
         self.report: Report
         self.compaction = _compaction(modules, asked) if asked.unpad or asked.share_prefixes else None
-        if layout == "packed":
-            names, forwards = self._pack(model, modules, asked)
-        else:
-            names, forwards = self._unpack(model, modules, layout)
+        names, forwards = self._pack(model, modules, asked)
         if self.compaction is not None:
             copies = ("copies of common beginnings",) if asked.share_prefixes else ()
             self.report = replace(self.report, saves=("padding", *copies))
@@ -129,18 +118,8 @@ class AppliedPatch:
         guards = [Guard(module, self) for module in guarded.values()]
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
         self._managers = [ContinuousBatching(module, self.context, self.hooks) for module in generating]
-        tiled = [head.tiled for head in self.heads if head.tiled is not None]
         virtual = [VirtualTokens(module) for module in model.modules() if may_have_virtual_tokens(module)]
-        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *tiled, *virtual]
-
-    def _unpack(
-        self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout
-    ) -> tuple[list[AttentionName], list[InstanceForward]]:
-        """The parts for a model that runs with one document in each row, on its own attention."""
-        replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
-        self.report = make_report(model, modules, layout, "", replaced, set())
-        names = [AttentionName(module, None) for module in model.modules() if isinstance(module, PreTrainedModel)]
-        return names, [AlwaysUnpacked(module, self.context, layout == "lengths") for module in modules]
+        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *virtual]
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
@@ -183,29 +162,13 @@ class AppliedPatch:
             if hook is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
                 self.heads.append(kind(module, self.context, hook))
-        if asked.tiled_loss:
-            self._tile(asked.tiled_loss)
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
         names = [hook.name for hook in self.hooks]
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
         running = [Running(module, self.context) for module in modules if layers]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
-        mlps = self._tile_mlps(model, modules, asked.tiled_mlp) if asked.tiled_mlp else []
-        return names, [*layers, *mlps, *running, *images, *self.heads]
-
-    def _tile(self, rows: int) -> None:
-        """Compute the losses of the models that users call on tiles of rows."""
-        for head in self.heads:
-            if not any(other is not head and holds(other.module, head.module) for other in self.heads):
-                head.tiled = TiledLoss(head.module, head.path, rows)
-        self.report = replace(self.report, tile_rows=rows)
-
-    def _tile_mlps(self, model: nn.Module, modules: list[PreTrainedModel], rows: int) -> list[TiledMlp]:
-        """The forwards of the dense MLPs in layers, which run on tiles of rows."""
-        found = find_mlps(model, modules)
-        self.report = replace(self.report, mlp_rows=rows, mlps=tuple(found.mlps), experts=found.experts)
-        return [TiledMlp(module, self.context, path, rows) for path, module in found.mlps.items()]
+        return names, [*layers, *running, *images, *self.heads]
 
     def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
         """Make models whose own loss mixes documents refuse packed rows with labels.
@@ -214,7 +177,7 @@ class AppliedPatch:
         """
         seen = {id(model): what for model, what in losses}
         for part in self.parts:
-            if isinstance(part, UnpackingForward):
+            if isinstance(part, ModelForward):
                 part.mixed_loss = seen.get(id(part.module), "")
 
     @property

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from tritonpack.patches.interface import stock_name
 from tritonpack.patches.parts import Part
 
 
@@ -17,14 +16,14 @@ class AttentionName(Part):
     Models may share a configuration. It gets its own name back when the last of these models is unpatched.
 
     Args:
-        name: the new name; None for the module's name before any patch, or transformers' default.
+        name: the new name.
 
     Attributes:
         before: the name that the configuration had before any patch.
         installed: whether the configuration has the other name because of this object.
     """
 
-    def __init__(self, module: nn.Module, name: str | None) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self._name = name
         self.before: str | None = None
@@ -38,7 +37,7 @@ class AttentionName(Part):
             reference = weakref.ref(config, lambda _: _names.pop(key, None))
         self.before, self.installed = before, True
         _names[key] = reference, [*self._others(holders), weakref.ref(self)], before
-        config._attn_implementation_internal = self._name or stock_name(self.module, before)
+        config._attn_implementation_internal = self._name
 
     def remove(self) -> None:
         if not self.installed:

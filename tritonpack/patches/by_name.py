@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import Options, applied_to
-from tritonpack.patches.choose_layout import choose_layout, tokens_enter
+from tritonpack.patches.choose_modules import choose_modules, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -115,7 +115,7 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        choice, lease = choose_layout(model, Options()), object()
+        choice, lease = choose_modules(model, Options()), object()
         whole = put_on(model, choice, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
         for module in model.modules():

@@ -19,10 +19,9 @@ from tritonpack.packing.trees.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
 from tritonpack.patches.head_targets import HeadTargets
 from tritonpack.patches.labels import before_documents
+from tritonpack.patches.names import OF_OTHERS, is_of_tokens
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import WORTHWHILE, Placement
-from tritonpack.patches.unpacking.arguments import is_of_tokens
-from tritonpack.patches.unpacking.names import OF_OTHERS
 
 # Tensors with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
 ORDINARY = ("encoder_hidden_states", "labels")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
-from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
 from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import IGNORED, check_padding_labels, warn_of_first_labels
@@ -22,7 +22,6 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
-from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -36,8 +35,6 @@ class EncoderDecoderForward(ModelForward):
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
         super().__init__(module, context, hook)
-        self.takes_use_cache = "use_cache" in self.names  # T5Gemma's heads pass a use_cache of their own, too
-        self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
         self.serving, self.books = hook.serving, codebooks_of(module)
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
 
@@ -58,12 +55,8 @@ class EncoderDecoderForward(ModelForward):
             source = arguments["encoder_outputs"][0]
         if source is not None:
             packed_batch = self._hand(arguments, "encoder", SOURCE, told, source)
-            if self.one_result and packed_batch is not None:
-                require_one_document_a_row(
-                    packed_batch,
-                    f"{self.name} gives one result a document; pass packed rows without decoder_input_ids, which it "
-                    "makes of each document's tokens, or give each document a row of its own.",
-                )
+            if packed_batch is not None:
+                self.require_result_of_each(packed_batch)
         packed = [name for name in TARGET.values() if told[name] is not None]
         if target is None and packed:
             if unshifted is None:
@@ -95,13 +88,9 @@ class EncoderDecoderForward(ModelForward):
         )
         if not packed_batch.tells_documents:
             return self.inner(**arguments)
-        if self.one_result and (documents := self._documents(packed_batch)) is not None:
-            self._require_tokens(arguments)
-            sides = {"": documents}
-            if self.pads_left:  # the first token of the decoder is not the first of the row
-                sides["decoder"] = documents
-                arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
-            return self.run_by_document(sides, arguments)
+        self.require_result_of_each(packed_batch)
+        if self.one_result and self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
+            self._require_no_padding_behind(packed_batch)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
@@ -120,8 +109,14 @@ class EncoderDecoderForward(ModelForward):
             self.seen = True
         return output
 
-    def _documents(self, packed_batch: PackedBatch) -> Documents | None:
-        return Documents.of(packed_batch, left=self.pads_left, always=self.pads_left)
+    def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
+        """Refuse rows that are padded on the right, whose scores would be read from padding."""
+        full = packed_batch.not_padding()[:, -1].all()
+        message = f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
+        if torch.compiler.is_compiling():
+            torch._assert_async(full, message)
+        else:
+            require(full, message)
 
     def _hand(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor

@@ -101,14 +101,8 @@ REFUSED_IN_TREES = {"DogeAttention": "it keeps the best of a row's keys, of whic
 # Model types whose recurrent layers read padding like tokens, so padding on the left changes the whole row.
 READS_PADDING = _names("recurrent_gemma rwkv")
 
-# Layers that mix the rows of a batch, so that each document runs in a call of its own.
-MIXES_ROWS = _names("DogeCDMoE")
-
 # Encoder-decoder models that turn ignored labels into padding of the decoder, without a mask for it.
 MASKS_LABELS = _names("encoder-decoder")
-
-# Classes that use labels, unshifted, as the tokens of their decoder if they get none.
-LABELS_ARE_TOKENS = _names("BlipForQuestionAnswering")
 
 # Encoder-decoder models that shift the encoder's tokens to the right if they get no tokens of the decoder.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
@@ -116,5 +110,5 @@ SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 # Ends of the names of classes that do the same, whatever their model type.
 HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
-# Of these, model types whose heads score a document by its last token but one, or by its last if padding follows.
-SCORES_BEFORE_PADDING = _names("t5gemma t5gemma2")
+# Of these, model types whose heads score a row by the decoder's state behind its last token.
+SCORES_BEHIND_LAST_TOKEN = _names("t5gemma t5gemma2")

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.after_hooks import AfterHooks
-from tritonpack.patches.head_alone import STATES, own_parameters
 from tritonpack.patches.labels import IGNORED, predicts_own_tokens, shifts_labels
-from tritonpack.patches.later_logits import Reading
+from tritonpack.patches.later_logits import STATES, Reading, own_parameters, with_logits
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.tensor_like import TensorLike
@@ -43,7 +42,6 @@ class HeadTargets(TensorLike):
         keep: K, of how many last tokens in a row the caller wants logits.
         whole: whether the head runs on the caller's rows in any case, with the labels as they are.
         narrow: whether the head runs on other rows than the caller's.
-        placed: whether `wanted` is known, so that `place` can be called.
         chosen: (S,) int64, on which tokens of the row, or of the flattened batch, the head runs; None for all.
         rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
         labels: (M,) int64.
@@ -53,7 +51,7 @@ class HeadTargets(TensorLike):
         hooks: what runs after forward hooks of users, which may change the states.
     """
 
-    narrow, placed = False, True
+    narrow = False
     chosen: Tensor | None
     rows: Tensor
     labels: Tensor
@@ -65,11 +63,6 @@ class HeadTargets(TensorLike):
         self.given, self.wanted, self.keep, self.whole = given, wanted, keep, whole
         self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
         self.hooks = AfterHooks()
-
-    @property
-    def kept(self) -> tuple[int, int]:
-        """(B, K), the shape of the tokens whose logits the caller wants."""
-        return self.wanted.shape[0], self.keep
 
     # As labels, in the loss function
 
@@ -197,14 +190,9 @@ class HeadTargets(TensorLike):
         if self.chosen is None:
             assert self.placement is not None
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
-        else:
-            output["logits"] = self.later(output["logits"], head, path, arguments)
-        return output
-
-    def later(self, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Tensor:
-        """The caller's logits, computed when they are read. The given ones are of some tokens."""
+            return output
         kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-        return Reading(self, logits, head, path.split(".")[0], kept).logits()
+        return with_logits(output, Reading(self, output["logits"], head, path.split(".")[0], kept))
 
 
 def targets_of(
@@ -245,36 +233,24 @@ def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bo
     """Whether a head gives the same loss from the tokens alone that predict a label."""
     loss = head.loss_function
     causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-    if not causal or why_not_by_token(head, forward, base) is not None:
+    if not causal or not _computes_each_token(head, forward, base):
         return False
-    return not torch.is_grad_enabled() or computes_later(head, base)
+    return not torch.is_grad_enabled() or _computes_later(head, base)
 
 
-def why_not_by_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> str | None:
-    """Why a head isn't known to compute the logits of each token by itself, and one loss of them; None if it is.
+def _computes_each_token(head: PreTrainedModel, forward: Any, base: nn.Module) -> bool:
+    """Whether a head is known to compute the logits of each token by itself, and one loss of them.
 
-    It must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`, its
-    loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
-
-    Args:
-        head: the model that the user called.
-        forward: its forward.
-        base: the model in it that gives it its states.
+    Its forward must be transformers' own. It computes each token by itself because it takes `logits_to_keep`; its loss
+    reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
     """
     own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
-    foreign = sorted(set(_packages(function)) - HARMLESS)
-    if foreign or inspect.unwrap(function) is not own:
-        return f"its forward isn't transformers' own, but of {' and '.join(foreign) or 'another class'}"
-    code = own.__code__
-    if "loss_function" not in code.co_names:
-        return "it computes no loss by its loss function"
-    if "logits_to_keep" not in code.co_varnames:
-        return "it takes no logits_to_keep, so its head may not compute each token by itself"
-    if "logsumexp" in code.co_names:
-        return "it has another loss of all logits"
-    if reached := {name for name, _ in base.named_children()}.intersection(code.co_names):
-        return f"its forward reaches into its base model ({', '.join(sorted(reached))})"
-    return None
+    if not set(_packages(function)) <= HARMLESS or inspect.unwrap(function) is not own:
+        return False
+    code, parts = own.__code__, {name for name, _ in base.named_children()}
+    if "loss_function" not in code.co_names or "logsumexp" in code.co_names:  # or another loss of all logits
+        return False
+    return "logits_to_keep" in code.co_varnames and parts.isdisjoint(code.co_names)
 
 
 def _packages(forward: Any) -> Iterator[str]:
@@ -286,7 +262,7 @@ def _packages(forward: Any) -> Iterator[str]:
         forward = getattr(forward, "__wrapped__", None)
 
 
-def computes_later(head: nn.Module, base: nn.Module) -> bool:
+def _computes_later(head: nn.Module, base: nn.Module) -> bool:
     """Whether logits computed later are the same: layers of torch and transformers alone, without state or dropout.
 
     And nothing that wraps the model may need them in the call: DDP with a static graph watches the tensors of the first

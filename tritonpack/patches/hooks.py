@@ -16,6 +16,7 @@ from tritonpack.patches.call_arguments import COUNTED, HANDED, TREE, cache_of, i
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.cross_attention import meet
+from tritonpack.patches.document_places import require_one_document_a_row
 from tritonpack.patches.families import (
     BOTH_WAYS,
     COUNT_FROM_PADDING,
@@ -37,7 +38,6 @@ from tritonpack.patches.parts import PreHook
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
-from tritonpack.patches.unpacking.document_places import require_one_document_a_row
 
 
 class PackingHook(PreHook):
@@ -143,7 +143,7 @@ class PackingHook(PreHook):
             self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
             targets = self.context.state.targets
-            packed_batch = self.compaction(packed_batch, arguments, targets if targets and targets.placed else None)
+            packed_batch = self.compaction(packed_batch, arguments, targets)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False  # its keys would be those of the one row
         if packed_batch is not None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack import notices
-from tritonpack.patches.families import LABELS_ARE_TOKENS
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.packed_batch import PackedBatch
 
@@ -154,8 +153,6 @@ def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     """Whether a model compares each label with its prediction at the token before: transformers' causal loss does."""
     if arguments.get("shift_labels") is not None:  # they take the place of labels
         return False
-    if type(model).__name__ in LABELS_ARE_TOKENS:
-        return True
     forward = inspect.unwrap(type(model).forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return "loss_function" in names and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"

@@ -1,73 +1,65 @@
-"""The logits of a causal head that are computed when they are read."""
+"""An output whose logits are computed when they are read: its head ran on a part of the tokens.
+
+The head runs once more, on the states of all tokens. Reading attaches the logits to the graph of the call, so their
+gradients are those of logits that the call itself would have made.
+"""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from tritonpack.patches.head_alone import own_parameters, run_head
-from tritonpack.patches.head_gradients import Aliases, once_differentiable
+from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
-# Methods of a tensor that read its memory, not by an operator.
-IN_MEMORY = {
-    "__array__", "__deepcopy__", "__dlpack__", "__dlpack_device__", "_typed_storage", "data_ptr", "is_shared", "numpy",
-    "share_memory_", "storage", "tolist", "untyped_storage",
+STATES = "last_hidden_state"
+# What stands between a call of a module and its forward.
+WAY_IN: dict[str, Any] = {
+    "_forward_hooks": {}, "_forward_pre_hooks": {}, "_backward_hooks": {}, "_backward_pre_hooks": {},
+    "_compiled_call_impl": None,
 }  # fmt: skip
 
 
-class Reading:
-    """How the logits of a call are computed when they are read: the head runs once more, on the states of all tokens.
+class Reading(TensorLike):
+    """The logits (B, K, vocabulary) of a call, which `to_tensor` computes. An output holds it until they are read.
 
     Attributes:
         targets: the HeadTargets of the call.
-        states: (1, N, ...) or (B, T, ...), of all tokens that the model ran on.
-        dtype: of the logits.
+        path: the name of the base model in the head.
+        call: the arguments of the head's forward, without labels.
         data: the logits, after they were read.
     """
 
-    def __init__(self, targets: Any, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> None:
-        self.shape = torch.Size((*targets.kept, *logits.shape[2:]))
+    def __init__(self, targets: Any, logits: Tensor, head: nn.Module, path: str, call: Mapping[str, Any]) -> None:
+        self.shape = torch.Size((targets.wanted.shape[0], targets.keep, *logits.shape[2:]))
         self.dtype, self.device = logits.dtype, logits.device
-        self.targets, self.head, self.path, self.call = targets, head, path, arguments
+        self.targets, self.head, self.path, self.call = targets, head, path, call
         self.parameters = list(own_parameters(head, getattr(head, path)))
         self.fingerprints = [_fingerprint(parameter) for parameter in self.parameters]
         kind = self.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.data: Tensor | None = None
 
-    @property
-    def states(self) -> Tensor:
-        return self.targets.states
-
-    def logits(self) -> LaterLogits:
-        return _Read.apply(self, self.states, *self.parameters)
-
-    def cast(self, dtype: torch.dtype) -> Reading:
-        """The same logits in another dtype, read by themselves."""
+    def float(self) -> Reading:
+        """In float32, also computed when it is read: accelerate asks for it in mixed precision, whoever reads it."""
         other = copy.copy(self)
-        other.dtype, other.data = dtype, None
+        other.dtype, other.data = torch.float32, None
         return other
 
-    def read(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         if self.data is None:
-            with torch.no_grad():
-                self.data = self.run(self.states).detach()
+            self._require_same_head()
+            targets, (kind, dtype, enabled) = self.targets, self.autocast
+            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
+                states = targets.states
+                states = states if targets.placement is None else targets.placement.lay_back(states)
+                self.data = _run_head(self.head, self.path, targets.output, states, self.call).to(self.dtype)
         return self.data
-
-    def run(self, states: Tensor) -> Tensor:
-        """Run the head's own forward on a stand-in that gives the states in place of the base model."""
-        self._require_same_head()
-        placement = self.targets.placement
-        states = states if placement is None else placement.lay_back(states)
-        kind, dtype, enabled = self.autocast
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return run_head(self.head, self.path, self.targets.output, states, self.call).to(self.dtype)
 
     def _require_same_head(self) -> None:
         now = list(own_parameters(self.head, getattr(self.head, self.path)))
@@ -79,77 +71,60 @@ class Reading:
             )
 
 
-class LaterLogits(Tensor):
-    """The logits (B, K, vocabulary) of a call whose head ran on a part of the tokens: computed when they are read.
+class _LogitsWhenRead:
+    """What the class of an output gets in addition. `items()` and `values()` read nothing, as accelerate and DDP go
+    through them in each call."""
 
-    It is a tensor without memory of its own, with a node in the graph of gradients. Each operator on it gets the
-    logits themselves.
-    """
+    @property
+    def logits(self) -> Tensor:
+        return as_tensor(self.__dict__["logits"])
 
-    reading: Reading
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        self.__dict__["logits"] = value
 
-    @staticmethod
-    def __new__(cls, reading: Reading) -> LaterLogits:
-        made = Tensor._make_wrapper_subclass(cls, reading.shape, dtype=reading.dtype, device=reading.device)
-        made.reading = reading
-        return made
+    def __getitem__(self, key: Any) -> Any:
+        key = list(self.keys())[key] if isinstance(key, int) else key  # type: ignore[attr-defined]
+        return as_tensor(super().__getitem__(key))  # type: ignore[misc]
 
-    def float(self) -> Tensor:
-        """In float32, also computed when it is read: accelerate asks for it in mixed precision, whoever reads it."""
-        if self.dtype == torch.float32:
-            return self
-        with torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()):
-            return self.reading.cast(torch.float32).logits()
+    def get(self, key: str, default: Any = None) -> Any:
+        return as_tensor(super().get(key, default))  # type: ignore[misc]
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(function, "__name__", "") in IN_MEMORY and isinstance(args[0], LaterLogits):
-                args = (args[0].plain(), *args[1:])
-            return function(*args, **(kwargs or {}))
-
-    def plain(self) -> Tensor:
-        """The logits as a plain tensor, which requires a gradient if these do."""
-        return self.view(self.shape) if self.requires_grad else self.reading.read()
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        out = function(*tree_map(_read, args), **tree_map(_read, kwargs or {}))
-        return args[0] if function._schema.is_mutable and isinstance(args[0], LaterLogits) else out
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.detach())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # a pickle is that of the logits
+    def __reduce__(self) -> Any:
+        plain: Any = type(self).__mro__[2]  # a copy, or a pickle, is of an output with its logits
+        return plain(**{name: self[name] for name in self.keys()}).__reduce__()  # type: ignore[attr-defined]
 
 
-def _read(value: Any) -> Any:
-    return value.reading.read() if isinstance(value, LaterLogits) else value
+@cache
+def _class_of(kind: Any) -> Any:
+    return type(kind)(kind.__name__, (_LogitsWhenRead, kind), {"__module__": kind.__module__})
 
 
-class _Read(torch.autograd.Function):
-    """The node of logits that are read later, between them and the states and the weights of the head."""
+def with_logits(output: Any, reading: Reading) -> Any:
+    """An output with these logits in place of its own."""
+    kind: Any = type(output)
+    return _class_of(kind)(**{**output, "logits": reading})
 
-    @staticmethod
-    def forward(ctx: Any, reading: Reading, states: Tensor, *parameters: Tensor) -> LaterLogits:
-        ctx.reading = reading
-        ctx.save_for_backward(states, *parameters)
-        return LaterLogits(reading)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        states, *parameters = ctx.saved_tensors
-        aliases = Aliases(parameters)
-        with torch.enable_grad(), aliases.in_place():
-            states = states.detach().requires_grad_(ctx.needs_input_grad[1])
-            logits = ctx.reading.run(states)
-        inputs = (states, *aliases.inputs)
-        wanted = [x if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)]
-        found = torch.autograd.grad(logits, [x for x in wanted if x is not None], gradient, allow_unused=True)
-        gradients = iter(found)
-        return None, *(None if x is None else next(gradients) for x in wanted)
+def own_parameters(head: nn.Module, base: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a model's head, around its base model, each once; tied weights are of both."""
+    found = (x for _, module in head.named_modules(memo={base}) for x in module.parameters(recurse=False))
+    return iter({id(x): x for x in found}.values())
+
+
+def _run_head(head: nn.Module, path: str, output: Any, states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """The logits that a head's own forward computes of states, with a stand-in that gives them as the base model."""
+    output = type(output)(**{**output, STATES: states})
+    base = _twin(getattr(head, path), forward=lambda *_, **__: output, **WAY_IN)
+    head = _twin(head, _modules={**head._modules, path: base})
+    return type(head).forward(head, **arguments)["logits"]
+
+
+def _twin(module: nn.Module, **changes: Any) -> nn.Module:
+    """A module with the parts and the class of another, some attributes changed. The class's `__init__` doesn't run."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**module.__dict__, **changes}
+    return twin
 
 
 def _fingerprint(parameter: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ and the row holds several documents.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -16,27 +18,43 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.after_hooks import back_in_row, has_forward_hooks
-from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, cache_of, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.call_arguments import (
+    COUNTED,
+    PACKING,
+    TELLING,
+    TREE,
+    cache_of,
+    in_form,
+    is_paged,
+    refuse_unmade_masks,
+    tokens_of,
+)
+from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import check_padding_labels, require_targets_of_trees, warn_of_first_labels
 from tritonpack.patches.layers.image_positions import leave_positions_to
+from tritonpack.patches.names import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.pair_masks import is_pair_mask
-from tritonpack.patches.parse_inputs import OpenMaskError
+from tritonpack.patches.parse_inputs import OpenMaskError, make_packed_batch
+from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import holds
-from tritonpack.patches.tiled_loss import TiledLoss
-from tritonpack.patches.unpacking.choices import Choices
-from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
-from tritonpack.patches.unpacking.names import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN, TARGETS
-from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
+from tritonpack.patches.spans import take_spans
+from tritonpack.patches.tokens import text_config
+
+# What a model says of packed rows that gives one result for each row.
+ONE_RESULT = (
+    "gives one result for each row, so a row can't hold several documents. Pass padded rows, with one document in "
+    "each; unpad=True leaves out their padding where the class can."
+)
 
 
-class ModelForward(UnpackingForward):
+class ModelForward(InstanceForward):
     """The forward of a model that users call: of a head around a patched module, or of that module itself.
 
     The packing that is read here goes on as `attention_mask`. So nothing is lost in a head that passes on only some of
@@ -48,30 +66,36 @@ class ModelForward(UnpackingForward):
         path: the name of the patched module in this one; empty if they are the same.
         known: the arguments that this model and its patched module take.
         seen: whether a packed call has checked the code of others in this model.
-        pads_left: whether documents in rows of their own are padded on the left.
-        tiled: the tiled loss of this model; None unless `patch` was asked for it.
+        one_result: whether the model gives one result for each row.
+        mixed_loss: what a trial found wrong with the model's own loss of packed documents; empty if nothing.
     """
 
-    tiled: TiledLoss | None = None
+    mixed_loss = ""
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
         super().__init__(module, context)
         self.hook = hook
         self.seen = False
-        self.takes_use_cache = self.takes("use_cache")
+        parameters = inspect.signature(module.forward).parameters
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
         self.known = frozenset((*self.names, *hook.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is hook.module)
         self.part = type(hook.module).__name__
-        self.pads_left = not self.summaries.isdisjoint({"last", "cls_index"})
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, in the form in which they are read."""
+        return in_form(super().bound(args, kwargs))
+
+    def takes(self, argument: str) -> bool:
+        return self.takes_any or argument in self.names
+
+    @property
+    def pad_token(self) -> int | None:
+        return getattr(text_config(self.module.config), "pad_token_id", None)
 
     def require_in_place(self, arguments: dict[str, Any]) -> None:
         """Refuse a call whose result this forward must compute, if another forward has replaced it since."""
-        if self.tiled is not None and not self.in_place:
-            raise ValueError(
-                f"the forward of {self.name} was replaced since this model was patched, so its loss isn't computed in "
-                "tiles. If the new forward never makes all logits, as Liger-Kernel's and TRL's don't, patch the model "
-                "without tiled_loss. Otherwise call tritonpack.unpatch(model), replace it, and patch the model then."
-            )
         if (self.one_result or arguments.get("output_router_logits")) and not self.in_place:
             raise ValueError(
                 f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
@@ -113,33 +137,23 @@ class ModelForward(UnpackingForward):
             self._refuse_appended(_beside_tokens(arguments), error)
             raise
 
+    def with_names(self, arguments: dict[str, Any]) -> Any:
+        """Run a user's call with named outputs. If `return_dict` is false, the user gets a tuple."""
+        wanted = arguments.get("return_dict")
+        if wanted is None:  # PEFT passes None
+            wanted = getattr(self.module.config, "return_dict", True)
+        if wanted or not self.takes("return_dict"):
+            return self.run(arguments)
+        return self.run({**arguments, "return_dict": True}).to_tuple()
+
     def run(self, arguments: dict[str, Any]) -> Any:
-        choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
-        if choices is not None:
-            self._require_tokens(arguments)
-            return self.run_choices(choices, arguments)
+        """Run a call whose outputs have names."""
+        self._require_one_document_a_choice(arguments)
         packed_batch = self._read(arguments)
-        if self.tiled is not None:
-            self._require_tiles(arguments, packed_batch)
         if packed_batch is None:
             return self._hand_on(self.inner(**arguments), None)
         output = self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
         return self._hand_on(output, packed_batch.placement)
-
-    def _require_tiles(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
-        """Refuse a call that would make all logits in training, and a call with labels that can't be tiled."""
-        if arguments.get("labels") is None:
-            if self.module.training and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{self.name} was patched with tiled_loss and is trained without labels, so it would make the "
-                    "logits of all tokens. Pass labels. If the loss needs logits, as Trainer's label_smoothing_factor "
-                    "and compute_loss_func do, patch the model without tiled_loss."
-                )
-        elif packed_batch is None:
-            raise ValueError(
-                "with tiled_loss a call with labels takes tokens (batch, length), and a two-dimensional attention_mask "
-                "or none. Patch the model without tiled_loss for other calls."
-            )
 
     def _hand_on(self, output: Any, placement: Placement | None) -> Any:
         """An output for the head around this model, or for the user: in the shape of the batch that was given."""
@@ -157,9 +171,7 @@ class ModelForward(UnpackingForward):
         return output
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        if self.one_result and not packed_batch.shared and (documents := self._documents(packed_batch)) is not None:
-            self._require_tokens(arguments)
-            return self.run_by_document({"": documents}, arguments)
+        self.require_result_of_each(packed_batch)
         outermost = self.context.state.told is None
         if outermost:
             require_targets_of_trees(self.module, arguments, packed_batch)
@@ -194,13 +206,6 @@ class ModelForward(UnpackingForward):
 
     def _targets(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> HeadTargets | None:
         """The targets of a causal head around models that pass on the states of a module that makes one row."""
-        if self.tiled is not None:
-            compacted = self.hook.compaction is not None
-            return (
-                None
-                if arguments.get("labels") is None
-                else self.tiled.targets(arguments, packed_batch, compacted=compacted)
-            )
         if self.hook.compaction is None or torch.compiler.is_compiling() or not self.path:
             return None
         inside = [self.module.get_submodule(path) for path in accumulate(self.path.split("."), "{}.{}".format)]
@@ -244,42 +249,49 @@ class ModelForward(UnpackingForward):
         leave_positions_to(self.module, packed_batch, arguments)
         return arguments
 
-    def _documents(self, packed_batch: PackedBatch) -> Documents | None:
-        """The documents that get rows of their own; None if each has one already."""
-        if not packed_batch.cached:
-            return Documents.of(packed_batch, left=self.pads_left)
-        if packed_batch.shape == packed_batch.tokens:
+    def require_result_of_each(self, packed_batch: PackedBatch) -> None:
+        """Refuse packed rows in a model that gives one result for each row."""
+        continued = packed_batch.cached and packed_batch.shape != packed_batch.tokens
+        if self.one_result and not packed_batch.shared and not continued:
+            require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
+
+    def _require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
+        """Refuse packed rows in multiple choice, whose tokens are (B, choices, T)."""
+        tokens, shape = tokens_of(arguments)
+        if tokens is None or len(shape) != 3 or isinstance(arguments.get("attention_mask"), PackedBatch):
+            return
+        if not any(kind.__name__.endswith("ForMultipleChoice") for kind in type(self.module).__mro__):
+            return  # columns of codebooks
+        given = {name: x for name in (*TELLING, "input_ids") if isinstance(x := arguments.get(name), Tensor)}
+        told = {name: x.flatten(0, 1) if x.shape == shape else x for name, x in given.items()}
+        rows = torch.Size((shape[0] * shape[1], shape[2]))
+        packed_batch = make_packed_batch(told, rows, tokens.device, self.hook.serving, self.pad_token)
+        require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
+
+    def _require_known_loss(self, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+        """Refuse labels of packed rows if the model's own loss mixes documents."""
+        if self.mixed_loss and arguments.get("labels") is not None:
             require_one_document_a_row(
                 packed_batch,
-                f"{self.name} gives one result a document, and packed rows can't use a cache for that. Leave "
-                "the cache out.",
-            )
-        return None
-
-    def _require_tokens(self, arguments: dict[str, Any]) -> None:
-        """Refuse a call in which the end of a document can't be found."""
-        if arguments.get("input_ids") is None:
-            raise ValueError(
-                f"{self.name} gives one result a document and finds the end of each by its tokens; pass packed rows as "
-                "input_ids instead of inputs_embeds."
-            )
-        if self.pad_token is None:
-            raise ValueError(
-                f"{self.name} gives one result a document and tells documents from padding by config.pad_token_id, "
-                "which is None. Set it to the tokenizer's."
+                f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
+                f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded "
+                "rows to the unpatched model.",
             )
 
-    def run_rows(self, arguments: dict[str, Any]) -> Any:
-        if "mean" in self.summaries and arguments.get("attention_mask") is not None:
-            raise ValueError(
-                f"{self.name} averages all tokens of a row, padding included (summary_type is 'mean'), so documents of "
-                "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
-                "'first' or 'last' and build the model anew."
-            )
-        with self.context.holding(told=None):
-            if self.module is self.hook.module:  # whose forward is called without its hook
-                arguments = self.hook.run(self.module, (), arguments)[1]
-            return self.inner(**arguments)
+    def with_loss(self, run: Callable[[], Any], arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
+        """The output that `run` computes of a packed call. The loss of question answering is computed by document.
+
+        Args:
+            run: calls the model.
+            arguments: the call's arguments; positions of spans are taken out of them.
+            packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
+        """
+        if packed_batch is None:
+            return run()
+        self._require_known_loss(arguments, packed_batch)
+        spans = take_spans(arguments, packed_batch, self.module, self.own)
+        output = run()
+        return output if spans is None else spans.add_loss(output, self.name)
 
     def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
         """Raise an error that names the argument by which a packed call has probably failed."""
@@ -293,8 +305,8 @@ class ModelForward(UnpackingForward):
         if labelled and arguments["labels"].shape == (count,):
             raise ValueError(
                 f"{self.name} failed with labels of shape ({count},), one for each of {count} documents: it isn't "
-                f"known to give one result a document, and its rows hold {count} in {rows}. Give each document a row "
-                "of its own."
+                f"known to give one result a document, and its rows hold {count} in {rows}. Pass padded rows, with one "
+                "document in each."
             ) from error
         names = [n for n in _beside_tokens(arguments) if arguments[n].shape[:1] == (count,) != (rows,)]
         if sizes_differ:
@@ -306,7 +318,7 @@ class ModelForward(UnpackingForward):
             named = " and ".join(names)
             raise ValueError(
                 f"{self.name} appends {named} to its tokens, and a patched model can't tell which document each "
-                f"belongs to. Leave {named} out, or unpatch the model and give each document a row of its own."
+                f"belongs to. Leave {named} out, or pass padded rows to the unpatched model."
             ) from error
 
     def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
@@ -325,8 +337,8 @@ class ModelForward(UnpackingForward):
             if (flat or short) if OF_DOCUMENTS.fullmatch(name) else (flat and short):
                 require_one_document_a_row(
                     packed_batch,
-                    f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
-                    "a row of its own.",
+                    f"{self.name} returns {name}, one for each row, whatever documents a row holds. Pass padded rows, "
+                    "with one document in each.",
                 )
 
 
@@ -340,9 +352,4 @@ def _beside_tokens(arguments: dict[str, Any]) -> list[str]:
 
 def _has_several(packed_batch: PackedBatch) -> bool:
     """Whether a row is known to hold several documents."""
-    if packed_batch.tree_ends is not None:
-        return True
-    try:
-        return Documents.of(packed_batch) is not None
-    except ValueError:  # DistilBERT's multiple choice gives its encoder positions of choices, for rows of documents
-        return False
+    return packed_batch.tree_ends is not None or Documents.of(packed_batch) is not None

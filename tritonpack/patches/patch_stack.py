@@ -8,7 +8,7 @@ from torch import nn
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, part_of, to_the_end
-from tritonpack.patches.choose_layout import Choice
+from tritonpack.patches.choose_modules import Choice
 from tritonpack.patches.report import holds
 
 LOCK = threading.RLock()  # models are changed one after the other
@@ -18,7 +18,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
-        choice: what `choose_layout` returned.
+        choice: what `choose_modules` returned.
         lease: stands for the handle of this call. A patch with the same options only gets one lease more.
         by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
 
@@ -46,7 +46,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
         try:
             for other in found:
                 other.revert()
-            applied = AppliedPatch(model, choice.modules, asked, found, choice.layout, by_name, choice.require_trees)
+            applied = AppliedPatch(model, choice.modules, asked, found, by_name, choice.require_trees)
             applied.refuse_losses(choice.losses)
             applied.apply()
             applied.leases.append(lease)

@@ -11,12 +11,11 @@ from tritonpack.backends import BACKENDS, Backend
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
 from tritonpack.patches.by_name import register
-from tritonpack.patches.choose_layout import choose_layout
+from tritonpack.patches.choose_modules import choose_modules
 from tritonpack.patches.compaction import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
-from tritonpack.patches.tiles import check_tile_rows
 
 
 class Patch:
@@ -69,8 +68,6 @@ def patch(
     backend: Backend = "auto",
     unpad: bool = False,
     share_prefixes: bool = False,
-    tiled_loss: bool | int = False,
-    tiled_mlp: bool | int = False,
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
@@ -101,12 +98,6 @@ def patch(
         share_prefixes: whether documents that begin with the same tokens share them, so that each distinct token runs
             once; includes `unpad`. Their outputs are copied to each document, and their gradients add up. Dropout
             draws once for a shared token.
-        tiled_loss: whether a causal model's head and loss run on tiles of rows, so that no tensor holds the logits of
-            all tokens: True for tiles of 1,024 rows, or the rows of a tile. Loss and gradients stay the same. A call
-            with labels then has no logits, and training without labels is refused.
-        tiled_mlp: whether the dense MLPs of layers run on tiles of rows, each computed once more in backward, so that
-            no tensor holds their intermediate states of all tokens: True for tiles of 1,024 rows, or the rows of a
-            tile. Results and gradients stay the same. Experts run as before.
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
@@ -120,15 +111,13 @@ def patch(
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)
     register()
-    flags = check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes")
-    rows = check_tile_rows(tiled_loss, "tiled_loss"), check_tile_rows(tiled_mlp, "tiled_mlp")
-    asked = Options(attention, backend, *flags, *rows)
+    asked = Options(attention, backend, check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes"))
     if attention != "tritonpack" and (unpad or share_prefixes):
         raise ValueError(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
-    choice, lease = choose_layout(model, asked), object()
+    choice, lease = choose_modules(model, asked), object()
     try:
         return Patch(model, put_on(model, choice, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tritonpack.patches.unpacking.names import OF_DOCUMENTS
+from tritonpack.patches.names import OF_DOCUMENTS
 
 # Leaving out less than a twentieth of the tokens costs more than it saves.
 WORTHWHILE = 0.95

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import Options, applied_to
-from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, shown_layout, without_wrappers
+from tritonpack.patches.exact_classes import installed, is_shown, without_wrappers
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
+from tritonpack.patches.names import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tokens import text_config
@@ -33,7 +34,6 @@ from tritonpack.patches.trial.shrink import shrink
 from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model
 from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
-from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
 
 # The forms of a trial. Gradients are compared for the first.
 PADDED = "padded_right"
@@ -41,8 +41,8 @@ TRIED = ("position_ids", "all_ones_mask", "offsets_alone", "segments_alone", "tw
 MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 copy
 LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
 
-PatchUntried = Callable[[nn.Module, Layout, Options], None]  # patches a model without a trial
-Patch = Callable[[nn.Module], None]  # the same, in one layout
+PatchUntried = Callable[[nn.Module, Options], None]  # patches a model without a trial
+Patch = Callable[[nn.Module], None]  # the same, with options
 Trial = Callable[[Any, tuple[int, ...]], "Found"]  # of a model, with documents of these lengths
 
 _trial = threading.local()  # marks threads that run a trial, in which a class that patches its instances isn't tried
@@ -69,7 +69,7 @@ class CannotTryError(Exception):
 
 
 class TrialFailedError(UnsupportedModelError):
-    """A trial found that documents don't stay apart in a layout.
+    """A trial found that packed documents don't stay apart.
 
     Args:
         why: why the model was tried.
@@ -78,16 +78,13 @@ class TrialFailedError(UnsupportedModelError):
 
     def __init__(self, why: str, found: str) -> None:
         super().__init__(
-            f"{why}, and on a few tokens its packed documents don't stay apart: {found}. Train it on one document per "
-            "row, unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
+            f"{why}, and on a few tokens its packed documents don't stay apart: {found}. Train it on padded rows, "
+            "unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
         )
-        self.found = found
 
 
-def require_evidence(
-    model: nn.Module, layout: Layout, asked: Options, patch_untried: PatchUntried
-) -> list[tuple[nn.Module, str]]:
-    """Refuse a model that isn't known to be packed exactly in a layout.
+def require_evidence(model: nn.Module, asked: Options, patch_untried: PatchUntried) -> list[tuple[nn.Module, str]]:
+    """Refuse a model that isn't known to be packed exactly.
 
     A model is known if `exact_classes.csv` lists its class for the installed transformers and all its forwards are
     transformers' own. The class of any other model is tried: documents of a small float32 copy with random weights are
@@ -96,7 +93,6 @@ def require_evidence(
 
     Args:
         model: a transformers model, or a module that holds some; it isn't patched yet.
-        layout: how documents would be laid out.
         asked: the options of `patch`.
         patch_untried: patches a model without asking for evidence.
 
@@ -107,24 +103,19 @@ def require_evidence(
         UnsupportedModelError: documents don't stay apart in the trial, or the model can't be tried.
     """
     losses: list[tuple[nn.Module, str]] = []
-    for root in () if hasattr(_trial, "runs") else _roots(model, layout):
+    for root in () if hasattr(_trial, "runs") else _roots(model):
         replaced = foreign_forwards(root)
-        known = None if replaced else shown_layout(type(root))
-        if known == layout:
+        if not replaced and is_shown(type(root)):
             continue
-        if known is not None and LAYOUTS.index(known) > LAYOUTS.index(layout):
-            raise UnsupportedModelError(
-                f"{type(root).__name__} isn't exact in the layout {layout!r}; the tests have shown it for {known!r}."
-            )
         why = _why_unknown(root, replaced)
         try:
-            found = _find(root, layout, _try, Options(asked.attention), patch_untried)
+            found = _find(root, _try, Options(asked.attention), patch_untried)
         except CannotTryError as error:
             raise UnsupportedModelError(
                 f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: {error}. "
                 f"Patch a {without_wrappers(type(root)).__name__} that can be built from its configuration alone, or "
-                f"one of at most {MOST_PARAMETERS:,} parameters before it is sharded or quantized; or train on one "
-                "document per row, unpatched."
+                f"one of at most {MOST_PARAMETERS:,} parameters before it is sharded or quantized; or train it on "
+                "padded rows, unpatched."
             ) from error
         if found.wrong:
             raise TrialFailedError(why, found.wrong)
@@ -133,22 +124,21 @@ def require_evidence(
     return losses
 
 
-def _roots(model: nn.Module, layout: Layout) -> list[PreTrainedModel]:
+def _roots(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models in a module that lie in no other one.
 
-    In the layout "packed" this includes models inside heads with one document a row, because users may call those
-    models with packed rows.
+    Models inside heads with one document a row are included, because users may call those models with packed rows.
     """
     if isinstance(model, PreTrainedModel):
-        apart = layout == "packed" and ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__)
+        apart = ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__)
         inside = model.base_model if apart else model
         return [model] if inside is model or not isinstance(inside, PreTrainedModel) else [model, inside]
-    return [root for child in model.children() for root in _roots(child, layout)]
+    return [root for child in model.children() for root in _roots(child)]
 
 
 def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
     name = type(root).__name__
-    if replaced and shown_layout(type(root)) is not None:
+    if replaced and is_shown(type(root)):
         modules = dict(root.named_modules())
         shown = ", ".join(f"{path or 'the model'} ({type(modules[path]).__name__})" for path in replaced[:3])
         more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
@@ -162,9 +152,9 @@ def require_tree_evidence(model: nn.Module, patch_untried: PatchUntried) -> None
     Raises:
         UnsupportedModelError: they differ, or the model can't be tried.
     """
-    for root in () if hasattr(_trial, "runs") else _roots(model, "packed"):
+    for root in () if hasattr(_trial, "runs") else _roots(model):
         try:
-            wrong = _find(root, "packed", _try_shared, Options(share_prefixes=True), patch_untried).wrong
+            wrong = _find(root, _try_shared, Options(share_prefixes=True), patch_untried).wrong
         except CannotTryError as error:
             wrong = str(error)
         if wrong:
@@ -175,9 +165,7 @@ def require_tree_evidence(model: nn.Module, patch_untried: PatchUntried) -> None
             )
 
 
-def _find(
-    root: PreTrainedModel, layout: Layout, trial_of: Callable[..., Found], tried: Options, patch_untried: PatchUntried
-) -> Found:
+def _find(root: PreTrainedModel, trial_of: Callable[..., Found], tried: Options, patch_untried: PatchUntried) -> Found:
     """Try a small copy on the CPU, else one on the model's device, else the model itself.
 
     Raises:
@@ -185,7 +173,7 @@ def _find(
     """
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
-    attempt = partial(trial_of, patch=lambda small: patch_untried(small, layout, tried))
+    attempt = partial(trial_of, patch=lambda small: patch_untried(small, tried))
     on_device = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
     trials: dict[str, tuple[Callable[[Any], Any], Callable[[], Found]]] = {
         f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, attempt))
@@ -195,7 +183,7 @@ def _find(
     reasons = []
     for name, (changed, trial) in trials.items():
         try:
-            return _remembered((kind, layout, tried, forwards, _as_text(changed, config)), trial)
+            return _remembered((kind, tried, forwards, _as_text(changed, config)), trial)
         except CannotTryError as error:
             reasons.append(f"{name}: {error}")
     raise CannotTryError("; ".join(reasons))
@@ -308,7 +296,9 @@ def _try(model: Any, lengths: tuple[int, ...], patch: Patch) -> Found:
         wrong += [beyond] if beyond.wrong else []
     pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # documents of one length may run in one call
     wrong += [pair] if pair.wrong and not wrong else []
-    exact_forms = [form for form, one in found.items() if one.verdict == "exact" and form != PADDED]
+    # Heads with one result a row refuse packed rows.
+    rows_alone = ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__) and expected.main in wanted[PADDED].outputs
+    exact_forms = [form for form, one in found.items() if one.verdict == "exact" and (form != PADDED or rows_alone)]
     if not exact_forms:
         wrong += list(found.values())
     if not found:

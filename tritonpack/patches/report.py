@@ -23,9 +23,7 @@ class Report:
     Attributes:
         model_type: transformers' name for the family.
         attention: which attention runs: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own with a
-            dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask;
-            "padded" or "lengths" if each document runs in a row of its own, in a padded batch or in batches of one
-            length.
+            dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask.
         backend: the backend of the kernels that was asked for, as `varlen_attention` takes it.
         runs: what computes attention: the backend that "auto" chooses on the model's device, in its dtype, "sdpa",
             "eager", the model's own attention, or "no attention" (Mamba).
@@ -37,10 +35,6 @@ class Report:
         left: names of the parts of the model that stay unchanged, such as a vision tower.
         replaced: the attention implementation that the model had before.
         saves: what of a padded batch isn't computed, as `unpad` and `share_prefixes` ask for; empty without them.
-        tile_rows: the rows of a tile in which head and loss are computed, as `tiled_loss` asks for; 0 without it.
-        mlp_rows: the rows of a tile in which dense MLPs are computed, as `tiled_mlp` asks for; 0 without it.
-        mlps: names of these MLPs; empty without `tiled_mlp`.
-        experts: names of the experts, which `tiled_mlp` leaves as they are; empty without it.
     """
 
     model_type: str
@@ -54,10 +48,6 @@ class Report:
     left: tuple[str, ...]
     replaced: str | None
     saves: tuple[str, ...] = ()
-    tile_rows: int = 0
-    mlp_rows: int = 0
-    mlps: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
     runs: str = field(default="", compare=False)  # no change of the patch: a model may move
 
     def on_device(self, model: nn.Module) -> Report:
@@ -65,8 +55,7 @@ class Report:
         if not any(_attends(type(module).__name__) for module in model.modules()):
             return replace(self, runs=NO_ATTENTION)
         if self.attention != "tritonpack":
-            own = {"dense": "its own attention", "padded": self.replaced, "lengths": self.replaced}
-            return replace(self, runs=own.get(self.attention) or self.attention)
+            return replace(self, runs="its own attention" if self.attention == "dense" else self.attention)
         weight = next((p for p in model.parameters() if p.is_floating_point()), None)
         if weight is None or weight.device.type == "meta":
             return replace(self, runs=self.backend)
@@ -90,21 +79,11 @@ class Report:
         ):
             if names:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
-        if self.tile_rows:
-            lines.append(f"  head and loss: in tiles of {self.tile_rows:,} rows")
-        if self.mlp_rows:
-            count = f"{len(self.mlps)} dense MLP{'' if len(self.mlps) == 1 else 's'}"
-            lines.append(f"  {count}: in tiles of {self.mlp_rows:,} rows, computed once more in backward")
-        if self.experts:
-            lines.append(f"  not in tiles: {', '.join(self.experts[:6])}{', ...' if len(self.experts) > 6 else ''}")
         return "\n".join(lines)
 
     def _runs(self) -> str:
         if self.runs == NO_ATTENTION:
             return f"{NO_ATTENTION} in its layers"
-        if self.attention in ("padded", "lengths"):
-            batch = "a padded batch" if self.attention == "padded" else "batches of one length"
-            return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
         own = "its own attention" if self.attention == "dense" else self.attention
         runs = (
             f"backend {self.runs or self.backend}"

@@ -125,7 +125,7 @@ def _check_form(
         if problems:
             raise IsolationError(
                 f"documents of a batch packed by {TOLD[form]} don't have outputs of their own: {problems[0]}. "
-                "tritonpack.patch(model) gives each document its own."
+                "Pass padded rows, with one document in each."
             )
         return parts
 

@@ -24,8 +24,7 @@ from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
-from tritonpack.patches.applied_patch import applied_to
-from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, versions
+from tritonpack.patches.exact_classes import installed, versions
 from tritonpack.patches.trial.comparison import Parts, apart, gradients_of, influence, tolerance
 from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
 from tritonpack.patches.trial.outputs import Output, UnlikeError
@@ -167,31 +166,26 @@ class Trial:
             return None
 
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
-        """Judge all forms in the best layout: the first that is exact or refuses least, and never a wrong one.
+        """Judge all forms.
 
-        A class that is wrong in all layouts is judged as one that isn't in the table of shown classes: it should be
-        refused.
+        A class that is wrong, or always refused, is judged once more as one that isn't in the table of shown classes:
+        `patch` should refuse it.
 
         Args:
             how: "patch", "name" or "stock".
             patch: what makes a context in which a model packs.
         """
-        partly = []
-        for layout in LAYOUTS if how != "stock" else ():
-            with assumed(self.case.name, layout):
-                row = self._run_in(layout, how, patch)
-            if row.verdict == "exact" or (row.verdict == "partly" and row.forms.get("position_ids") == "exact"):
+        if how != "stock":
+            with assumed(self.case.name, shown=True):
+                row = self._run(how, patch)
+            if row.verdict in ("exact", "partly"):
                 return row
-            if row.verdict == "partly":
-                partly.append(row)
-        if partly:
-            return max(partly, key=lambda row: [*row.forms.values()].count("exact"))
-        with assumed(self.case.name, None):
-            return self._run_in("packed", how, patch)
+        with assumed(self.case.name, shown=False):
+            return self._run(how, patch)
 
-    def _run_in(self, layout: Layout, how: str, patch: Any) -> Row:
+    def _run(self, how: str, patch: Any) -> Row:
         start = time.perf_counter()
-        row = Row(self.case.key, how, "exact", layout=layout)
+        row = Row(self.case.key, how, "exact")
         try:
             model, context = self._prepared(how, patch)
         except ValueError as error:
@@ -202,7 +196,6 @@ class Trial:
         else:
             with context as handle:
                 row.means = means(handle)
-                row.layout = actual_layout(model)
                 reasons = self._judge_all(model, how, row)
             if row.forms:
                 first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
@@ -355,25 +348,18 @@ def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str
     return gradients_of(model, torch.cat(found))
 
 
-def actual_layout(model: nn.Module) -> str:
-    """Return the layout of a model's documents: a head has the layout of the model inside."""
-    attention = [applied.report.attention for applied in applied_to(model)]
-    return next((layout for layout in LAYOUTS if layout in attention), "packed")
-
-
 @contextmanager
-def assumed(name: str, layout: Layout | None) -> Iterator[None]:
-    """Put a class into the table of shown classes with a layout, or take it out."""
-    before = {one: versions()[one].pop(name, None) for one in LAYOUTS}
-    if layout is not None:
-        versions()[layout][name] = {installed()}
+def assumed(name: str, *, shown: bool) -> Iterator[None]:
+    """Put a class into the table of shown classes, or take it out."""
+    before = versions().pop(name, None)
+    if shown:
+        versions()[name] = {installed()}
     try:
         yield
     finally:
-        for one, known in before.items():
-            versions()[one].pop(name, None)
-            if known is not None:
-                versions()[one][name] = known
+        versions().pop(name, None)
+        if before is not None:
+            versions()[name] = before
 
 
 def is_ours(error: BaseException) -> bool:

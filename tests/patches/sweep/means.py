@@ -10,7 +10,7 @@ def means(handle: Any) -> str:
     report = getattr(handle, "report", None)
     if report is None:
         return ""
-    words = [report.attention] if report.attention in ("dense", "padded", "lengths") else []
+    words = [report.attention] if report.attention == "dense" else []
     if windows := {window for window in report.windows if window}:
         words.append(f"window{'s' if len(windows) > 1 else ''}")
     words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]

@@ -68,7 +68,7 @@ class PaddedTrial(Trial):
         return documents
 
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
-        return self._run_in("packed", how, patch)
+        return self._run(how, patch)
 
     def _prepared(self, how: str, patch: Any) -> Patched:
         model: nn.Module = building.build(self.case, dtype=self.dtype)

@@ -12,7 +12,6 @@ from pathlib import Path
 import transformers
 
 from tests.patches.sweep.forms import ALL, COMPACTED, LOSSES
-from tritonpack.patches.exact_classes import LAYOUTS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"  # a folder: VERSION.jsonl
@@ -50,7 +49,6 @@ class Row:
         means: what a patch does for the model.
         bare: whether the reason is a refusal that doesn't say what to do.
         version: the version of transformers; the name of the file.
-        layout: how documents are laid out for the model.
     """
 
     key: str
@@ -65,7 +63,6 @@ class Row:
     bare: bool = False
     seconds: float = 0.0
     version: str = transformers.__version__
-    layout: str = "packed"
 
     @property
     def name(self) -> str:
@@ -91,8 +88,6 @@ def to_line(row: Row) -> str:
     """
     fields = {name: value for name, value in dataclasses.asdict(row).items() if value}
     del fields["version"]
-    if row.layout == "packed":
-        del fields["layout"]
     fields.pop("forms", None)
     if 0 < len(row.forms) < FEW:
         fields["forms"] = {v: " ".join(form for form, x in row.forms.items() if x == v) for v in row.forms.values()}
@@ -160,21 +155,20 @@ def append(row: Row, folder: Path = RESULTS) -> None:
         file.write(to_line(row) + "\n")
 
 
-def shown(rows: Iterable[Row]) -> dict[str, dict[str, set[str]]]:
-    """Return {class: {layout: "major.minor" versions of transformers}} of shown classes.
+def shown(rows: Iterable[Row]) -> dict[str, set[str]]:
+    """Return {class: "major.minor" versions of transformers} of shown classes.
 
-    A shown class is never wrong, never an error and not always refused, in the same layout for all its model types.
+    A shown class is never wrong, never an error and not always refused, for all its model types.
     """
-    seen: dict[tuple[str, str], list[Row]] = {}
+    seen: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         if row.how == "patch":
             minor = ".".join(row.version.split(".")[:2])
-            seen.setdefault((row.name, minor), []).append(row)
-    found: dict[str, dict[str, set[str]]] = {}
-    for (name, minor), there in seen.items():
-        layouts = {row.layout for row in there}
-        if {row.verdict for row in there} <= {"exact", "partly"} and len(layouts) == 1:
-            found.setdefault(name, {}).setdefault(layouts.pop(), set()).add(minor)
+            seen.setdefault((row.name, minor), set()).add(row.verdict)
+    found: dict[str, set[str]] = {}
+    for (name, minor), verdicts in seen.items():
+        if verdicts <= {"exact", "partly"}:
+            found.setdefault(name, set()).add(minor)
     return found
 
 
@@ -186,14 +180,12 @@ def save_shown(rows: Iterable[Row], path: Path = SHOWN) -> None:
     if path.exists():
         with path.open(newline="") as file:
             for entry in csv.DictReader(file):
-                for layout in LAYOUTS:
-                    if kept := set(entry[layout].split()) - covered:
-                        table.setdefault(entry["class"], {}).setdefault(layout, set()).update(kept)
+                if kept := set(entry["versions"].split()) - covered:
+                    table.setdefault(entry["class"], set()).update(kept)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["class", *LAYOUTS])
-        for name in sorted(table):
-            writer.writerow([name, *(" ".join(_ordered(table[name].get(layout, ()))) for layout in LAYOUTS)])
+        writer.writerow(["class", "versions"])
+        writer.writerows([name, " ".join(_ordered(table[name]))] for name in sorted(table))
 
 
 def _ordered(versions: Iterable[str]) -> list[str]:

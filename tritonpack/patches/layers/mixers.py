@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tritonpack.patches.call_arguments import CACHES
+from tritonpack.patches.document_places import Documents, batches_of, lay_back
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
-from tritonpack.patches.unpacking.document_places import Documents, batches_of, lay_back
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.
 ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "seq_idx", *CACHES}

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.unpacking.document_places import Documents
 
 
 class DocumentPooler(InstanceForward):

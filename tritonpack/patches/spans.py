@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
+from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import is_own
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 
 POSITIONS = ("start_positions", "end_positions")
 
@@ -49,7 +49,7 @@ class Spans:
         if any(not isinstance(x, Tensor) or x.shape != self.documents.tokens for x in logits):
             raise ValueError(
                 f"{model} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
-                "document can't be computed. Give each document a row of its own."
+                "document can't be computed. Pass padded rows, with one document in each."
             )
         start, end = (self.documents.cut(x, fill=-math.inf) for x in logits)
         loss = self.loss(start, end, self.start.to(start.device), self.end.to(end.device))
@@ -84,7 +84,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
             require_one_document_a_row(
                 packed_batch,
                 f"{name} gives one loss a document where start_positions are given, and packed rows can't {why}. "
-                f"{remedy}, or give each document a row of its own.",
+                f"{remedy}, or pass padded rows, with one document in each.",
             )
         return None
     documents = Documents.of(packed_batch, always=packed_batch.tells_documents)
@@ -96,7 +96,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
     if not known:
         raise ValueError(
             f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
-            "documents included. Give each document a row of its own."
+            "documents included. Pass padded rows, with one document in each."
         )
     for missing in {*POSITIONS} - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.packed_batch import PackedBatch
 
 
@@ -29,10 +30,10 @@ class Documents:
     packed: bool = True
 
     @classmethod
-    def of(cls, packed_batch: PackedBatch, *, left: bool = False, always: bool = False) -> Documents | None:
+    def of(cls, packed_batch: PackedBatch, *, always: bool = False) -> Documents | None:
         """The documents of rows without a cache, without padding. Waits for the device.
 
-        None if no row holds several, unless `always`. `left` pads documents on the left.
+        None if no row holds several, unless `always`.
         """
         if not packed_batch.tells_documents and not always:
             return None
@@ -41,26 +42,11 @@ class Documents:
         packed = bool((rows[1:] == rows[:-1]).any())
         if not length.numel() or not (packed or always):
             return None
-        return cls.at(packed_batch.tokens, begin, length, packed_batch.device, left=left, packed=packed)
-
-    @classmethod
-    def at(
-        cls,
-        tokens: torch.Size,
-        begin: Tensor,
-        length: Tensor,
-        device: torch.device,
-        *,
-        left: bool = False,
-        packed: bool = True,
-    ) -> Documents:
-        """Documents that begin at these places of the flattened rows: `begin` and `length` are (documents,) int64."""
         steps = torch.arange(int(length.max()), device="cpu").expand(len(length), -1)
-        if left:
-            steps = steps - (length.max() - length)[:, None]
-        inside = (steps >= 0) & (steps < length[:, None])
+        inside = steps < length[:, None]
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(tokens, places.to(device), inside.to(device), packed)
+        device = packed_batch.device
+        return cls(packed_batch.tokens, places.to(device), inside.to(device), packed)
 
     def in_batches(self) -> list[Documents]:
         """These documents in batches of similar lengths: the longest is below twice the shortest."""
@@ -108,12 +94,24 @@ def batches_of(packed_batch: PackedBatch) -> list[Documents]:
     return packed_batch.kept_batches
 
 
-def require_one_document_a_row(packed_batch: PackedBatch, message: str) -> None:
-    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device."""
+def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_graphs: bool = False) -> None:
+    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
+
+    In graphs of torch.compile nothing is checked, unless `in_graphs` asks for an assertion there, too.
+
+    Raises:
+        UnsupportedModelError: with the message and the number of documents in each row.
+    """
     if not packed_batch.tells_documents:
         return
     documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)
-    require(
-        (documents <= 1).all(),
-        lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else ""),
-    )
+    alone = (documents <= 1).all()
+    if in_graphs and torch.compiler.is_compiling():
+        torch._assert_async(alone, message)
+        return
+    try:
+        require(
+            alone, lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else "")
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import torch
+from torch import Tensor
+
 # Classes whose results belong to a whole row: scores of it, a vector at its last special token, tokens up to its first
 # separator.
 ONE_DOCUMENT_A_ROW = re.compile(
@@ -14,17 +17,8 @@ ONE_DOCUMENT_A_ROW = re.compile(
 # Classes whose logits are one number for each token: ELECTRA's discriminator, and TAPAS, which chooses cells.
 ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 
-# Classes with features of texts that depend on their sound or their video.
-CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
-
-# Classes whose states belong to their image, which may have as many patches as a document has tokens.
-STATES_OF_IMAGES = re.compile(r"BlipForQuestionAnswering")
-
 # Arguments that hold one target for each document.
 TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
-
-# Arguments, in `TARGETS` or not, whose losses aren't means over labels of tokens.
-OTHER_TARGETS = re.compile(r"next_sentence_label|sentence_order_label|question_lengths|\w+_labels")
 
 # Arguments and outputs of images and sounds. They have no value for each token of a row, whatever their shape.
 OF_OTHERS = re.compile(
@@ -40,13 +34,12 @@ OF_DOCUMENTS = re.compile(
     r"logits|pool\w*_output|(text|sentence)_embeds|(seq_relationship|sop|cls|mc|relevance)_logits"
 )
 
-# Outputs (images, documents) of models that compare texts with images or sounds.
-OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
 
-# Outputs of two dimensions that have one value for each token.
-SCORES_OF_TOKENS = re.compile(r"(start|end)_logits|duration_outputs")
-
-
-def mask_of(side: str) -> str:
-    """The name of the mask of a side, "" or "decoder"."""
-    return f"{side}_attention_mask" if side else "attention_mask"
+def is_of_tokens(name: str, value: Tensor, tokens: torch.Size) -> bool:
+    """Whether an argument has a value for each of (B, T) tokens: (B, T, ...), (1, T, ...), or n positions (n, B, T)."""
+    if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
+        return False
+    if name == "labels" and value.is_floating_point():  # scores
+        return False
+    shapes = (tokens, (1, tokens[1]))
+    return value.shape[:2] in shapes or ("position_ids" in name and value.shape[1:] in shapes)

@@ -1,4 +1,4 @@
-"""How the documents of a model are laid out, and which of its modules are patched for that."""
+"""Which modules of a model are patched, and why a model is refused."""
 
 from __future__ import annotations
 
@@ -11,84 +11,45 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options
-from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, newest_packed, shown_layout, without_wrappers
 from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.choose import fits
-from tritonpack.patches.probe import TrialFailedError, require_evidence, require_tree_evidence
+from tritonpack.patches.names import ONE_DOCUMENT_A_ROW
+from tritonpack.patches.probe import require_evidence, require_tree_evidence
 from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional
-from tritonpack.patches.unpacking.always_unpacked import warn_of_rows
-from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
-
-
-class SettingError(UnsupportedModelError):
-    """The model can be packed with another setting, which the message names."""
 
 
 class Choice(NamedTuple):
-    """The result of `choose_layout`.
+    """The result of `choose_modules`.
 
     Attributes:
         modules: the modules to patch.
-        layout: how documents are laid out.
         losses: the modules whose own loss mixes packed documents, each with what a trial found.
         require_trees: refuses the model unless it is exact where documents share tokens.
     """
 
     modules: list[PreTrainedModel]
-    layout: Layout
     losses: list[tuple[nn.Module, str]]
     require_trees: Callable[[nn.Module], None]
 
 
-def choose_layout(model: nn.Module, asked: Options) -> Choice:
-    """The first layout in which a model is exact. Nothing is changed.
+def choose_modules(model: nn.Module, asked: Options) -> Choice:
+    """The modules to patch in a model that packs its documents exactly. Nothing is changed.
 
     Call it without the lock of `patch_stack.py`, because a trial builds models in a thread of its own.
 
     Raises:
-        UnsupportedModelError: there is no such layout; the message says why documents can't be packed.
+        UnsupportedModelError: documents can't be packed; the message says why.
     """
-    refusals: list[UnsupportedModelError] = []
-    for layout in LAYOUTS:
-        try:
-            modules = _modules_for(model, layout, asked.attention)
-            losses = require_evidence(model, layout, asked, _patch_untried) or []
-        except SettingError:
-            raise
-        except UnsupportedModelError as error:
-            refusals.append(error)
-        else:
-            if layout != "packed" and asked != Options():
-                raise SettingError(
-                    f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
-                    f"{asked} would do nothing. Leave these options out."
-                )
-            if refusals:
-                _warn_of_rows(model, layout, refusals[0])
-            if asked.unpad or asked.share_prefixes:
-                _require_one_row(modules)
-            if asked.share_prefixes:
-                require_trees(model)
-            return Choice(modules, layout, losses, require_trees)
-    raise refusals[0]
-
-
-def _warn_of_rows(model: nn.Module, layout: Layout, refusal: UnsupportedModelError) -> None:
-    """Warn that each document gets a row of its own, if a trial decided so, or another transformers packs the class.
-
-    `refusal` says why the model isn't packed.
-    """
-    kind = without_wrappers(type(model))
-    version = None if shown_layout(kind) == "packed" else newest_packed(kind)  # else it is about this model's layers
-    reasons = [f"with transformers {version} packed rows are exact"] if version else []
-    if isinstance(refusal, TrialFailedError):
-        reasons.insert(0, f"in a trial with transformers {installed()}, {refusal.found}")
-    if reasons:
-        how = "a padded batch" if layout == "padded" else "batches of one length"
-        warn_of_rows(kind.__name__, how, f" ({'; '.join(reasons)})")
+    modules = _supported_modules(model, asked.attention)
+    losses = require_evidence(model, asked, _patch_untried)
+    if asked.unpad or asked.share_prefixes:
+        _require_one_row(modules)
+    if asked.share_prefixes:
+        require_trees(model)
+    return Choice(modules, losses, require_trees)
 
 
 def require_trees(model: nn.Module) -> None:
@@ -106,8 +67,8 @@ def require_trees(model: nn.Module) -> None:
     require_tree_evidence(model, _patch_untried)
 
 
-def _patch_untried(small: nn.Module, layout: Layout, tried: Options) -> None:
-    AppliedPatch(small, _modules_for(small, layout, tried.attention), tried, [], layout).apply()
+def _patch_untried(small: nn.Module, tried: Options) -> None:
+    AppliedPatch(small, _supported_modules(small, tried.attention), tried, []).apply()
 
 
 def _require_one_row(modules: list[PreTrainedModel]) -> None:
@@ -134,16 +95,6 @@ def _require_one_row(modules: list[PreTrainedModel]) -> None:
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
     return any(takes_tokens_and_mask(one) or _takes_tokens(one) for one in _models(model))
-
-
-def _modules_for(model: nn.Module, layout: Layout, attention: str) -> list[PreTrainedModel]:
-    """The modules to patch for a layout: those that get a packing, or all that users may call with tokens."""
-    if layout == "packed":
-        return _supported_modules(model, attention)
-    modules = [one for one in _models(model) if _takes_tokens(one)]
-    if not modules:
-        raise UnsupportedModelError(f"{type(model).__name__} takes no tokens.")
-    return modules
 
 
 def _models(model: nn.Module) -> list[PreTrainedModel]:
@@ -174,7 +125,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     if not modules:
         raise UnsupportedModelError(
             f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so "
-            "nothing can tell it where documents begin."
+            "nothing can tell it where documents begin. Train it on padded rows, unpatched."
         )
     return modules
 
@@ -188,7 +139,7 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
         if why := REFUSED.get(module.config.model_type):
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}. "
-                "Train it on one document per row, unpatched."
+                "Train it on padded rows, unpatched."
             )
     modules = _modules(model)
     for module in modules:
@@ -198,31 +149,33 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
         if meets and getattr(module.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model type {kind!r}) takes no mask for its cross-attention, so documents "
-                "would not be told apart there. Train it on one document per row, unpatched; decoders by themselves "
+                "would not be told apart there. Train it on padded rows, unpatched; decoders by themselves "
                 "can be patched."
             )
         typed = any(other.config.model_type in PROMPT_TYPES and holds(other, module) for other in modules)
         if kind in BOTH_WAYS and is_bidirectional(module.config) and not typed:
-            raise SettingError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
                 "padding and one in a batch with it, so there is nothing to be equal to. Set it to False, or train on "
                 "one document per row, unpatched."
             )
         if getattr(module, "attention_type", None) == "block_sparse":
-            raise SettingError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
                 "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
         if attention == "sdpa" and not takes_sdpa(module) and not takes_dense_mask(module):
             what = "sdpa" if not module._supports_sdpa else "sdpa with its softcap"
-            raise SettingError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} (model type {kind!r}) doesn't support {what}; use attention='eager' or "
                 "'tritonpack'."
             )
     for path, layer in model.named_modules():
         name = type(layer).__name__
         if why := REFUSED_LAYERS.get(name):
-            raise UnsupportedModelError(f"{path} ({name}) can't be packed exactly: {why}.")
+            raise UnsupportedModelError(
+                f"{path} ({name}) can't be packed exactly: {why}. Train it on padded rows, unpatched."
+            )
         if not fits(layer):
             raise UnsupportedModelError(
                 f"{path} ({name}) takes other arguments in this version of transformers than in the version that its "
