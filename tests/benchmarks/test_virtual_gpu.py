@@ -17,7 +17,7 @@ pytestmark = NEEDS
 def test_counts_are_those_of_whole_tiles() -> None:
     """One bidirectional document of 128 tokens: each query meets each key once, in tiles that it fills."""
     case = Case("square", (128,), heads=1, kv_heads=1, head_dim=64, causal=False)
-    with virtual_gpu("sm_80", races=False, preempts=False) as gpu:
+    with virtual_gpu("sm_90", races=False, preempts=False) as gpu:
         run(make_inputs(case, torch.bfloat16), "triton")
     found = {executable.name: benchmark.counts(executable) for executable in gpu.executables}
     for role, (products, _) in benchmark.NEEDED.items():
@@ -29,7 +29,7 @@ def test_counts_are_those_of_whole_tiles() -> None:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark.main(["--arch", "sm_80", "--head-dim", "64", "--lengths", "60", "30"])
+    benchmark.main(["--arch", "sm_90", "--head-dim", "64", "--lengths", "60", "30"])
     printed = capsys.readouterr().out
     assert "2,295 visible pairs" in printed
     assert {"forward_kernel", "dq_kernel", "dkdv_kernel"} <= {line.split()[0] for line in printed.splitlines() if line}
