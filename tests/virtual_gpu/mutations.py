@@ -60,7 +60,8 @@ _PROXY = """No thread has written the bytes that TMA or wgmma uses since the fen
 mbarrier needs none: Triton's own kernels have none between it and a copy by TMA."""
 _ARRIVAL = "Nothing waits for the phase: a tile's last block in a buffer that isn't used again."
 _PHASE = "The place waits for this phase alone, because its mbarrier is used once, or twice in each tile."
-_BOUND = "No element of the run lies on the bound, or one more copy is requested that nothing uses."
+_BOUND = """No element of the run lies on the bound, or one more copy is requested that nothing uses. One key more at the
+edge of a window may change results by less than the tolerance."""
 _STRIDE = "The value is 0 in the run, such as the number of the first buffer, or it is masked."
 _PRODUCT = "The mask drops the whole product."
 OPERATORS = (
@@ -136,7 +137,7 @@ class Target:
         self.arch, self.backend = arch, backend
         heads, longest, window = TARGETS[arch, backend]
         lengths = (1, 90, 0, 17, longest)
-        case = Case("mutated", lengths, slack=100, heads=heads, kv_heads=1, head_dim=64, window=(window, 0))
+        case = Case("mutated", lengths, slack=40, heads=heads, kv_heads=1, head_dim=64, window=(window, 0))
         self._inputs: Inputs = make_inputs(case, torch.float16, "cpu")  # whose tolerance is the smallest
         for rows in (self._inputs.q, self._inputs.k, self._inputs.v, self._inputs.dout):
             rows[-case.slack :] = float("nan")
