@@ -60,8 +60,8 @@ _PROXY = """No thread has written the bytes that TMA or wgmma uses since the fen
 mbarrier needs none: Triton's own kernels have none between it and a copy by TMA."""
 _ARRIVAL = "Nothing waits for the phase: a tile's last block in a buffer that isn't used again."
 _PHASE = "The place waits for this phase alone, because its mbarrier is used once, or twice in each tile."
-_BOUND = """No element of the run lies on the bound, or one more copy is requested that nothing uses. One key more at the
-edge of a window may change results by less than the tolerance."""
+_BOUND = """No element of the run lies on the bound, or one more copy is requested that nothing uses. One more key at
+the edge of a window may change results by less than the tolerance."""
 _STRIDE = "The value is 0 in the run, such as the number of the first buffer, or it is masked."
 _PRODUCT = "The mask drops the whole product."
 OPERATORS = (
