@@ -31,51 +31,76 @@ class Operator(NamedTuple):
         name: what it does.
         pattern: of a part of one line.
         replacement: of that part, as `re.sub` takes it.
+        harmless: where it has no effect on any result; "" if it has one wherever the line runs.
     """
 
     name: str
     pattern: str
     replacement: str | Callable[[re.Match[str]], str]
+    harmless: str = ""
 
 
 def _more(by: int) -> Callable[[re.Match[str]], str]:
     return lambda found: f"{found[1]}{int(found[2]) + by}"
 
 
-_OTHER_BOUND = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
-_PHASE = r"(mbarrier\.try_wait\.parity\S* complete, \[[^]]*\], )(%r\d+)"
+def _flipped(found: re.Match[str]) -> str:
+    return f"{found[1]}{1 - int(found[2])}"
 
+
+_OTHER_BOUND = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+_WAIT = r"(mbarrier\.try_wait\.parity\S* complete, \[[^]]*\], )(%r\d+)"
+
+_BARRIER = """Other barriers or mbarriers order the same accesses. Vector clocks don't depend on the schedule: without a
+report, no two conflicting accesses of the run are unordered, in whatever order warps run."""
+_COPY = "Nothing uses the bytes of the copies that are still in flight; each use of them would be reported."
+_ZEROS = "The rows lie in the tensors, and what is computed from them is masked."
+_FENCE = "No other instruction has used the registers since the fence before."
+_PROXY = """No thread has written the bytes that TMA or wgmma uses since the fence before. The initialisation of an
+mbarrier needs none: Triton's own kernels have none between it and a copy by TMA."""
+_ARRIVAL = "Nothing waits for the phase: a tile's last block in a buffer that isn't used again."
+_PHASE = "The place waits for this phase alone, because its mbarrier is used once, or twice in each tile."
+_BOUND = """No element of the run lies on the bound, or one more copy is requested that nothing uses. One more key at
+the edge of a window may change results by less than the tolerance."""
+_STRIDE = "The value is 0 in the run, such as the number of the first buffer, or it is masked."
+_PRODUCT = "The mask drops the whole product."
 OPERATORS = (
-    Operator("barrier removed", r"^\s*(bar|barrier)\.sync\b.*;", ""),
-    Operator("cp.async wait laxer", r"(cp\.async\.wait_group\s+)(\d+)", _more(1)),
-    Operator("cp.async wait removed", r"cp\.async\.wait_group.*;", ""),
-    Operator("cp.async fills no zeros", r"(cp\.async\.c[ag]\..*), %r\d+;", r"\1;"),
+    Operator("barrier removed", r"^\s*(bar|barrier)\.sync\b.*;", "", _BARRIER),
+    Operator("cp.async wait laxer", r"(cp\.async\.wait_group\s+)(\d+)", _more(1), _COPY),
+    Operator("cp.async wait removed", r"cp\.async\.wait_group.*;", "", _COPY),
+    Operator("cp.async fills no zeros", r"(cp\.async\.c[ag]\..*), %r\d+;", r"\1;", _ZEROS),
     Operator("wgmma wait laxer", r"(wgmma\.wait_group\S*\s+)(\d+)", _more(1)),
     Operator("wgmma wait removed", r"wgmma\.wait_group.*;", ""),
-    Operator("wgmma.fence removed", r"wgmma\.fence.*;", ""),
-    Operator("proxy fence removed", r"fence\.proxy\.async.*;", ""),
-    Operator("arrival removed", r"^.*mbarrier\.arrive\.shared.*;", ""),
+    Operator("wgmma.fence removed", r"wgmma\.fence.*;", "", _FENCE),
+    Operator("proxy fence removed", r"fence\.proxy\.async.*;", "", _PROXY),
+    Operator("arrival removed", r"^.*mbarrier\.arrive\.shared.*;", "", _ARRIVAL),
     Operator("expected bytes removed", r"^.*mbarrier\.arrive\.expect_tx.*;", ""),
-    Operator("phase always 0", _PHASE, r"\g<1>0"),
-    Operator("phase always 1", _PHASE, r"\g<1>1"),
-    Operator("phase flipped", _PHASE, r".reg .b32 flipped; xor.b32 flipped, \2, 1; \1flipped"),
-    Operator("predicate of a load dropped", r"@!?%p\d+ (ld\.global)", r"\1"),
+    Operator("phase always 0", _WAIT, r"\g<1>0", _PHASE),
+    Operator("phase always 1", _WAIT, r"\g<1>1", _PHASE),
+    Operator("phase flipped", _WAIT, r".reg .b32 flipped; xor.b32 flipped, \2, 1; \1flipped"),
+    Operator("predicate of a load dropped", r"@!?%p\d+ (ld\.global)", r"\1", _ZEROS),
     Operator("predicate of a store dropped", r"@!?%p\d+ (st\.)", r"\1"),
     Operator("first TMA coordinates swapped", r"\{(%r\d+), (%r\d+), (%r\d+)\}", r"{\2, \1, \3}"),
     Operator("last TMA coordinates swapped", r"\{(%r\d+), (%r\d+), (%r\d+)\}", r"{\1, \3, \2}"),
-    Operator("bound off by one", r"(?<=setp\.)(lt|le|gt|ge)(?=\.[su])", lambda found: _OTHER_BOUND[found[0]]),
-    Operator("stride halved", r"(shl\.b\d+ .*, )([1-9]\d*)(?=;)", _more(-1)),
-    Operator("ldmatrix transposition flipped", r"(ldmatrix\S*)\.trans", r"\1"),
-    Operator("ldmatrix transposed", r"(ldmatrix\S*x4)(?=\.shared)", r"\1.trans"),
-    Operator("wgmma transposition of B flipped", r"(wgmma\.mma.*, )([01])(?=;)", lambda m: f"{m[1]}{1 - int(m[2])}"),
+    Operator("bound off by one", r"(?<=setp\.)(lt|le|gt|ge)(?=\.[su])", lambda m: _OTHER_BOUND[m[0]], _BOUND),
+    Operator("stride halved", r"(shl\.b\d+ .*, )([1-9]\d*)(?=;)", _more(-1), _STRIDE),
+    Operator("ldmatrix transposition flipped", r"(ldmatrix\S*)\.trans", r"\1", _PRODUCT),
+    Operator("ldmatrix transposed", r"(ldmatrix\S*x4)(?=\.shared)", r"\1.trans", _PRODUCT),
+    Operator("wgmma transposition of B flipped", r"(wgmma\.mma.*, )([01])(?=;)", _flipped, _PRODUCT),
     Operator(
         "wgmma transposition of A flipped",
         r"(wgmma\.mma\S* \{[^}]*\}, %rd.*, )([01])(?=, [01];)",
-        lambda m: f"{m[1]}{1 - int(m[2])}",
+        _flipped,
+        _PRODUCT,
     ),
 )
-# Architecture and backend -> the longest document, and heads: enough that the buffers of each loop are used again.
-TARGETS = {("sm_80", "triton"): (400, 2), ("sm_90", "triton"): (400, 2), ("sm_90", "gluon"): (900, 1)}
+# Architecture and backend -> heads, longest document, window, slack. A tile visits blocks that the window cuts, full
+# ones and those of the diagonal, enough that buffers are used again.
+TARGETS = {
+    ("sm_80", "triton"): (2, 400, 200, 40),
+    ("sm_90", "triton"): (2, 400, 200, 40),
+    ("sm_90", "gluon"): (1, 900, 700, 100),
+}
 SEEDS = (1, 2)
 
 
@@ -114,8 +139,9 @@ class Target:
 
     def __init__(self, arch: str, backend: str) -> None:
         self.arch, self.backend = arch, backend
-        longest, heads = TARGETS[arch, backend]
-        case = Case("mutated", (1, 90, 0, 17, longest), heads=heads, kv_heads=1, head_dim=64, slack=13)
+        heads, longest, window, slack = TARGETS[arch, backend]
+        lengths = (1, 90, 0, 17, longest)
+        case = Case("mutated", lengths, slack=slack, heads=heads, kv_heads=1, head_dim=64, window=(window, 0))
         self._inputs: Inputs = make_inputs(case, torch.float16, "cpu")  # whose tolerance is the smallest
         for rows in (self._inputs.q, self._inputs.k, self._inputs.v, self._inputs.dout):
             rows[-case.slack :] = float("nan")
