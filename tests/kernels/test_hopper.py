@@ -206,7 +206,7 @@ MUTATIONS = {
                   "nobody can go on"),
     "turn-given-twice": ("    if TURNS:\n        mbarrier.arrive(turn.index(0))\n",
                          "    if TURNS:\n        mbarrier.arrive(turn.index(0), count=2)\n", "too many arrivals"),
-    "padding-not-cleaned": ("if unseen > 0:", "if unseen > 1000:", "not where the reference"),
+    "padding-not-zeroed": ("if unseen > 0:", "if unseen > 1000:", "not where the reference"),
     "mask-left-out": ("BLOCK_N, phase != 1\n", "BLOCK_N, False\n", "not where|beyond"),
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ MUTATIONS = {
     "dq-without-the-sum": (hopper_dq, "warpgroup_mma(ds, keys.reshape", "warpgroup_mma(as_operand(p, keys.dtype, "
                            "O_LAYOUT), keys.reshape", "dq beyond"),
     "dq-no-fence": (hopper_dq, "            fence_async_shared()\n", "", "without a fence"),
-    "dq-padding-not-cleaned": (hopper_dq, "if unseen > 0:", "if unseen > 1000:", "not where"),
+    "dq-padding-not-zeroed": (hopper_dq, "if unseen > 0:", "if unseen > 1000:", "not where"),
     "dq-mask-left-out": (hopper_dq, "phase == 0,\n", "False,\n", "dq beyond|not where"),
     "dkdv-block-not-waited-for": (hopper_dkdv, "mbarrier.wait(filled.index(following), (number + 1) // STAGES & 1)",
                                   "pass", "overwritten|not where|nobody can go on"),
@@ -157,7 +157,7 @@ MUTATIONS = {
     "dkdv-operands-swapped": (hopper_dkdv, "warpgroup_mma(ds, q.reshape", "warpgroup_mma(ds, dout.reshape",
                               "dk beyond"),
     "dkdv-no-fence": (hopper_dkdv, "            fence_async_shared()\n", "", "without a fence"),
-    "dkdv-padding-not-cleaned": (hopper_dkdv, "if unseen > 0:", "if unseen > 1000:", "not where"),
+    "dkdv-padding-not-zeroed": (hopper_dkdv, "if unseen > 0:", "if unseen > 1000:", "not where"),
     "dkdv-mask-left-out": (hopper_dkdv, "phase == 0,\n", "False,\n", "beyond|not where"),
 }  # fmt: skip
 

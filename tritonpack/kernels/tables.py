@@ -353,13 +353,13 @@ def order_kernel(
         begin = tl.load(other_start_ptr + offs, mask=inside, other=0)
         unseen = inside & (begin == tl.load(other_stop_ptr + offs, mask=inside, other=0))
         gaps += tl.sum(unseen.to(tl.int32), 1)
-    exposed = (gaps > 0) | (block == 0)
+    reads_unseen = (gaps > 0) | (block == 0)
 
     entry = tables_ptr + 3 * (cut * stride.to(tl.int64) + place)
     stored = tiles < stride
     tl.store(entry, first, mask=stored)
     tl.store(entry + 1, end, mask=stored)
-    tl.store(entry + 2, exposed.to(tl.int32), mask=stored)
+    tl.store(entry + 2, reads_unseen.to(tl.int32), mask=stored)
 
 
 def first_rows(
