@@ -131,7 +131,7 @@ def hopper_forward_kernel(
 
 @gluon.jit
 def _find_tile(tiles, number, HEADS: gl.constexpr):
-    """The first head and the table's entry of the program's tile of a number; after its last one first = end = 0.
+    """The first head and the table's entry of the program's tile `number`; after its last tile first = end = 0.
 
     Each tile counts once for every block of heads, which varies fastest. In a round each program takes the next one.
     Every second round goes backward, because the first tiles of a round are the heaviest. Empty entries come last.
@@ -319,7 +319,7 @@ def _softmax(
     scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """A block's weights [M, N], the rows' new maximum and sum, and the factor `alpha` of their earlier sums."""
+    """(weights [M, N], new maximum, new sum, alpha): a step of the online softmax; alpha rescales the earlier sums."""
     if MASKED:
         offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         visible = (offs_n[None, :] >= (start - key)[:, None]) & (offs_n[None, :] < (stop - key)[:, None])
