@@ -104,28 +104,28 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("even", [False, True], ids=["any", "even"])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("seed", range(10))
-def test_exposed_tiles_read_unseen_keys(seed: int, block: int, even: bool) -> None:
+def test_tiles_that_read_unseen_keys_are_marked(seed: int, block: int, even: bool) -> None:
     for mask in masks(seed):
         unseen = (~mask.to_dense().any(0)).tolist()
         start, stop = mask.key_start.tolist(), mask.key_stop.tolist()
-        for first, end, exposed in tile_table(mask, 32, block=block, even=even).tolist():
+        for first, end, reads_unseen_keys in tile_table(mask, 32, block=block, even=even).tolist():
             if first < end:
                 blocks = range(start[first] // 2 * 2 if even else start[first], stop[end - 1], block)
-                assert bool(exposed) == any(any(unseen[key : key + block]) for key in blocks)
+                assert bool(reads_unseen_keys) == any(any(unseen[key : key + block]) for key in blocks)
 
 
-def test_padding_exposes_only_tiles_that_read_it() -> None:
+def test_padding_marks_only_tiles_that_read_it() -> None:
     mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[1] * 32, [1] * 20 + [0] * 12, [1] * 32, [1] * 32]))
     table = sorted(tile for tile in tile_table(mask, 32, block=16).tolist() if tile[0] < tile[1])
     assert table == [[0, 32, 0], [32, 64, 1], [64, 96, 0], [96, 128, 0]]
 
 
-def test_without_padding_no_tile_is_exposed() -> None:
+def test_without_padding_no_tile_reads_unseen_keys() -> None:
     mask = BlockDiagonalMask.from_seqlens([30, 0, 400, 7])
     assert not tile_table(mask, 16, block=32)[:, 2].any()
 
 
-def test_whole_documents_expose_all_tiles() -> None:
+def test_whole_documents_mark_all_tiles() -> None:
     """The computation of a document mustn't depend on its neighbours."""
     mask = BlockDiagonalMask.from_seqlens([30, 50])
     assert tile_table(mask, 16, block=32, whole_documents=True)[:, 2].all()

@@ -108,14 +108,14 @@ def test_gradients_of_keys_with_queries_on_the_left(name: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("alone", [False, True], ids=["", "pack-invariant"])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_exposed_tiles_mask_blocks_on_both_sides_of_the_full_ones(alone: bool) -> None:
+def test_keys_are_zeroed_in_blocks_on_both_sides_of_the_full_ones(alone: bool) -> None:
     case = Case("wide", (3, 200), window=(100, 0), slack=7, heads=2, kv_heads=1, head_dim=16)
     inputs = make_inputs(case, torch.float32, slack_value=float("nan"))
     (table,) = tile_tables(inputs.mask, Cut(32, 32, 64), whole_documents=alone)
-    exposed = table[(table[:, 0] < table[:, 1]) & (table[:, 2] == 1)]
-    full, masked = blocks_of(inputs.mask, exposed, 32)
-    early = (inputs.mask.key_start[exposed[:, 1] - 1] - inputs.mask.key_start[exposed[:, 0]] + 31) // 32
-    assert bool(((early > 0) & (full > 0) & (masked > early)).any())
+    zeroed = table[(table[:, 0] < table[:, 1]) & (table[:, 2] == 1)]
+    full, masked = blocks_of(inputs.mask, zeroed, 32)
+    left = (inputs.mask.key_start[zeroed[:, 1] - 1] - inputs.mask.key_start[zeroed[:, 0]] + 31) // 32
+    assert bool(((left > 0) & (full > 0) & (masked > left)).any())
     check_outputs(inputs, run(replace(inputs, keywords=inputs.keywords | {"pack_invariant": alone}), "triton"))
 
 

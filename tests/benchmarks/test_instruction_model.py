@@ -222,7 +222,7 @@ def test_rows_of_the_kernels_for_hopper(configuration: HopperConfiguration) -> N
 def test_counts_of_the_shipped_kernel() -> None:
     """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, with any compiler."""
     configuration = Configuration("forward", "sm_90", 128, torch.bfloat16)
-    assert len(loops(parse(disassemble(configuration)[1]))) == 4  # before the full blocks, full, after them, cleaned
+    assert len(loops(parse(disassemble(configuration)[1]))) == 4  # LEFT_MASKED, UNMASKED, RIGHT_MASKED, ZEROED_KEYS
     found = examine(configuration)
     rows, columns = found.configuration.tile.block_m, found.configuration.tile.block_n
     for work in (found.full, found.masked):

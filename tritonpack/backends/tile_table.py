@@ -4,7 +4,8 @@ Results are correct wherever tiles begin, because the mask decides which keys a 
 with rows of two long documents every block needs masking, and a tile with one short document is mostly empty. So a
 document as long as a tile begins a tile, and shorter documents share tiles. Tiles with most keys start first.
 
-A tile is `exposed` if it reads keys that no query sees (padding, slack). Those keys may be NaN, so kernels zero them.
+A tile `reads_unseen_keys` if its blocks hold keys that no query sees (padding, slack). Those keys may be NaN, so
+kernels zero them.
 
 The table is built on the mask's device, without waiting for it: the host knows a bound of its length, and the entries
 that aren't needed are empty. On GPUs tritonpack/kernels/tables.py builds the same tables in three launches.
@@ -50,7 +51,7 @@ class Cut(NamedTuple):
 
     Attributes:
         rows: rows of a tile, of queries, or of keys if `of_keys`.
-        block: rows of a block on the other side. In a mask without trees it is needed to tell which tiles are exposed:
+        block: rows of a block on the other side. In a mask without trees it decides which tiles read unseen keys:
             None if the kernel doesn't ask.
         long: documents of at least this many rows begin a tile; at least `rows`, None means `rows`. It is more than
             `rows` if several heads share a tile.
@@ -82,8 +83,8 @@ def tile_tables(mask: BlockDiagonalMask, *cuts: Cut, whole_documents: bool = Fal
 
     Returns:
         For each cut (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and
-        whether it is exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with
-        most keys come first (`_order`); unused entries have first = end.
+        whether it reads unseen keys, 0 or 1. Without `block`, and with `whole_documents`, this is 1 in all tiles. Tiles
+        with most keys come first (`_order`); unused entries have first = end.
     """
 
     def build() -> list[Tensor]:
@@ -137,8 +138,8 @@ def _table(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool) -> Tensor:
     if mask.num_queries:
         keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=mask.num_queries - 1)]
         tiles = tiles[_order(keys, first < end)]
-    exposed = torch.ones_like(first) if cut.block is None else _exposed(mask, tiles, cut.block, cut.even)
-    return torch.cat([tiles, exposed[:, None]], dim=1)
+    unseen = torch.ones_like(first) if cut.block is None else _reads_unseen_keys(mask, tiles, cut.block, cut.even)
+    return torch.cat([tiles, unseen[:, None]], dim=1)
 
 
 def _order(keys: Tensor, used: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ def cut_rows(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -
     return torch.stack([bounds[:-1], bounds[1:]], dim=1)
 
 
-def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int, even: bool) -> Tensor:
+def _reads_unseen_keys(mask: BlockDiagonalMask, tiles: Tensor, block: int, even: bool) -> Tensor:
     """(tiles,) int32, whether a tile reads keys that no query sees, in whole blocks from the first key that it sees."""
     used = tiles[:, 0] < tiles[:, 1]
     first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""The Triton kernels. They know nothing of models or packing, only the interval of keys of each query."""
+"""The Triton kernels. They import no models and no packing; each query sees an interval of keys."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def serve(x: Tensor) -> bool:
-    """Whether a kernel, instead of torch operators, builds or writes out the mask of a tensor.
+    """True if a Triton kernel builds or writes out the mask of a tensor, False if torch operators do.
 
-    A kernel does if the tensor lies on a GPU and Triton is installed. Fake tensors and traced code use torch operators,
-    which the compiler fuses.
+    Kernels do for tensors on a GPU if Triton is installed. Fake tensors and traced code use torch operators, which the
+    compiler fuses.
     """
     return x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling() and _triton_is_here()
 

@@ -3,41 +3,40 @@
 No two programs write to the same place, so the gradients are deterministic. A program sums over the query heads that
 share its key head. The mathematics is docs/math.md, sections 3 and 6.
 
-Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two; t token, h
-head. The row statistics are `lse2` (base 2, +inf in rows that see nothing,
-so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up to what descriptors can read.
-Rows from T_q on are never written and may hold anything: they see no key, and their q and dout are zeros. Pointers that
-are None belong to features that a call doesn't use.
+Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two; t token, h head.
+The row statistics are `lse2` (base 2, +inf in rows that see nothing, so that their probabilities are 0) and `delta`,
+both [H, T_q]. dK and dV load them in whole blocks, so BLOCK_M elements that are never written follow: rows from T_q on
+see no key, and their q and dout are zeros. The pointers of features that a call doesn't use are None.
 
-Hidden pairs are replaced in both factors of dS, before their product. After it, the compiler would select among 16-bit
-numbers, with twice the instructions.
+Both factors of dS are masked, not their product: the compiler would select among 16-bit numbers after the product, with
+twice the instructions.
 """
 
 import triton
 import triton.language as tl
 
 from tritonpack.kernels.primitives import (
-    CLEANED,
-    EARLY,
-    FULL,
+    LEFT_MASKED,
     LOG2E,
+    UNMASKED,
+    ZEROED_KEYS,
     block_range,
-    clean,
     dot,
     dropout_keys,
     kept,
-    listed_range,
     load_alibi,
     load_bounds,
     load_places,
     load_rows,
     load_tile,
     masked_block,
-    other_side,
     phase_range,
     score,
+    tree_phase_range,
     visible_keys,
+    visible_transposed,
     within,
+    zero_unseen,
 )
 
 
@@ -93,11 +92,11 @@ def dq_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, T_q].
+    """Write dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, T_q].
 
-    A program for each tile and block of HEADS heads. A tile has the rows of HEADS heads that share a key head, one head
-    after the other. So it has fewer tokens, and fewer hidden pairs if documents are short. With sinks the kernel also
-    writes each tile's share of their gradient, [H, tiles], except for empty tiles.
+    A program for each tile and block of HEADS heads. The rows of a tile are the same tokens of HEADS heads that share a
+    key head, one head after the other: fewer tokens have fewer hidden pairs if documents are short. With sinks the
+    kernel also writes each tile's share of their gradient, [H, tiles], except for empty tiles.
     """
     TREE: tl.constexpr = blocks_ptr is not None
     head_block, number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
@@ -145,9 +144,9 @@ def dq_kernel(
         tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
     q = load_rows(q_desc, first, first_head, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):  # as in the forward kernel
+    for phase in tl.static_range(UNMASKED if TREE else LEFT_MASKED, 4, 2 if TREE else 1):  # as in the forward kernel
         if TREE:
-            step_begin, step_end = listed_range(phase, tile_ptr, third)
+            step_begin, step_end = tree_phase_range(phase, tile_ptr, third)
         else:
             step_begin, step_end = phase_range(phase, third, full, full_end, blocks)
         if step_begin < step_end:  # an empty loop would prepare its loads, too
@@ -155,22 +154,22 @@ def dq_kernel(
                 if TREE:
                     key = tl.load(blocks_ptr + step)
                 else:
-                    block = masked_block(step, full, full_end) if phase == CLEANED else step
+                    block = masked_block(step, full, full_end) if phase == ZEROED_KEYS else step
                     key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
                 k = load_rows(k_desc, key, kv_head, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
                 v = load_rows(v_desc, key, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
                 summed = k
-                if phase == CLEANED:
-                    summed = clean(k, query_start_ptr, query_stop_ptr, offs_n, key_end)
+                if phase == ZEROED_KEYS:
+                    summed = zero_unseen(k, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - load_places(places_ptr, offs_n, key_end)[None, :]
                 scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 exponents = scores * unit - lse2[:, None]
-                if phase != FULL:
+                if phase != UNMASKED:
                     visible = visible_keys(phase, offs_n, start, stop)
                     if TREE:
-                        visible &= other_side(
+                        visible &= visible_transposed(
                             offs_m[:, None], offs_n[None, :], query_start_ptr, query_stop_ptr, num_keys
                         )
                     exponents = tl.where(visible, exponents, float("-inf"))
@@ -180,7 +179,7 @@ def dq_kernel(
                     keep = kept(drop_keys[:, None], offs_m, key, BLOCK_N, drop_below)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dp = (dp - delta[:, None]) * slope
-                if phase != FULL:
+                if phase != UNMASKED:
                     dp = tl.where(visible, dp, 0.0)
                 dq = dot(p * dp, summed, dq)  # [M, N] @ [N, D] -> [M, D]
 
@@ -234,15 +233,13 @@ def dkdv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them if the other's pointer is None.
+    """Write dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them if the other's pointer is None.
 
-    A program for each tile and key head. The bounds belong to the transposed mask. At large head dimensions the two
-    accumulators don't fit in registers together; two launches, which both compute the scores, then cost less than
-    spilling. The row statistics, [H, T_q], are readable for BLOCK_M rows past their end, so a block is loaded without a
-    mask.
+    A program for each tile of keys and key head. At large head dimensions the two accumulators don't fit in registers
+    together; two launches, which both compute the scores, then cost less than spilling.
 
     QUERIES_LEFT makes q and dout the left operands of the first two products, instead of k and v, and zeroes q and dout
-    for the sums alone. The results are the same (docs/decisions/kernel-forms.md).
+    only in the products that sum over them. The results are the same (docs/decisions/kernel-forms.md).
     """
     TREE: tl.constexpr = blocks_ptr is not None
     HAS_DK: tl.constexpr = dk_ptr is not None
@@ -267,11 +264,12 @@ def dkdv_kernel(
         dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     if HAS_DV:
         dv = tl.zeros([BLOCK_N, BLOCK_V], dtype=tl.float32)
-    # One loop over (head of the group, block) per phase, because two nested loops take more registers.
+    # Phase 0 has the masked blocks, phase 1 the full ones, each in one loop over the heads of the group and their
+    # blocks, because two nested loops take more registers.
     for phase in tl.static_range(2):
         head = kv_head * GROUP
         if TREE:
-            list_begin, list_end = listed_range(CLEANED if phase == 0 else FULL, tile_ptr, third)
+            list_begin, list_end = tree_phase_range(ZEROED_KEYS if phase == 0 else UNMASKED, tile_ptr, third)
             steps = list_end - list_begin
         else:
             steps = full + blocks - full_end if phase == 0 else full_end - full
@@ -305,7 +303,9 @@ def dkdv_kernel(
             if phase == 0:
                 visible = within(offs_m[None, :], start[:, None], (stop - start)[:, None])
                 if TREE:
-                    visible &= other_side(offs_n[:, None], offs_m[None, :], key_start_ptr, key_stop_ptr, num_queries)
+                    visible &= visible_transposed(
+                        offs_n[:, None], offs_m[None, :], key_start_ptr, key_stop_ptr, num_queries
+                    )
                 p = tl.where(visible, p, 0.0)
             if seed_ptr is not None:
                 keep = kept(dropout_keys(seed, head), offs_n, row, BLOCK_M, drop_below, OF_KEYS=True)

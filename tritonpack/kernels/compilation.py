@@ -1,4 +1,4 @@
-"""announce_compilation: a process that compiles kernels, because Triton's cache lacks them, says so once."""
+"""announce_compilation: prints one line when a process compiles kernels that Triton's cache lacks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tritonpack.notices import tell_once
 
 
 def announce_compilation() -> None:
-    """Let Triton tell of kernels that it has compiled, until the first one of this package is among them.
+    """Print the line when Triton has compiled the first kernel of this package.
 
-    Triton has no call before it compiles, so the line appears after the first kernel, a small one. A listener that was
-    there before is called, too.
+    Triton calls its listener after a compilation, so the line appears after the first kernel, a small one. A listener
+    that was set before is called, too.
     """
     before: Any = knobs.compilation.listener
 

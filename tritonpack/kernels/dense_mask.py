@@ -1,7 +1,7 @@
 """The kernel that writes a dense mask, an element per pair of a query and a key, in one pass of 16-byte stores.
 
 It writes words of 32 bits: 32 bits, 4 bytes, 2 half-precision numbers or 1 single-precision number. A word
-follows from the numbers of its elements that lie before the two ends of the interval.
+is computed from the numbers of its elements before the interval's start and before its stop.
 
 Legend: M query rows of a tile, N words of a row in a tile.
 """

@@ -2,7 +2,7 @@
 
 The rows of a tile are the same tokens of HEADS query heads that share a key head, one head after the other.
 Legend: M query rows, N keys of a block, D and V the head dimensions of keys and values padded to powers of
-two; t token, h head. Pointers that are None belong to features that a call doesn't use.
+two; t token, h head. The pointers of features that a call doesn't use are None.
 The mathematics is docs/math.md, sections 2 and 6: scores in base 2, a running maximum, one division at the end.
 """
 
@@ -10,27 +10,27 @@ import triton
 import triton.language as tl
 
 from tritonpack.kernels.primitives import (
-    CLEANED,
-    EARLY,
-    FULL,
+    LEFT_MASKED,
     LN2,
     LOG2E,
+    UNMASKED,
+    ZEROED_KEYS,
     block_range,
-    clean,
     dot,
     dropout_keys,
     kept,
-    listed_range,
     load_alibi,
     load_bounds,
     load_places,
     load_rows,
     load_tile,
     masked_block,
-    other_side,
     phase_range,
     score,
+    tree_phase_range,
     visible_keys,
+    visible_transposed,
+    zero_unseen,
 )
 
 
@@ -74,10 +74,10 @@ def forward_kernel(
     BLOCK_V: tl.constexpr,
     DEFERRED: tl.constexpr,
 ):
-    """out [T_q, H, D_v] and lse [H, T_q]; a program for each tile and block of HEADS heads.
+    """Write out [T_q, H, D_v] and lse [H, T_q]; a program for each tile and block of HEADS heads.
 
-    The query bounds, of the transposed mask, tell which keys are seen by a query at all. In a mask of trees they decide
-    together with the key bounds, and `blocks` lists the first keys of the blocks that tiles visit.
+    The query bounds are the bounds of the transposed mask: no query sees a key whose interval is empty. In a mask of
+    trees a pair is visible if both bounds allow it, and `blocks` has the first key of each block that a tile visits.
 
     With DEFERRED the product of a block's weights and values is requested in the next block's step, after its scores,
     so that the softmax runs while that product is computed.
@@ -111,11 +111,11 @@ def forward_kernel(
         l_i = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     p = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)  # rounded only in `dot`: 16 bits would go through shared memory
     alpha = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    value = -1  # the first key of the block that p belongs to; before the first step p is zero, and any block will do
-    # In a tree every masked block is a cleaned one, so there are two phases.
-    for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):
+    value = -1  # the first key of the block that p belongs to; before the first step p is zero, so any block serves
+    # In trees all masked blocks are in ZEROED_KEYS: two phases.
+    for phase in tl.static_range(UNMASKED if TREE else LEFT_MASKED, 4, 2 if TREE else 1):
         if TREE:
-            step_begin, step_end = listed_range(phase, tile_ptr, third)
+            step_begin, step_end = tree_phase_range(phase, tile_ptr, third)
         else:
             step_begin, step_end = phase_range(phase, third, full, full_end, blocks)
         if step_begin < step_end:  # an empty loop would prepare its loads, too
@@ -123,7 +123,7 @@ def forward_kernel(
                 if TREE:
                     key = tl.load(blocks_ptr + step)
                 else:
-                    block = masked_block(step, full, full_end) if phase == CLEANED else step
+                    block = masked_block(step, full, full_end) if phase == ZEROED_KEYS else step
                     key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
                 if not DEFERRED or value < 0:
@@ -131,22 +131,22 @@ def forward_kernel(
                 k = load_rows(k_desc, key, kv_head, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
                 v = load_rows(v_desc, value, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
-                if phase == CLEANED:
-                    v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
+                if phase == ZEROED_KEYS:
+                    v = zero_unseen(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
                 if DEFERRED:
                     acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, V] -> [M, V]
                 distance = diagonal[:, None] - load_places(places_ptr, offs_n, key_end)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-                if phase != FULL:
+                if phase != UNMASKED:
                     visible = visible_keys(phase, offs_n, start, stop)
                     if TREE:
-                        visible &= other_side(
+                        visible &= visible_transposed(
                             offs_m[:, None], offs_n[None, :], query_start_ptr, query_stop_ptr, num_keys
                         )
                     scores = tl.where(visible, scores, float("-inf"))
                 m_new = tl.maximum(m_i, tl.max(scores, 1) * unit)
                 # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are 0.
-                pivot = tl.where(m_new == float("-inf"), 0.0, m_new) if phase != FULL else m_new
+                pivot = tl.where(m_new == float("-inf"), 0.0, m_new) if phase != UNMASKED else m_new
                 p = tl.exp2(scores * unit - pivot[:, None])
                 alpha = tl.exp2(m_i - pivot)
                 l_i = l_i * alpha + tl.sum(p, 1)
@@ -158,8 +158,8 @@ def forward_kernel(
                 value = key
     if DEFERRED and value >= 0:
         v = load_rows(v_desc, value, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)
-        if TREE or third != 0:  # the entry of a mask without trees says whether the tile is exposed
-            v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
+        if TREE or third != 0:  # without trees the third field is `reads_unseen_keys`
+            v = zero_unseen(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
         acc = dot(p, v, acc * alpha[:, None])
 
     if sinks_ptr is not None and TREE:  # the sink is one more key of every row that sees a key

@@ -131,7 +131,7 @@ def hopper_forward_kernel(
 
 @gluon.jit
 def _find_tile(tiles, number, HEADS: gl.constexpr):
-    """The first head and the table's entry of the program's tile of a number; after its last one first = end = 0.
+    """The first head and the table's entry of the program's tile `number`; after its last tile first = end = 0.
 
     Each tile counts once for every block of heads, which varies fastest. In a round each program takes the next one.
     Every second round goes backward, because the first tiles of a round are the heaviest. Empty entries come last.
@@ -143,9 +143,9 @@ def _find_tile(tiles, number, HEADS: gl.constexpr):
     entry_ptr = tiles_ptr + 3 * tile
     first = gl.load(entry_ptr, mask=tile < num_tiles, other=0)
     end = gl.load(entry_ptr + 1, mask=tile < num_tiles, other=0)
-    exposed = gl.load(entry_ptr + 2, mask=tile < num_tiles, other=0)
+    reads_unseen_keys = gl.load(entry_ptr + 2, mask=tile < num_tiles, other=0)
     used = (first < end).to(gl.int32)
-    return item % head_blocks * HEADS, first * used, end * used, exposed
+    return item % head_blocks * HEADS, first * used, end * used, reads_unseen_keys
 
 
 @gluon.jit
@@ -159,7 +159,7 @@ def _load(
     TOKENS: gl.constexpr = 2 * ROWS // HEADS
     number = 0
     done = 0
-    head, first, end, exposed = _find_tile(tiles, number, HEADS)
+    head, first, end, reads_unseen_keys = _find_tile(tiles, number, HEADS)
     while first < end:
         begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
         kv_head = head // GROUP
@@ -179,7 +179,7 @@ def _load(
                 block = ahead - 1
                 key = begin + block * BLOCK_N
                 unseen = 0
-                if (exposed != 0) & ((block < full) | (block >= full_end)):  # all rows see the other blocks
+                if (reads_unseen_keys != 0) & ((block < full) | (block >= full_end)):  # all rows see the other blocks
                     key_end = gl.load(key_stop_ptr + (end - 1))
                     unseen = count_unseen(seen_rows(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N))
                 slot = (done + block) % STAGES
@@ -195,7 +195,7 @@ def _load(
                     copy_block(v_desc, [kv_head, key, 0], v_filled.index(slot), v.index(slot))
         number += 1
         done += blocks
-        head, first, end, exposed = _find_tile(tiles, number, HEADS)
+        head, first, end, reads_unseen_keys = _find_tile(tiles, number, HEADS)
 
 
 @gluon.jit
@@ -319,7 +319,7 @@ def _softmax(
     scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """A block's weights [M, N], the rows' new maximum and sum, and the factor `alpha` of their earlier sums."""
+    """(weights [M, N], new maximum, new sum, alpha): a step of the online softmax; alpha rescales the earlier sums."""
     if MASKED:
         offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         visible = (offs_n[None, :] >= (start - key)[:, None]) & (offs_n[None, :] < (stop - key)[:, None])

@@ -100,7 +100,7 @@ def hopper_dkdv_kernel(
     lse2 and delta are [H, T_q], as dQ's kernel leaves them. Descriptors read blocks [1, 64, D] of k and v and
     [1, BLOCK_M, D] of q and dout from (heads, tokens, D).
     """
-    kv_head, _number, _tile_ptr, first, end, exposed = load_tile(tiles_ptr, num_kv_heads, 3)
+    kv_head, _number, _tile_ptr, first, end, reads_unseen_queries = load_tile(tiles_ptr, num_kv_heads, 3)
     if first >= end:
         return
     begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, BLOCK_M)
@@ -131,7 +131,7 @@ def hopper_dkdv_kernel(
             (_dkdv_lower, (buffers, results, bounds, scale, scale_log2, kv_head, first, end, work,
                            GROUP, BLOCK_M, BLOCK_D, STAGES)),
             (_load_queries, (q_desc, k_desc, v_desc, dout_desc, inputs, buffers, key_start_ptr, key_stop_ptr, query_end,
-                             kv_head, first, exposed, work, GROUP, BLOCK_M, BLOCK_D, STAGES)),
+                             kv_head, first, reads_unseen_queries, work, GROUP, BLOCK_M, BLOCK_D, STAGES)),
         ],
         [4, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS],
@@ -140,8 +140,8 @@ def hopper_dkdv_kernel(
 
 @gluon.jit
 def _load_queries(
-    q_desc, k_desc, v_desc, dout_desc, inputs, buffers, key_start_ptr, key_stop_ptr, query_end, kv_head, first, exposed,
-    work,
+    q_desc, k_desc, v_desc, dout_desc, inputs, buffers, key_start_ptr, key_stop_ptr, query_end, kv_head, first,
+    reads_unseen_queries, work,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of dK and dV: k and v once, then q, dout and the row statistics of all heads of the group.
@@ -165,7 +165,7 @@ def _load_queries(
         row = begin + visited_block(place % steps + gl.where(is_masked, 0, masked), masked, full, full_end) * BLOCK_M
         seen = row + offs_m < num_queries
         unseen = 0
-        if (exposed != 0) & is_masked:
+        if (reads_unseen_queries != 0) & is_masked:
             seen = seen_rows(row, key_start_ptr, key_stop_ptr, query_end, BLOCK_M)
             unseen = count_unseen(seen)
         statistics = head.to(gl.int64) * num_queries + row + offs_m

@@ -102,7 +102,7 @@ def hopper_dq_kernel(
 
     Descriptors read blocks [1, 64, D] of q and dout and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
     """
-    head, _number, _tile_ptr, first, end, exposed = load_tile(tiles_ptr, num_heads, 3)
+    head, _number, _tile_ptr, first, end, reads_unseen_keys = load_tile(tiles_ptr, num_heads, 3)
     if first >= end:
         return
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
@@ -133,7 +133,7 @@ def hopper_dq_kernel(
             (_dq_lower, (buffers, outputs, dlse_ptr, results, bounds, scale, scale_log2, head, first, end, work,
                          BLOCK_N, BLOCK_D, STAGES)),
             (_load_keys, (q_desc, k_desc, v_desc, dout_desc, inputs, buffers, query_start_ptr, query_stop_ptr, key_end,
-                          head, first, exposed, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
+                          head, first, reads_unseen_keys, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
         ],
         [4, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS],
@@ -142,8 +142,8 @@ def hopper_dq_kernel(
 
 @gluon.jit
 def _load_keys(
-    q_desc, k_desc, v_desc, dout_desc, inputs, buffers, query_start_ptr, query_stop_ptr, key_end, head, first, exposed,
-    work,
+    q_desc, k_desc, v_desc, dout_desc, inputs, buffers, query_start_ptr, query_stop_ptr, key_end, head, first,
+    reads_unseen_keys, work,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of dQ: q and dout once, then k and v, each block as soon as a buffer is free."""
@@ -159,7 +159,7 @@ def _load_keys(
     for step in range(blocks):
         key = begin + visited_block(step, masked, full, full_end) * BLOCK_N
         unseen = 0
-        if (exposed != 0) & (step < masked):  # all rows see the other blocks
+        if (reads_unseen_keys != 0) & (step < masked):  # all rows see the other blocks
             unseen = count_unseen(seen_rows(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N))
         slot = step % STAGES
         parity = (step // STAGES & 1) ^ 1

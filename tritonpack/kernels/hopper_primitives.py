@@ -53,20 +53,20 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def seen_rows(first, start_ptr, stop_ptr, end, BLOCK: gl.constexpr):
-    """Whether the interval of each row of a block isn't empty; for rows from `end` on no."""
+    """True for rows of a block whose interval isn't empty; False for rows from `end` on."""
     start, stop = load_bounds(start_ptr, stop_ptr, first + gl.arange(0, BLOCK, line_layout(BLOCK)), end)
     return start < stop
 
 
 @gluon.jit
 def count_unseen(seen):
-    """The number of rows that `seen_rows` leaves out."""
+    """The number of rows for which `seen_rows` is False."""
     return gl.sum((seen == 0).to(gl.int32), 0)
 
 
 @gluon.jit
 def copy_seen(copies, first, start_ptr, stop_ptr, end, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Copy blocks of the same rows to shared memory, with zeros for the rows that `seen_rows` leaves out.
+    """Copy blocks of the same rows to shared memory, with zeros in rows for which `seen_rows` is False.
 
     A product sums over these rows, and their weight of zero times NaN is NaN. Each copy is (pointer to a head, stride
     of tokens, target). Few tiles need this, so it copies few rows at a time, which takes few registers.
@@ -94,12 +94,12 @@ def visited_block(step, masked, full, full_end):
 
 @gluon.jit
 def between(low, high, LAYOUT: gl.constexpr, BLOCK: gl.constexpr):
-    """Whether each column of a block lies in the interval [low, high) of each row, [M, BLOCK]; low <= high.
+    """True where a column of a block lies in the interval [low, high) of a row, [M, BLOCK]; low <= high.
 
     Bits 1 and 2 of a column's number depend on the thread, the others are constants of a thread. The bounds take those
-    bits, and columns are compared as constants. Otherwise each would take a register, and some would spill. Whatever
-    lies below `low` also lies below `high`, so the exclusive or says the same as an `and`, of which the compiler would
-    make two selections.
+    bits, and columns are compared as constants. Otherwise each would take a register, and some would spill. A
+    column below `low` is also below `high`, so an exclusive or gives the same as an `and`, which the compiler would
+    turn into two selections.
     """
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     of_thread, constant = (columns & 6)[None, :], (columns & ~6)[None, :]

@@ -1,7 +1,7 @@
-"""The kernels that build intervals, from offsets, from the other side's, and in two launches from ids.
+"""The kernels that build intervals from offsets, from ids (two launches) or by transposing other intervals.
 
-Those of offsets and of ids also store the intervals of the transpose. All assert that their input is valid.
-tritonpack/masks/intervals.py, and for the other side bounds.py, compute the same in torch.
+From offsets and ids they also store the intervals of the transpose. All assert that their input is valid.
+tritonpack/masks/intervals.py and, for transposing, bounds.py compute the same in torch.
 
 Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
 `right` and `chunk` say how far a row sees (docs/math.md, section 1). No length is a compile-time constant.
@@ -45,7 +45,7 @@ def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, origin, insi
 
 @triton.jit
 def check_offsets(cu_ptr, first, num_documents, total, ROWS: tl.constexpr):
-    """1 if a program's share of the offsets, from `first` on, begins with 0, never decreases and fits the total."""
+    """1 if this program's offsets, from `first` on, begin with 0, never decrease and are at most the total."""
     sound = tl.full([ROWS], 1, tl.int32)
     while first <= num_documents:
         offs = first + tl.arange(0, ROWS)
@@ -79,7 +79,7 @@ def offsets_kernel(
 ):
     """Four numbers per query [T_q], and the queries that see each key [T_k]; grid (blocks of ROWS,).
 
-    The document of a query, and that of a key, are found by halving steps from `top`, the largest power of two up to
+    A binary search finds the documents of queries and keys: its first step is `top`, the largest power of two up to
     `num_documents`.
     """
     program = tl.program_id(0)
@@ -88,7 +88,7 @@ def offsets_kernel(
     key_document = tl.zeros([ROWS], dtype=tl.int32)
     step = top
     while step > 0:
-        # offsets after the last one lie after every row
+        # offsets after the last one count as infinite
         ahead = document + step
         offset = tl.load(cu_q_ptr + ahead, mask=ahead <= num_documents, other=2**31 - 1)
         document = tl.where(offset <= offs, ahead, document)
@@ -139,7 +139,7 @@ def smaller(a, b):
 
 @triton.jit
 def load_runs(ids_ptr, offs, num_rows, row_length, RULE: tl.constexpr):
-    """Whether a run begins at rows `offs`, whether the rows belong to a document, and ids. `num_rows` is a begin."""
+    """(starts, live, ids) of rows `offs`: a run begins at the row (or at `num_rows`), the row is part of a document."""
     current = tl.load(ids_ptr + offs, mask=(offs >= 0) & (offs < num_rows), other=0).to(tl.int64)
     if RULE == "padding":
         current = (current != 0).to(tl.int64)
@@ -157,7 +157,7 @@ def load_runs(ids_ptr, offs, num_rows, row_length, RULE: tl.constexpr):
 
 @triton.jit
 def check_pieces(ids_ptr, table_ptr, offs, ids, begins, row_length, slots, RULE: tl.constexpr):
-    """1 if no id begins two runs of a row, in this program and those that came before it.
+    """1 if no id begins two runs of a row, in this program and the earlier ones.
 
     Each run's begin takes an entry of a hash table, which all programs share: its row's number plus 1, where 0 is free.
     Of two runs with the same id in the same row, the later one finds the entry of the other, whatever their order.
@@ -168,7 +168,7 @@ def check_pieces(ids_ptr, table_ptr, offs, ids, begins, row_length, slots, RULE:
     searching = begins
     sound = tl.full(offs.shape, 1, tl.int32)
     while tl.max(searching.to(tl.int32), 0) > 0:
-        # Rows that don't search compare with -1, which no entry is, each at its own address.
+        # Rows that don't search compare with -1, which equals no entry, each at its own address.
         place = tl.where(searching, slot, offs & (slots - 1))
         found = tl.atomic_cas(table_ptr + place, tl.where(searching, 0, -1), offs + 1, sem="relaxed")
         searching = searching & (found != 0)
@@ -232,9 +232,9 @@ def runs_kernel(
 ):
     """Six numbers per row [T]; grid (blocks of ROWS,).
 
-    A program finds the runs within its rows by two scans, and numbers documents by a third. `edges_kernel` told where
-    the first run began, where the last one ends, and how many documents begin in each block. `table` [slots], a power
-    of two of at least 2 T, holds zeros; it is None if nothing is to be checked.
+    A program finds the runs within its rows by two scans, and numbers documents by a third. `edges_kernel` has stored
+    the first and the last row of each block at which a run begins, and how many documents begin in it. `table` [slots]
+    holds zeros, or is None if ids aren't checked; `slots` is a power of two of at least 2 T.
     """
     begin_row = tl.program_id(0) * ROWS
     offs = begin_row + tl.arange(0, ROWS)
@@ -304,8 +304,8 @@ def transpose_kernel(
 ):  # fmt: skip
     """The first query that sees each key and one past the last, [T_k]; grid (blocks of ROWS keys,).
 
-    They are found by halving steps from `top`, the largest power of two up to `num_queries`. With CHECKED the grid
-    covers the queries, too, and the kernel asserts that their intervals are valid.
+    A binary search finds them: its first step is `top`, the largest power of two up to `num_queries`. With CHECKED the
+    grid covers the queries, too, and the kernel asserts that their intervals are valid.
     """
     offs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.zeros([ROWS], dtype=tl.int32)
@@ -333,7 +333,7 @@ def transpose_kernel(
 def intervals_of_offsets(
     cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: int, right: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """start, stop, diagonal and document, each (total_q,) int32, and the queries that see each key, (total_k,) int32.
+    """(start, stop, diagonal, document) of queries, (total_q,) int32, and (start, stop) of keys, (total_k,) int32.
 
     The kernel asserts that each side's offsets begin with 0, never decrease and end at most at the side's total.
 
@@ -370,16 +370,16 @@ def intervals_of_offsets(
 def intervals_of_ids(
     ids: Tensor, rule: str, left: int, right: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """start, stop, diagonal and document, each (B * T,) int32, and the queries that see each key, (B * T,) int32.
+    """(start, stop, diagonal, document) of queries, and (start, stop) of keys, each (B * T,) int32.
 
     For "segments" and "padding" the kernel asserts what `BlockDiagonalMask.from_segment_ids` and `from_padding_mask`
     ask for.
 
     Args:
         ids: (B, T) integers or bool.
-        rule: where a run begins: "positions", after a step other than +1; "segments", at a change, and runs of 0 are
-            padding; "padding", the same of ids that count as 1 or 0; "codes", where the lowest bit is 1, and the next
-            bit is 0 for padding.
+        rule: where a run begins. "positions": where the ids don't increase by 1. "segments": where the ids change; runs
+            of 0 are padding. "padding": as "segments", with all ids other than 0 taken as 1. "codes": where the lowest
+            bit is 1; the next bit is 0 in padding.
         left, right, chunk: see `intervals_of_offsets`.
     """
     total = ids.numel()
@@ -426,9 +426,9 @@ def intervals_of_ids(
 def transposed_intervals(
     key_start: Tensor, key_stop: Tensor, num_keys: int, *, checked: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(start, stop), each (num_keys,) int32, of the queries that see each key; both bounds of the queries ascend.
+    """(start, stop), each (num_keys,) int32, of the queries that see each key; both bounds of the queries must ascend.
 
-    With `checked` the kernel asserts that they do, and what else `Bounds.validate` asks for.
+    With `checked` the kernel asserts the conditions of `Bounds.validate`.
     """
     num_queries = key_start.shape[0]
     start, stop = key_start.new_empty(num_keys), key_start.new_empty(num_keys)

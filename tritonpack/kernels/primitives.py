@@ -1,4 +1,4 @@
-"""Functions that the forward and backward kernels share: tiles, blocks of keys, loads, scores, dropout.
+"""Functions that the forward and backward kernels share: tiles, phases, loads, masks, scores, dropout.
 
 Legend: M query rows of a tile or block, N keys of a tile or block, D head dimension padded to a power of two.
 """
@@ -9,17 +9,20 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# The phases in which a tile of queries visits its blocks, in this order; see `phase_range`.
-EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# The phases of a tile's loop over blocks of keys, in order (`phase_range`). A tile runs the first three, or the second
+# and the last. Zeroing isn't a branch in the masked phases, because every masked block would then load its operand
+# through registers, even if nothing is zeroed: up to 3% more instructions and 86% more passes over shared memory in all
+# (docs/decisions/backward-ladder.md).
+LEFT_MASKED, UNMASKED, RIGHT_MASKED, ZEROED_KEYS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
-    """This program's block of heads, its tile's number and entry in the table, and the entry's first three fields.
+    """This program's block of heads, its tile's index and entry in the table, and the entry's first three fields.
 
     An entry has 3 fields, or 5 in a mask of trees (backends/tile_table.py, tree_table.py). The first axis of the grid
-    holds tiles and heads, because the other axes end at 65,535. The block of heads varies fastest, so that the heaviest
-    tiles of all heads start first.
+    holds tiles and heads, because the other axes are limited to 65,535. The block of heads varies fastest, so that the
+    heaviest tiles of all heads start first.
     """
     number = tl.program_id(0) // head_blocks
     tile = tiles_ptr + FIELDS * number
@@ -28,12 +31,13 @@ def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
 
 @triton.jit
 def block_range(start_ptr, stop_ptr, first, last, BLOCK: tl.constexpr, EVEN: tl.constexpr = False):
-    """The blocks of BLOCK columns, from `begin`, that a tile of rows `first` to `last` visits.
+    """The blocks of BLOCK columns, from column `begin` on, that a tile of rows `first` to `last` visits.
 
-    With EVEN, for `kept`, they begin at an even column, which may be the one before the first that the tile sees.
+    Both bounds ascend, so the tile sees columns [start[first], stop[last]), and each of its rows sees all columns
+    [start[last], stop[first]). Blocks [full, full_end) lie in the latter and need no mask; [0, full) and
+    [full_end, blocks) need one.
 
-    Both bounds ascend, so the tile sees columns [start[first], stop[last]), and every row of it sees all of
-    [start[last], stop[first]). Blocks [0, full) and [full_end, blocks) need masking, blocks [full, full_end) don't.
+    With EVEN `begin` is even, as `kept` needs, and may be one column before the first that the tile sees.
     """
     begin = tl.load(start_ptr + first)
     if EVEN:
@@ -48,36 +52,37 @@ def block_range(start_ptr, stop_ptr, first, last, BLOCK: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
-def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
-    """The steps [begin, end) of a tile of queries in a phase.
+def phase_range(phase: tl.constexpr, reads_unseen_keys, full, full_end, blocks):
+    """The steps [begin, end) of a phase in a tile of queries.
 
-    EARLY masks the blocks before the full ones. FULL doesn't mask. LATE masks the blocks after the full ones, only by
-    each row's `stop`, because every row's `start` lies before them. In an exposed tile CLEANED takes all masked blocks
-    instead of EARLY and LATE: it also zeroes keys that no query sees, because a weight of zero doesn't hide a NaN. That
-    is the most expensive part of a masked block. A step is a block, in CLEANED the number of a masked block
-    (`masked_block`).
+    LEFT_MASKED has the blocks before the full ones, UNMASKED the full ones. RIGHT_MASKED has the blocks after them; it
+    compares keys only with each row's `stop`, because every row's `start` lies before these blocks. A step is a block.
+
+    A tile that reads unseen keys runs ZEROED_KEYS instead of the other masked phases. It has all masked blocks, and a
+    step is an index for `masked_block`. It sets keys that no query sees to zero, because they may be NaN, and a weight
+    of zero times NaN is NaN.
     """
-    cleaned = exposed != 0
-    if phase == EARLY:
-        begin = tl.where(cleaned, full, 0)
+    zeroed = reads_unseen_keys != 0
+    if phase == LEFT_MASKED:
+        begin = tl.where(zeroed, full, 0)
         end = full
-    elif phase == FULL:
+    elif phase == UNMASKED:
         begin = full
         end = full_end
-    elif phase == LATE:
-        begin = tl.where(cleaned, blocks, full_end)
+    elif phase == RIGHT_MASKED:
+        begin = tl.where(zeroed, blocks, full_end)
         end = blocks
     else:
         begin = 0
-        end = tl.where(cleaned, full + blocks - full_end, 0)
+        end = tl.where(zeroed, full + blocks - full_end, 0)
     return begin, end
 
 
 @triton.jit
-def listed_range(phase: tl.constexpr, tile_ptr, begin):
-    """`phase_range` of a tile of a tree, whose entry names its masked blocks, then its full ones, in a list."""
+def tree_phase_range(phase: tl.constexpr, tile_ptr, begin):
+    """`phase_range` in masks of trees: a tile's entry has the ranges of its masked blocks and of its full blocks."""
     middle = tl.load(tile_ptr + 3)
-    if phase == FULL:
+    if phase == UNMASKED:
         begin = middle
         end = tl.load(tile_ptr + 4)
     else:
@@ -87,13 +92,13 @@ def listed_range(phase: tl.constexpr, tile_ptr, begin):
 
 @triton.jit
 def masked_block(number, full, full_end):
-    """The masked block of a number; masked blocks lie before and after the full ones."""
+    """The block of an index among the masked blocks, which lie before and after the full ones."""
     return number + tl.where(number >= full, full_end - full, 0)
 
 
 @triton.jit
 def load_bounds(start_ptr, stop_ptr, offs, size):
-    """The intervals of rows `offs`; rows from `size` on see nothing."""
+    """The intervals [start, stop) that rows `offs` see; rows from `size` on see nothing."""
     start = tl.load(start_ptr + offs, mask=offs < size, other=0)
     stop = tl.load(stop_ptr + offs, mask=offs < size, other=0)
     return start, stop
@@ -101,14 +106,14 @@ def load_bounds(start_ptr, stop_ptr, offs, size):
 
 @triton.jit
 def within(offs, start, length):
-    """Whether start <= offs < start + length, for int32: one comparison, because smaller numbers wrap around."""
+    """True where start <= offs < start + length, in int32: one comparison, because smaller numbers wrap around."""
     return (offs - start).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def visible_keys(phase: tl.constexpr, offs_n, start, stop):
-    """Whether each pair of a masked block is visible, [M, N]; in LATE only `stop` decides."""
-    if phase == LATE:
+    """True for visible pairs of a masked block, [M, N]; RIGHT_MASKED compares with `stop` alone."""
+    if phase == RIGHT_MASKED:
         visible = offs_n[None, :] < stop[:, None]
     else:
         visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
@@ -116,15 +121,18 @@ def visible_keys(phase: tl.constexpr, offs_n, start, stop):
 
 
 @triton.jit
-def other_side(rows, columns, start_ptr, stop_ptr, size):
-    """Whether each row lies in the interval of each column; rows and columns broadcast, columns from `size` on: no."""
+def visible_transposed(rows, columns, start_ptr, stop_ptr, size):
+    """True where a row lies in a column's interval; rows and columns broadcast, columns from `size` on see nothing.
+
+    In a mask of trees a pair is visible if this and `visible_keys` are both true.
+    """
     start, stop = load_bounds(start_ptr, stop_ptr, columns, size)
     return within(rows, start, stop - start)
 
 
 @triton.jit
 def load_places(places_ptr, offs_n, end):
-    """The places of keys, to which ALiBi counts distances: those given, up to `end`, or the numbers of the keys."""
+    """The positions of keys for ALiBi: from `places_ptr` up to `end`, or without it the indices of the keys."""
     place = offs_n
     if places_ptr is not None:
         place = tl.load(places_ptr + offs_n, mask=offs_n < end, other=0)
@@ -132,8 +140,8 @@ def load_places(places_ptr, offs_n, end):
 
 
 @triton.jit
-def clean(keys, query_start_ptr, query_stop_ptr, offs_n, key_end):
-    """Keys or values [N, D] with zeros in rows that no query sees, and from `key_end` on."""
+def zero_unseen(keys, query_start_ptr, query_stop_ptr, offs_n, key_end):
+    """Keys or values [N, D] with zeros in place of keys that no query sees and of keys from `key_end` on."""
     query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
     return tl.where((query_start < query_stop)[:, None], keys, 0.0)
 
@@ -174,7 +182,7 @@ def load_rows(
 
 @triton.jit
 def load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, size, stride_at, stride_ah):
-    """The ALiBi slopes of rows, in base 2, and the keys at the rows' own places; zeros without ALiBi."""
+    """The ALiBi slopes of rows in base 2, and the keys at the rows' own positions, [M]; zeros without ALiBi."""
     slopes = tl.zeros(offs_m.shape, dtype=tl.float32)
     diagonal = tl.zeros(offs_m.shape, dtype=tl.int32)
     if alibi_ptr is not None:
@@ -186,9 +194,10 @@ def load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, size, stride_at, stride_ah
 
 @triton.jit
 def score(products, scale_log2, softcap_log2, alibi_ptr, slopes, distance):
-    """Scores in base 2 as a pair (scores, unit), whose product they are, and their derivative by the scaled products.
+    """Apply scale, softcap and ALiBi to products of queries and keys: (scores, unit, slope).
 
-    Without softcap and ALiBi the unit is the scale, which then costs nothing because it is part of the exponential.
+    `scores * unit` are the scores in base 2. Without softcap and ALiBi `unit` is the scale, which costs nothing there
+    because it is part of the exponential. `slope` is the derivative of the scores by the scaled products.
     """
     slope = 1.0
     if softcap_log2 is None and alibi_ptr is None:
@@ -208,7 +217,7 @@ def score(products, scale_log2, softcap_log2, alibi_ptr, slopes, distance):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent in float32 precision, by a series near zero, where the quotient would cancel."""
+    """The hyperbolic tangent in float32 precision; near zero a series, because the quotient cancels there."""
     square = x * x
     series = x * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315))))
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
@@ -218,9 +227,9 @@ def tanh(x):
 
 @triton.jit
 def philox(key, first, second):
-    """Both words of Philox 2x32-7 for a key and the two words of a counter, which broadcast; all are uint32."""
+    """Philox 2x32-7: both output words for a key and the two words of a counter; all uint32, with broadcasting."""
     for _ in tl.static_range(7):
-        product = first.to(tl.uint64) * 0xD256D193  # one instruction gives both halves, umulhi and a product are two
+        product = first.to(tl.uint64) * 0xD256D193  # one instruction; umulhi and a product are two
         first = (product >> 32).to(tl.uint32) ^ key ^ second
         second = product.to(tl.uint32)
         key += 0x9E3779B9
@@ -229,7 +238,7 @@ def philox(key, first, second):
 
 @triton.jit
 def dropout_keys(seed, heads):
-    """A key for each head, as in backends/dropout.py."""
+    """The generator's key of each head, as in backends/dropout.py."""
     seed = seed.to(tl.uint64)
     first, _ = philox(seed.to(tl.uint32), heads.to(tl.uint32), (seed >> 32).to(tl.uint32))
     return first
@@ -237,16 +246,16 @@ def dropout_keys(seed, heads):
 
 @triton.jit
 def swap_halves(word):
-    """A uint32 with its lower 16 bits before its upper ones."""
+    """Exchange the lower and the upper 16 bits of a uint32."""
     return (word << 16) | (word >> 16)
 
 
 @triton.jit
 def kept(key, rows, column, COLUMNS: tl.constexpr, drop_below, OF_KEYS: tl.constexpr = False):
-    """Whether dropout keeps each pair, as in backends/dropout.py, [R, COLUMNS].
+    """True for pairs that dropout keeps, as in backends/dropout.py, [R, COLUMNS].
 
-    Rows are queries, or keys if OF_KEYS. The columns begin at an even number, so a call of the generator serves two
-    neighbouring ones, which lie in one thread in most layouts of products. `both` has the numbers of the two, because
+    Rows are queries, or keys if OF_KEYS. `column` is even, so one call of the generator serves two neighbouring
+    columns, which one thread has in most layouts of products. `both` packs their two random words into 64 bits, because
     Triton moves other forms through shared memory, or gives the next product a worse layout
     (docs/decisions/kernel-forms.md).
     """
@@ -268,5 +277,5 @@ def kept(key, rows, column, COLUMNS: tl.constexpr, drop_below, OF_KEYS: tl.const
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in float32, with `a` rounded to the dtype of `b`, which tensor cores need."""
+    """acc + a @ b in float32; `a` is rounded to the dtype of `b`, because tensor cores need equal dtypes."""
     return tl.dot(a.to(b.dtype), b, acc, input_precision="ieee")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonpack.kernels.intervals import larger, smaller
 
-WINDOW = 1024  # rows that a program reads: those of its chunk, and as many on both sides as decide what is long
+WINDOW = 1024  # rows that a program reads: its chunk, and on both sides the rows that decide which documents are long
 SUMMARIES = 128  # chunks whose numbers are added at once
 TILES = 16  # tiles that a program orders; few, so that all programs run at the same time
 OTHERS = 512  # groups of tiles that they are compared with at once; many, because each step waits for memory
@@ -43,7 +43,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def pick(values, number):
-    """The entry of a tuple at a number that is known at run time."""
+    """The entry of a tuple at an index that is known at run time."""
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(number == i, values[i], value)
@@ -52,7 +52,7 @@ def pick(values, number):
 
 @triton.jit
 def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys):
-    """The bounds of the side that is cut, those of the other side, and the lengths of both."""
+    """The bounds of the side that is cut into tiles, the bounds of the other side, and the lengths of both."""
     start_ptr, stop_ptr, other_start_ptr, other_stop_ptr = key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr
     total, columns = num_queries, num_keys
     if of_keys:
@@ -64,7 +64,7 @@ def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_
 
 @triton.jit
 def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs, total, columns, TREE: tl.constexpr):
-    """Whether a document begins at rows `offs`: `document_begins` of backends/tile_table.py."""
+    """True where a document begins at rows `offs`: `document_begins` of backends/tile_table.py."""
     inside = (offs >= 0) & (offs < total)
     above = inside & (offs > 0)
     start = tl.load(start_ptr + offs, mask=inside, other=0)
@@ -78,7 +78,7 @@ def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs
         if TREE:
             differs = differs | (tl.load(other_stop_ptr + offs - 1, mask=above, other=0) <= offs)
     else:
-        # The document of a key is that of the first query that sees it.
+        # A key belongs to the document of the first query that sees it.
         query = tl.where(of_keys, tl.minimum(start, columns - 1), offs)
         query_above = tl.where(of_keys, tl.minimum(start_above, columns - 1), offs - 1)
         number = tl.load(document_ptr + query, mask=inside, other=0)
@@ -138,10 +138,10 @@ def chunks_kernel(
     HALO: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The chunks [cuts, 3, chunks]; grid (chunks, cuts).
+    """Three numbers of each chunk, [cuts, 3, chunks]; grid (chunks, cuts).
 
-    Of each chunk the first row and the last row at which a stretch begins, 2**31 - 1 and -1 if there is none, and the
-    number of tiles that begin from this first row on.
+    The first and the last row at which a stretch begins, 2**31 - 1 and -1 if there is none, and the number of tiles
+    that begin from this first row on.
     """
     chunk, cut = tl.program_id(0), tl.program_id(1)
     of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
@@ -194,12 +194,12 @@ def begins_kernel(
     WINDOW: tl.constexpr,
     SUMMARIES: tl.constexpr,
 ):
-    """The first row of each tile in `first` [cuts, stride], then the number of rows; and `number` [cuts], of tiles.
+    """Write the first row of each tile, then the number of rows, [cuts, stride], and the number of tiles [cuts].
 
-    The first key of each tile's first row, and the end of the keys of its last row, in `tile_start` and `tile_stop`
-    [cuts, stride], unless these are None. Grid (chunks, cuts). A program adds up the tiles in the chunks before its
-    own. These are the tiles that the chunk counted, and those that begin before its first stretch, in the stretch that
-    began in a chunk before.
+    `tile_start` and `tile_stop` [cuts, stride], unless they are None, get the first key of each tile's first row and
+    the end of the keys of its last row. Grid (chunks, cuts). A program adds up the tiles of the chunks before its own:
+    the tiles that the chunk counted, and the tiles before its first stretch, in a stretch that began in an earlier
+    chunk.
     """
     CHUNK: tl.constexpr = WINDOW - 2 * HALO
     chunk, cut = tl.program_id(0), tl.program_id(1)
@@ -253,7 +253,7 @@ def begins_kernel(
         tile_start_ptr += cut * stride.to(tl.int64)
         tile_stop_ptr += cut * stride.to(tl.int64)
         tl.store(tile_start_ptr + ordinal - 1, tl.load(start_ptr + offs, mask=tiles, other=0), mask=tiles)
-        follows = tiles & (offs > 0)  # a tile, whose last row is the row above
+        follows = tiles & (offs > 0)  # the row above is the last row of a tile
         tl.store(tile_stop_ptr + ordinal - 2, tl.load(stop_ptr + offs - 1, mask=follows, other=0), mask=follows)
         tl.store(tile_stop_ptr + number - 1, tl.load(stop_ptr + total - 1), mask=is_last)
 
@@ -295,10 +295,10 @@ def order_kernel(
     that leave at most GROUPS groups. A group's place is the number of groups with more keys, and of those before it
     with as many; tiles that fill no group come last. Each tile is compared with all groups.
 
-    A tile reads the keys from the first to the last that its rows see, and up to a block behind them. Bounds ascend, so
-    if any query sees one of the former, the tile's first or last row does or a row between them. Hence such a key is
-    unseen exactly if it lies between the intervals of two neighbours in the tile. The keys behind are looked up, and
-    where blocks begin at even keys the one before.
+    A tile reads the keys from the first to the last that its rows see, and up to a block after them. Bounds ascend, so
+    if any query sees one of the former keys, a row of the tile sees it. So such a key is unseen exactly if it lies
+    between the intervals of two neighbouring rows of the tile. The bounds of the keys after them are loaded, and where
+    blocks begin at even keys the bounds of the key before them.
     """
     cut = tl.program_id(1)
     rows, block = pick(ROWS, cut), pick(BLOCK, cut)
@@ -326,9 +326,9 @@ def order_kernel(
     keys -= tl.load(tile_start_ptr + (group << shift), mask=used, other=0)
     for step in range(0, tl.where(own >> shift < groups, groups, 0), OTHERS):
         others = step + tl.arange(0, OTHERS)
-        other_start = tl.load(tile_start_ptr + (others << shift), mask=others < groups, other=1)  # -1 behind the groups
+        other_start = tl.load(tile_start_ptr + (others << shift), mask=others < groups, other=1)  # -1 after the groups
         other_keys = tl.load(tile_stop_ptr + (others << shift), mask=others < groups, other=0) - other_start
-        other_keys += (others < own >> shift).to(tl.int32)  # of groups with as many, those before these come first
+        other_keys += (others < own >> shift).to(tl.int32)  # among groups with as many keys the earlier ones come first
         place += tl.sum((other_keys[None, :] > keys[:, None]).to(tl.int32), 1)
     in_group = tiles - (group << shift)
     as_many = (keys[None, :] == keys[:, None]) & (group[None, :] < group[:, None]) & (in_group == 0)[None, :]
@@ -353,13 +353,13 @@ def order_kernel(
         begin = tl.load(other_start_ptr + offs, mask=inside, other=0)
         unseen = inside & (begin == tl.load(other_stop_ptr + offs, mask=inside, other=0))
         gaps += tl.sum(unseen.to(tl.int32), 1)
-    exposed = (gaps > 0) | (block == 0)
+    reads_unseen = (gaps > 0) | (block == 0)
 
     entry = tables_ptr + 3 * (cut * stride.to(tl.int64) + place)
     stored = tiles < stride
     tl.store(entry, first, mask=stored)
     tl.store(entry + 1, end, mask=stored)
-    tl.store(entry + 2, exposed.to(tl.int32), mask=stored)
+    tl.store(entry + 2, reads_unseen.to(tl.int32), mask=stored)
 
 
 def first_rows(
@@ -372,12 +372,12 @@ def first_rows(
     whole: bool,
     ends: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first row of each tile and then the number of rows, (cuts, stride) int32, and (cuts,) int32, how many tiles.
+    """The first row of each tile, then the number of rows, (cuts, stride), and the number of tiles, (cuts,), all int32.
 
     Args:
         bounds: of a mask with queries and keys.
         rows, longs, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py.
-        stride: more than each cut can have tiles.
+        stride: more than the number of tiles that any cut can have.
         whole: whether no tile may hold rows of two documents.
         ends: two tensors (cuts, stride) int32 that get the first key of each tile's first row, and the end of the keys
             of its last row.
@@ -440,7 +440,7 @@ def tables_of_intervals(
             block, 1 for even.
         capacities: a bound of the number of tiles of each cut.
         whole: whether no tile may hold rows of two documents.
-        groups: how many groups of tiles are ordered at most.
+        groups: the largest number of groups of tiles that are ordered.
     """
     stride = triton.cdiv(max(capacities) + 1, 16) * 16  # so that tables begin at multiples of 16 bytes
     ends = bounds.key_start.new_empty(len(rows), stride), bounds.key_start.new_empty(len(rows), stride)

@@ -269,7 +269,7 @@ SHARED_KIB = {
     "sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64, "gfx1100": 64, "gfx1201": 64,
 }  # fmt: skip
 
-# Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they replace those of the tables.
+# Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they replace the tables' tiles.
 _loaded: dict[tuple[str, Kernel, int], TileShape] = {}
 
 

@@ -2,7 +2,8 @@
 
 Five launches build the tables of all kernels of a call and the list of blocks that they share. Two cut the rows into
 tiles (tables.py). The third one finds the extremes of the bounds of each block, the fourth one counts the blocks that
-each tile visits. The last one knows from these counts each tile's place in the table and in the list, and writes both.
+each tile visits. The last one computes from these counts each tile's place in the table and in the list, and writes
+both.
 
 Legend: as in tables.py. A tile and a block are compared by the extremes of their bounds (docs/math.md, section 8).
 """
@@ -38,7 +39,7 @@ def extremes_kernel(
 ):
     """The extremes [cuts, 4, block_stride] of the bounds of blocks: `Ranges` of tritonpack/masks/blocks.py, in order.
 
-    Grid (groups of RANGES blocks, cuts). Rows behind the last one have the bounds [0, 0).
+    Grid (groups of RANGES blocks, cuts). Rows after the last one have the bounds [0, 0).
     """
     cut = tl.program_id(1)
     block = pick(BLOCK, cut)
@@ -71,7 +72,7 @@ def extremes_kernel(
 
 @triton.jit
 def tile_extremes(start_ptr, stop_ptr, first, end, ROWS_AT_ONCE: tl.constexpr):
-    """The extremes of the bounds of the rows [first, end), as of blocks."""
+    """The extremes of the bounds of the rows [first, end), as `extremes_kernel` stores them for blocks."""
     first_start = 2**31 - 1
     last_start = 0
     first_stop = 2**31 - 1
@@ -91,7 +92,7 @@ def tile_extremes(start_ptr, stop_ptr, first, end, ROWS_AT_ONCE: tl.constexpr):
 
 @triton.jit
 def compare(extremes_ptr, block_stride, number, blocks, block, first, end, tile):
-    """Whether a tile may see blocks, with masking, and whether all pairs are visible: `relation` of masks/blocks.py."""
+    """(is_masked, is_full) of the blocks that a tile visits, both False for others: `relation` of masks/blocks.py."""
     first_start, last_start, first_stop, last_stop = tile
     inside = number < blocks
     begin = number * block
@@ -172,7 +173,7 @@ def fill_kernel(
     """The tables [cuts, stride, 5], and the list of blocks; grid (stride, cuts).
 
     A tile's place in the table is the number of tiles that visit more blocks, and of those before it that visit as
-    many. In the list the tiles lie in the order of their rows, those of a cut from its entry in `rooms` on.
+    many. In the list the tiles of a cut begin at its entry in `rooms`, in the order of their rows.
     """
     tile, cut = tl.program_id(0), tl.program_id(1)
     block = pick(BLOCK, cut)

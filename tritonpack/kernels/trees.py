@@ -153,8 +153,8 @@ def depths_kernel(
     """The depth of each token, its bounds but for key_start, and whether a tree begins there, each [T]; grid as above.
 
     A token's ancestors are the tokens before it whose subtrees end after it; the depth is their number. `level` is the
-    depth, but NONE outside of trees. The kernel asserts that each subtree ends at the latest with those of the token's
-    ancestors, and that the parent, if there are parents, is an ancestor.
+    depth, but NONE outside of trees. The kernel asserts that each subtree ends at the latest where the subtrees of the
+    token's ancestors end, and that the parent, if there are parents, is an ancestor.
     """
     begin = tl.program_id(0) * ROWS
     token = begin + tl.arange(0, ROWS)
