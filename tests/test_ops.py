@@ -153,13 +153,18 @@ def test_saved_tensors_hooks_see_what_a_layer_keeps() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("written", "error"),
-    [("bounds", "must not be overwritten"), ("slopes", "modified by an inplace operation")],
+    [
+        ("bounds", "must not be overwritten"),
+        ("transpose", "must not be overwritten"),
+        ("slopes", "modified by an inplace operation"),
+    ],
 )
 def test_writes_between_forward_and_backward(written: str, error: str, backend: Any) -> None:
     inputs = make_inputs(Case("plain", (9, 4, 5), alibi="heads" if written == "slopes" else None))
     q = inputs.q.requires_grad_()
     out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend, **inputs.keywords)
-    (inputs.keywords["alibi_slopes"] if written == "slopes" else inputs.mask.key_start).add_(0)
+    mask = inputs.mask.transpose() if written == "transpose" else inputs.mask
+    (inputs.keywords["alibi_slopes"] if written == "slopes" else mask.key_start).add_(0)
     with pytest.raises((ValueError, RuntimeError), match=error):
         out.sum().backward()
 

@@ -131,7 +131,9 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to begin no further shape")
     parser.add_argument("--first", type=int, help="how many of the shapes (default: all)")
@@ -163,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if on_cpu and options.out is None:
         parser.error("--device cpu needs --out: rows of a CPU don't belong beside those of a GPU.")
     if not on_cpu and not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu needs a GPU, and torch sees none here.")
+        raise SystemExit(
+            "benchmarks.gpu needs a GPU, and torch sees none here. --device cpu --out DIR tries it without one."
+        )
 
     budget, device = Budget(options.minutes), torch.device(options.device)
     about = environment(device, options.commit)

@@ -165,8 +165,13 @@ class Bounds:
         """The queries that see each key, again as a mask; computed once and kept with the mask.
 
         Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
+
+        Raises:
+            ValueError: tensors of the mask or of its transpose were overwritten since they were made.
         """
-        return self.cached("transpose", self._transpose)
+        transposed = self.cached("transpose", self._transpose)
+        transposed.check_unwritten()
+        return transposed
 
     def keep_transpose(self, query_start: Tensor, query_stop: Tensor) -> None:
         """Keep the bounds of the transpose, (num_keys,) int32, which `transpose` then needn't compute."""
