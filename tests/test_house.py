@@ -20,9 +20,10 @@ SOURCES = MODULES + [
 ]
 
 # Room of the package -> the other rooms that it may import from.
-GROUND = {"checks", "errors", "masks", "notices", "options"}
+GROUND = {"checks", "errors", "masks", "notices", "options", "removed"}
 ALLOWED = {
     "errors": set(),
+    "removed": set(),
     "notices": {"errors"},
     "checks": {"errors"},
     "compilation": {"notices"},

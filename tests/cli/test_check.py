@@ -140,7 +140,7 @@ SCORES = {"num_labels": 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id":
     [
         ("llama", "LlamaForSequenceClassification", SCORES),
         ("llama", "LlamaModel", {}),
-        ("bert", "BertForMultipleChoice", {}),
+        ("bert", "BertForTokenClassification", {}),
         ("electra", "ElectraForPreTraining", {}),
         ("t5", "T5ForConditionalGeneration", {}),
     ],

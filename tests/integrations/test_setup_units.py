@@ -149,3 +149,8 @@ def test_refuses_examples_without_documents(tmp_path: Path) -> None:
         tritonpack.setup(
             make(tmp_path), TOKENS, documents=documents_of, collate_fn=tritonpack.TreeCollator(), max_document_length=4
         )
+
+
+def test_refuses_removed_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tiled_loss of setup\(\) was removed: use Liger-Kernel"):
+        tritonpack.setup(make(tmp_path), TOKENS, documents=documents_of, tiled_loss=True)

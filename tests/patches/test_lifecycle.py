@@ -146,7 +146,7 @@ def test_patching_a_model_around_a_patched_part() -> None:
     assert state(model) == before
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+@pytest.mark.parametrize("family", FAMILIES)
 def test_applying_and_reverting_twice_change_nothing(family: str) -> None:
     """After an interrupt both may run again, from any state."""
     model = build(family)
@@ -254,7 +254,7 @@ def broken_anywhere(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled("llama")
 def test_an_interrupted_patch_leaves_nothing(family: str) -> None:
     model = build(family)
@@ -278,7 +278,7 @@ def packed_as_stock(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_interrupted_unpatch_is_complete(family: str) -> None:
     """The model is unpatched, or still patched if nothing had been taken away yet, and never in between."""
     model = build(family)

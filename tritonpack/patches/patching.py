@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from tritonpack.patches.compaction import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
+from tritonpack.removed import refuse_removed
 
 
 class Patch:
@@ -68,6 +69,7 @@ def patch(
     backend: Backend = "auto",
     unpad: bool = False,
     share_prefixes: bool = False,
+    **removed: Any,
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
@@ -105,8 +107,9 @@ def patch(
     Raises:
         UnsupportedModelError: (a ValueError) the model can't be packed exactly, or not with these options; the message
             says why.
-        ValueError: an unknown option, no model, or a part of a model that is patched in another way.
+        ValueError: an option that was removed, no model, or a part of a model that is patched in another way.
     """
+    refuse_removed(removed, "patch()")
     check_choice(attention, ATTENTIONS, "attention")
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)

@@ -1,0 +1,24 @@
+"""What was removed, and what to use in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+REMOVED = {
+    "tiled_loss": "use Liger-Kernel's fused linear cross-entropy or torch's, see docs/long-context.md",
+    "tiled_mlp": "use gradient checkpointing (docs/long-context.md)",
+    "RankFailedError": "if a rank fails, the others end with torch.distributed's error, after their group's time limit",
+}
+
+
+def refuse_removed(names: Iterable[str], caller: str) -> None:
+    """Refuse keyword arguments that a function doesn't have.
+
+    Raises:
+        ValueError: one that was removed.
+        TypeError: another one.
+    """
+    for name in names:
+        if name in REMOVED:
+            raise ValueError(f"{name} of {caller} was removed: {REMOVED[name]}.")
+        raise TypeError(f"{caller} got an unexpected keyword argument {name!r}")
