@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import PackedDataset as PackedDataset
-    from tritonpack.packing import PackedFolder as PackedFolder
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.packing import TreeBatch as TreeBatch
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
-    from tritonpack.packing import pack_to_disk as pack_to_disk
     from tritonpack.packing import pack_tree as pack_tree
     from tritonpack.packing import pack_trees as pack_trees
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
@@ -60,7 +58,6 @@ _HOMES = {
     "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
     "PackedDataset": "packing",
-    "PackedFolder": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
     "PackingWarning": "errors",
@@ -78,7 +75,6 @@ _HOMES = {
     "pack": "packing",
     "pack_dataset": "packing",
     "pack_stream": "packing",
-    "pack_to_disk": "packing",
     "pack_tree": "packing",
     "pack_trees": "packing",
     "patch": "patches",
@@ -97,6 +93,9 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"tritonpack.{name}")
+    if name in ("pack_to_disk", "PackedFolder"):
+        instead = "tritonpack.pack_dataset(dataset, capacity).save_to_disk(folder), or the command tritonpack pack"
+        raise AttributeError(f"tritonpack has no {name!r}; use {instead}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
