@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def test_every_example_is_tested():
-    tested = {"pack_with_spark", "train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
+    tested = {"train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | {"__init__"}
 
 
@@ -84,31 +84,6 @@ def test_packed_pairs_have_the_loss_and_gradients_of_padded_pairs():
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
     for one, other in zip(packed, policy.parameters(), strict=True):
         torch.testing.assert_close(one, other.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_spark_makes_the_rows_of_pack_to_disk(tmp_path, monkeypatch):
-    """In any number of files; bad documents are named."""
-    pytest.importorskip("pyspark")
-    datasets = pytest.importorskip("datasets")
-    from tests.packing.offline.tables import random_documents, write_files
-
-    python_path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])  # of the workers
-    monkeypatch.setenv("PYTHONPATH", python_path)
-    source = write_files(tmp_path / "in", "parquet", random_documents(300, 60))
-    tritonpack.pack_to_disk(source, 50, tmp_path / "rows", overlong="split")
-    expected = list(datasets.load_from_disk(str(tmp_path / "rows")))
-    main = runpy.run_path(str(EXAMPLES / "pack_with_spark.py"))["main"]
-    for files in (1, 3):
-        out = tmp_path / f"spark-{files}"
-        assert main(str(source), str(out), 50, overlong="split", files=files, master="local[2]") == len(expected)
-        written = sorted(map(str, out.glob("*.parquet")))
-        assert len(written) == files
-        assert list(datasets.Dataset.from_parquet(written, cache_dir=str(tmp_path / "cache" / str(files)))) == expected
-
-    bad = write_files(tmp_path / "bad", "parquet", [{"input_ids": [1]}, {"input_ids": [2]}, {"input_ids": []}])
-    with pytest.raises(Exception, match=r"document 0 of file 2 of .*, in the order of names: input_ids is empty"):
-        main(str(bad), str(tmp_path / "never"), 50, master="local[2]")
 
 
 def torchrun(*options: str) -> dict[int, float]:

@@ -1,5 +1,7 @@
 """What was removed is refused with what to use in its place."""
 
+import re
+
 import pytest
 
 import tritonpack
@@ -18,6 +20,7 @@ def test_an_unknown_option_of_patch() -> None:
         tritonpack.patch(tiny_model("llama"), tiled_los=True)
 
 
-def test_a_removed_error() -> None:
-    with pytest.raises(AttributeError, match=REMOVED["RankFailedError"]):
-        _ = tritonpack.RankFailedError
+@pytest.mark.parametrize("name", ["RankFailedError", "pack_to_disk", "PackedFolder"])
+def test_removed_names(name: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(REMOVED[name])):
+        getattr(tritonpack, name)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import PackedDataset as PackedDataset
-    from tritonpack.packing import PackedFolder as PackedFolder
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.packing import TreeBatch as TreeBatch
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
-    from tritonpack.packing import pack_to_disk as pack_to_disk
     from tritonpack.packing import pack_tree as pack_tree
     from tritonpack.packing import pack_trees as pack_trees
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
@@ -62,7 +60,6 @@ _HOMES = {
     "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
     "PackedDataset": "packing",
-    "PackedFolder": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
     "PackingWarning": "errors",
@@ -80,7 +77,6 @@ _HOMES = {
     "pack": "packing",
     "pack_dataset": "packing",
     "pack_stream": "packing",
-    "pack_to_disk": "packing",
     "pack_tree": "packing",
     "pack_trees": "packing",
     "patch": "patches",

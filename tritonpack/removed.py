@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_TO_DISK = "use tritonpack.pack_dataset(dataset, capacity).save_to_disk(folder), or the command tritonpack pack"
 REMOVED = {
     "tiled_loss": "use Liger-Kernel's fused linear cross-entropy or torch's, see docs/long-context.md",
     "tiled_mlp": "use gradient checkpointing (docs/long-context.md)",
     "RankFailedError": "if a rank fails, the others end with torch.distributed's error, after their group's time limit",
+    "pack_to_disk": _TO_DISK,
+    "PackedFolder": _TO_DISK,
 }
 
 

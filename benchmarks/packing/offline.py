@@ -3,7 +3,7 @@
     python -m benchmarks.packing.offline --documents 10000000 --folder /data/offline
 
 It writes documents of log-normal lengths to the folder, packs them in a process of their own, checks that every token
-is in the rows, prints the time of each step, and removes what it wrote.
+is in the rows, prints the time and the memory of the largest process, and removes what it wrote.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,23 +25,6 @@ from pyarrow import ipc, parquet
 
 _SHARD = 250_000  # documents of a generated file
 _VOCABULARY = 32_000
-
-# Runs in the process that is measured; prints the seconds of each step.
-_PROGRAM = """
-import json, re, sys, time
-import tritonpack
-given = json.loads(sys.argv[1])
-steps, began = {}, time.perf_counter()
-def progress(step, done, parts):
-    steps.setdefault(step, [time.perf_counter() - began, 0])[1] = time.perf_counter() - began
-packed = tritonpack.pack_to_disk(progress=progress, **given)
-peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
-print(json.dumps({
-    "peak_mib": int(peak) / 1024,
-    "seconds": time.perf_counter() - began, "steps": {step: stop - start for step, (start, stop) in steps.items()},
-    "rows": packed.rows, "tokens": packed.tokens, "efficiency": packed.efficiency, "lower_bound": packed.lower_bound,
-}))
-"""
 
 
 def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, seed: int) -> tuple[int, int]:
@@ -91,7 +75,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--capacity", type=int, default=32_768)
     parser.add_argument("--kind", choices=["arrow", "parquet", "jsonl"], default="arrow")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--shard-bytes", type=int, default=128 * 2**20)
+    parser.add_argument("--shard-mib", type=int, default=128)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder; about 40 bytes a token for a while")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -102,20 +86,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         began = time.perf_counter()
         tokens, total = generate(source, given.documents, given.mean, given.capacity, given.kind, given.seed)
         print(f"{given.documents:,} documents, {tokens:,} tokens, made in {time.perf_counter() - began:.0f} s")
-        call = {
-            "dataset": str(source), "capacity": given.capacity, "out": str(out), "jobs": given.jobs,
-            "shard_bytes": given.shard_bytes,
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, json.dumps(call)], stdout=subprocess.PIPE, text=True, check=True
-        )
-        found = json.loads(done.stdout)
+        command = [sys.executable, "-m", "tritonpack", "pack", source, "--out", out, "--json", given.folder / "numbers"]
+        options = [f"--capacity={given.capacity}", f"--jobs={given.jobs}", f"--shard-mib={given.shard_mib}"]
+        began = time.perf_counter()
+        subprocess.run([*map(str, command), *options], check=True)
+        seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        found = json.loads((given.folder / "numbers").read_text())
         check(out, tokens, total)
     finally:
         shutil.rmtree(given.folder, ignore_errors=True)
-    steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in found["steps"].items())
-    print(f"{found['seconds']:.1f} s ({steps}); peak {found['peak_mib']:,.0f} MiB; load {os.getloadavg()[0]:.1f}")
-    print(f"{found['rows']:,} rows, {found['efficiency']:.4%} full, lower bound {found['lower_bound']:,}")
+    print(f"{seconds:.1f} s; peak {peak:,.0f} MiB; load {os.getloadavg()[0]:.1f}")
     return found
 
 

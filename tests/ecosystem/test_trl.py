@@ -97,7 +97,7 @@ def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
     """TRL's collator reads seq_lengths as PackingCollator does."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    tritonpack.pack_to_disk(datasets.Dataset.from_list(features()), 64, tmp_path / "rows")
+    tritonpack.pack_dataset(datasets.Dataset.from_list(features()), 64).save_to_disk(tmp_path / "rows")
     rows = list(datasets.load_from_disk(str(tmp_path / "rows")))
     theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
     with tritonpack.patch(tiny_model("mistral")):  # without a patched model PackingCollator warns
@@ -110,10 +110,10 @@ def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
 @pytest.mark.heavy
 @pytest.mark.slow
 def test_training_on_rows_on_disk_is_padded_training(padded: Padded, tmp_path: Path) -> None:
-    packed = tritonpack.pack_to_disk(datasets.Dataset.from_list(features()), 64, tmp_path / "rows")
-    rows = datasets.load_from_disk(str(packed.path))
+    tritonpack.pack_dataset(datasets.Dataset.from_list(features()), 64).save_to_disk(tmp_path / "rows")
+    rows = datasets.load_from_disk(str(tmp_path / "rows"))
     model = tiny_model("mistral")
-    options = {"padding_free": True, "per_device_train_batch_size": packed.rows}
+    options = {"padding_free": True, "per_device_train_batch_size": len(rows)}
     with no_warning(), tritonpack.patch(model):
         got = trained(make_trainer(model, tmp_path, rows=rows, **options))
     assert distance(padded("mistral"), got) < EXACT

@@ -196,7 +196,7 @@ class TestTable:
         dataset = datasets.load_from_disk(str(tmp_path / "in"))
         rows = pack_dataset(dataset, 10)
         others = pack_dataset(dataset.select([0, 3]), 10), pack_dataset(dataset, 12)
-        monkeypatch.setattr("tritonpack.packing.offline.steps.measure", refuse)
+        monkeypatch.setattr("tritonpack.packing.rows._checked", refuse)
         assert list(pack_dataset(dataset, 10)) == list(rows)
         assert [len(other) for other in others] == [1, 3]
 

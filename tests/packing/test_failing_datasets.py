@@ -103,17 +103,3 @@ def test_a_stream_that_raises_while_documents_are_passed_over():
     resumed.load_state_dict(state)
     with pytest.raises(ValueError, match="document 1 of the stream can't be read: OSError: no connection"):
         next(iter(resumed))
-
-
-def test_a_stream_that_raises_while_it_is_copied(tmp_path):
-    datasets = pytest.importorskip("datasets")
-
-    def generate():
-        yield from DOCUMENTS
-        raise OSError("no connection")
-
-    stream = datasets.IterableDataset.from_generator(generate)
-    with pytest.raises(
-        ValueError, match="document 0 of the stream, or a document after it, can't be read: OSError: no c"
-    ):
-        tritonpack.pack_to_disk(stream, 8, tmp_path / "out")

@@ -308,7 +308,7 @@ class TestColumns:
         ({"objective": "tokens"}, "objective is what ranks get equal shares of.*pass labels='tokens'"),
         ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),
         ({"overlong": "none"}, "overlong must be one of 'error', 'drop'; got 'none'"),
-        ({"overlong": "split"}, "no overlong='split'.*pass max_document_length; .* pack_to_disk"),
+        ({"overlong": "split"}, "no overlong='split'.*pass max_document_length; .* pack_dataset"),
         ({"overlong": "truncate"}, "no overlong='truncate'. To train on the first tokens .* pass max_document_length"),
         ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "or pass max_document_length=1,"),
         ({"drop_columns": ("input_ids",)}, "input_ids can't be dropped"),

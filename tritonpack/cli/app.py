@@ -263,7 +263,7 @@ def pack(
     capacity: Annotated[
         int, Option(parser=_number("--capacity", int, 1, 2**30), help="Tokens of a row.", show_default=False)
     ],
-    out: Annotated[Path, Option(help="Folder for the rows: new, empty, or of the same command before.")],
+    out: Annotated[Path, Option(help="Folder for the rows: new, empty, or of a command that was interrupted.")],
     split: Annotated[str | None, Option(help="The split, of a dataset with several.")] = None,
     columns: Annotated[
         str | None,
@@ -288,7 +288,7 @@ def pack(
     ] = None,
     seed: Annotated[int, Option(parser=_number("--seed", int, 0, 2**63 - 1), help="Decides the order of rows.")] = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, Option(parser=_number("--jobs", int, 1, 1024), help="Threads.")] = 1,
+    jobs: Annotated[int, Option(parser=_number("--jobs", int, 1, 1024), help="Processes.")] = 1,
     shard_mib: Annotated[
         int, Option(parser=_number("--shard-mib", int, 1, 2**20), help="MiB of a file of the result, about.")
     ] = 128,
@@ -296,7 +296,7 @@ def pack(
 ) -> None:
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.
 
-    Killed at any moment, the same command goes on where it was, and writes the same files.
+    After an interruption the same command goes on after what its processes had finished.
 
     Example: tritonpack pack data/documents --capacity 32768 --out rows --jobs 8
     """

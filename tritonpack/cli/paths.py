@@ -34,7 +34,7 @@ def require_path(name: str) -> Path:
 
 # The files that `plan` reads lengths from, and that `pack` reads documents from, by their endings.
 LENGTHS = (".json", ".jsonl", ".npy", ".parquet", ".csv", ".txt")
-DOCUMENTS = (".arrow", ".feather", ".parquet", ".jsonl", ".json", ".ndjson")
+DOCUMENTS = (".arrow", ".parquet", ".jsonl", ".json", ".ndjson")
 
 
 def require_lengths(path: Path) -> None:

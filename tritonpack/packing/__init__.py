@@ -5,7 +5,6 @@ from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.loader import PackedDataLoader, dataloader
-from tritonpack.packing.offline import PackedFolder, pack_to_disk
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Mixture
 from tritonpack.packing.planning.plan import Plan, plan_epoch
@@ -27,7 +26,6 @@ __all__ = [
     "MultipackDistributedBatchSampler",
     "PackedDataLoader",
     "PackedDataset",
-    "PackedFolder",
     "PackedStream",
     "Packing",
     "PackingCollator",
@@ -43,7 +41,6 @@ __all__ = [
     "pack",
     "pack_dataset",
     "pack_stream",
-    "pack_to_disk",
     "pack_tree",
     "pack_trees",
     "plan_epoch",

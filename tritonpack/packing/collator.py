@@ -49,7 +49,7 @@ class PackingCollator:
     >>> PackingCollator(objective="documents")(documents)["labels"].tolist()
     [1, 0]
 
-    A feature may be a row of several documents, as `pack_to_disk`, `pack_dataset` and TRL make it. The batch is that of
+    A feature may be a row of several documents, as `pack_dataset` and TRL make it. The batch is that of
     the single documents:
 
     >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -159,7 +159,6 @@ def combine_labels(
     lengths: NDArray[Any],
     is_causal: bool,
     never_learned: Collection[int] = (),
-    place: Callable[[int], str] | None = None,
 ) -> NDArray[Any]:
     """Combine the labels of documents, one after the other, with their masks: -100 where a mask is 0.
 
@@ -178,10 +177,9 @@ def combine_labels(
         lengths: (documents,) the tokens of each document, at least 1.
         is_causal: nothing predicts the first token of a document, so its label contradicts no mask.
         never_learned: tokens that a copy of the input ids may leave out, such as those of images.
-        place: where a document is, for messages. None: the caller says it, and tokens are numbered over all documents.
 
     Raises:
-        ValueError: a label where a mask is 0; the message names the first.
+        ValueError: a label where a mask is 0; the message names the first, numbered over all documents.
     """
     starts = np.cumsum(lengths) - lengths
     left_out = np.logical_or.reduce([mask == 0 for mask in masks.values()])
@@ -194,10 +192,8 @@ def combine_labels(
     if contrary.any():
         token = int(contrary.argmax())
         name = next(name for name, mask in masks.items() if not mask[token])
-        document = int(np.searchsorted(starts, token, side="right")) - 1
-        where, at = ("", token) if place is None else (f"{place(document)} ", token - int(starts[document]))
         raise ValueError(
-            f"{where}has the label {int(labels[token])} at token {at}, where its {name} is 0. Masks choose the tokens "
+            f"has the label {int(labels[token])} at token {token}, where its {name} is 0. Masks choose the tokens "
             "of labels that are a copy of the input ids, and these aren't. Set such labels to "
             f"{IGNORED_LABEL}, or leave one of the two columns out (dataset.remove_columns)."
         )

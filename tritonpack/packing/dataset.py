@@ -21,7 +21,6 @@ from tritonpack.packing.documents import (
     require_map_style,
 )
 from tritonpack.packing.lengths import Overlong, whole_lengths
-from tritonpack.packing.offline import packed_dataset
 
 
 class PackedDataset(Dataset):
@@ -113,12 +112,20 @@ def pack_dataset(
     algorithm: Algorithm = "best_fit_decreasing",
     max_items: int | None = None,
     overlong: Overlong = "error",
+    columns: Sequence[str] | None = None,
+    jobs: int = 1,
 ) -> Any:
     """Pack the documents of a map-style dataset; item i holds the documents of bin i.
 
-    A `datasets.Dataset` becomes a `datasets.Dataset` of the rows that `pack_to_disk` writes, which can be selected,
-    shuffled, mapped and saved. They lie on disk beside the cache of the given dataset, where the next call finds them,
-    or in memory if the given dataset does. `info.description` says what was done with documents that are too long.
+    A `datasets.Dataset` becomes a `datasets.Dataset` of rows, which can be selected, shuffled, mapped and saved. They
+    are made by its `map`: they lie in files of its cache, where the next call finds them, or in memory if the given
+    dataset does. `info.description` says what was done with documents that are too long. A row has:
+
+    | column | holds |
+    |---|---|
+    | `input_ids`, `labels`, ... | the tokens of its documents, end to end: int32, masks int8 |
+    | `seq_lengths` | the number of tokens of each document, int32 |
+    | `position_ids` | the place of each token in its document, uint16, or int32 above a capacity of 65,536 |
 
     Anything else, and a `datasets.Dataset` with a transform, `lengths` or `length`, becomes a PackedDataset, which
     fetches the documents of a bin when it is asked for them:
@@ -131,13 +138,29 @@ def pack_dataset(
         dataset, length: see PackedDataset.
         lengths: (documents,) integers, the tokens of each document. None counts them.
         capacity, algorithm, max_items, overlong: see `pack`.
+        columns: the columns with one value per token that rows of a `datasets.Dataset` keep; None keeps all, and other
+            columns than PackingCollator's are an error. `attention_mask` must be 1 everywhere, and is left out. If
+            there are no labels, they are made from `completion_mask` and `assistant_masks`, which are left out, because
+            trainers remove these columns. Given labels are combined with them, as PackingCollator does.
+        jobs: processes that make the rows of a `datasets.Dataset`. An interrupted call goes on after what a process
+            finished, with the same number of them.
 
     Raises:
-        ValueError: see `pack`, PackedDataset and `pack_to_disk`; lengths of another number of documents.
+        ValueError: see `pack` and PackedDataset; lengths of another number of documents; a document of a
+            `datasets.Dataset` that PackingCollator refuses, with its number; columns or jobs for another dataset.
         ImportError: numba can't be imported.
     """
     if lengths is None and length is None and is_table(dataset):
-        return packed_dataset(dataset, capacity, overlong=overlong, algorithm=algorithm, max_items=max_items)
+        from tritonpack.packing.rows import packed_dataset  # imports datasets
+
+        return packed_dataset(
+            dataset, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong, columns=columns, jobs=jobs
+        )[0]
+    if columns is not None or jobs != 1:
+        raise ValueError(
+            "columns and jobs are for a datasets.Dataset without a transform, lengths and length, whose rows are "
+            f"written; got columns={columns!r:.100}, jobs={jobs!r:.100} for {type(dataset).__name__}. Leave them out."
+        )
     if lengths is None:
         lengths = measure_lengths(dataset, length)
     else:

@@ -430,7 +430,7 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
     if overlong in ("truncate", "split"):
         raise ValueError(
             f"dataloader has no overlong={overlong!r}. To train on the first tokens of long documents pass "
-            "max_document_length; to train on all of their tokens split them beforehand, as pack_to_disk does with "
+            "max_document_length; to train on all of their tokens split them beforehand, as pack_dataset does with "
             "overlong='split'."
         )
     check_choice(overlong, ("error", "drop"), "overlong")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -15,31 +16,29 @@ from tritonpack.cli.figures import DOCUMENT_COLORS, PADDING_COLOR, ROOM_COLOR, d
 from tritonpack.cli.files import write_figure
 from tritonpack.cli.words import count, percent
 from tritonpack.packing.columns import SEQ_LENGTHS
-from tritonpack.packing.offline import PackedFolder
 
 _PACKED_ROWS, _PADDED_ROWS = 10, 16  # drawn
 _PIXELS = 800  # about the width of a row
 
 
-def draw(path: Path, packed: PackedFolder) -> None:
+def draw(path: Path, packed: dict[str, Any]) -> None:
     """Draw the picture from the rows on disk, of which only the lengths are read."""
-    rows = datasets.load_from_disk(str(packed.path)).select_columns(SEQ_LENGTHS).with_format("arrow")
+    rows = datasets.load_from_disk(str(packed["path"])).select_columns(SEQ_LENGTHS).with_format("arrow")
     lists = [chunk for table in rows.iter(10_000) for chunk in table.column(SEQ_LENGTHS).chunks]
     lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in lists])
     sizes = np.concatenate([chunk.value_lengths().to_numpy() for chunk in lists])
     ends = np.cumsum(sizes)
     tokens = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[ends - 1]]))  # (rows,)
 
-    title = f"{packed.path.name}: {count(packed.rows, 'row')} of {count(packed.capacity, 'token')}"
+    title = f"{packed['path'].name}: {count(packed['rows'], 'row')} of {count(packed['capacity'], 'token')}"
     figure, ((padded, first), (left, right)) = make_panels(title, 2, 2, height=9.5)
-    _draw_first_rows(padded, first, lengths, ends, packed.capacity)
+    _draw_first_rows(padded, first, lengths, ends, packed["capacity"])
     _draw_counts(
-        left, lengths, packed.capacity, f"{count(len(lengths), 'document')} in the rows", "tokens of a document"
+        left, lengths, packed["capacity"], f"{count(len(lengths), 'document')} in the rows", "tokens of a document"
     )
-    title = (
-        f"rows are {percent(packed.efficiency)} full; no packing needs fewer than {count(packed.lower_bound, 'row')}"
-    )
-    _draw_counts(right, tokens, packed.capacity, title, "tokens of a row")
+    least = count(packed["lower_bound"], "row")
+    title = f"rows are {percent(packed['efficiency'])} full; no packing needs fewer than {least}"
+    _draw_counts(right, tokens, packed["capacity"], title, "tokens of a row")
     left.set_ylabel("documents")
     right.set_ylabel("rows")
     handles = [

@@ -43,9 +43,6 @@ def write_files(folder, kind, given, files=3):
         table = pa.Table.from_pylist(given[start:stop])
         if kind == "parquet":
             parquet.write_table(table, path, row_group_size=2)
-        elif kind == "feather":
-            with ipc.new_file(path, table.schema) as writer:
-                writer.write_table(table, max_chunksize=2)
         else:
             with ipc.new_stream(path, table.schema) as writer:
                 writer.write_table(table, max_chunksize=2)

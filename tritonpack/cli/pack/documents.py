@@ -1,0 +1,95 @@
+"""Documents of `tritonpack pack`: files, folders, or a name on the Hub, as one `datasets.Dataset`."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+from bisect import bisect_right
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.fingerprint import Hasher
+
+from tritonpack.cli.paths import DOCUMENTS
+from tritonpack.packing.rows import Place
+
+_KINDS = {".arrow": "arrow", ".parquet": "parquet"}  # other DOCUMENTS are JSON lines
+
+
+def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Place]:
+    """The documents, and where each is. Parquet and JSON lines are copied into files of Arrow in `cache`."""
+    files = _files(name, split)
+    if files is None:
+        try:
+            return datasets.load_dataset(name, split=split or "train"), partial(_place, names=[name], starts=[0])
+        except Exception as error:  # of many kinds, by what is wrong with the name, the dataset or the network
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ValueError(
+                f"there is no file or folder {name}, and datasets.load_dataset can't load it ({reason})."
+            ) from error
+    parts: dict[str, Any] = {}
+    for file in files:
+        try:
+            if part := _read(file, cache):
+                parts[file] = part
+        except Exception as error:  # of many kinds, by the format
+            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
+                raise cause from None
+            reason = getattr(cause, "strerror", None) or " ".join(str(cause).split()) or type(cause).__name__
+            raise ValueError(f"{file} can't be read: {reason.rstrip('.')}. Write the file again.") from error
+    if not parts:
+        raise ValueError(f"{name} holds no document.")
+    documents = datasets.concatenate_datasets(list(parts.values()))
+    states = [(os.path.abspath(file), os.path.getsize(file), os.path.getmtime(file)) for file in parts]
+    documents._fingerprint = Hasher.hash(repr(states))  # the same in the next process
+    return documents, partial(_place, names=list(parts), starts=[0, *accumulate(map(len, parts.values()))][:-1])
+
+
+def _read(file: str, cache: Path) -> Any:
+    """The documents of a file; None if it holds none."""
+    kind = _KINDS.get(Path(file).suffix.lower(), "json")
+    if kind == "arrow":
+        return datasets.Dataset.from_file(file)
+    if kind == "json":
+        with open(file, "rb") as lines:
+            if not any(line.strip() for line in lines):
+                return None
+    return datasets.load_dataset(kind, data_files=glob.escape(file), split="train", cache_dir=str(cache))
+
+
+def _place(number: int, names: list[str], starts: list[int]) -> str:
+    part = bisect_right(starts, number) - 1
+    return f"{number - starts[part]} of {names[part]}"
+
+
+def _files(name: str, split: str | None) -> list[str] | None:
+    """The files of a folder of save_to_disk, a file, a folder of files, or a pattern; None for a name on the Hub."""
+    folder = Path(name).expanduser()
+    splits = {path.parent.name: path.parent for path in sorted(folder.glob("*/state.json"))}
+    if splits and split not in splits:
+        raise ValueError(f"{name} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
+    if not splits and split is not None and (folder.exists() or glob.has_magic(name)):
+        raise ValueError(f"{name} has no splits; leave out split={split!r}, or name the split's files.")
+    folder = splits.get(split or "", folder)
+    if (record := folder / "state.json").is_file():
+        try:
+            return [str(folder / file["filename"]) for file in json.loads(record.read_bytes())["_data_files"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{record} can't be read ({error!r:.100}). Write the dataset again.") from error
+    if folder.is_dir():
+        files = [str(file) for file in folder.rglob("*") if file.suffix in DOCUMENTS and not file.is_dir()]
+    elif folder.exists() or glob.has_magic(name):
+        files = [str(folder)] if folder.exists() else glob.glob(str(folder), recursive=True)
+    else:
+        return None
+    endings = {Path(file).suffix.lower() for file in files}
+    if not files or not endings <= {*DOCUMENTS} or len({_KINDS.get(ending) for ending in endings}) > 1:
+        given = f"files that end in {', '.join(map(repr, sorted(endings)))}" if files else "no file that can be read"
+        raise ValueError(f"{name} has {given}; name files of one format: {', '.join(DOCUMENTS)}.")
+    return sorted(files)
