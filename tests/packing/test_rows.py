@@ -157,10 +157,12 @@ def test_refused(columns, options, message):
 @pytest.mark.heavy
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_place_in_a_later_batch(small_batches, jobs):
+    environment = os.environ
     given = documents()
     given[7]["labels"] = [1]
     with pytest.raises(ValueError, match="document 7 has 4 input_ids but 1 labels"):
         pack_dataset(datasets.Dataset.from_list(given), 10, jobs=jobs)
+    assert os.environ is environment
 
 
 def test_options_of_rows_are_refused_elsewhere():

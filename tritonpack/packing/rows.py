@@ -64,11 +64,15 @@ def packed_dataset(
 
     def mapped(source: Any, function: Any, batch: int, desc: str, *key: Any) -> Any:
         name = Hasher.hash(repr([dataset._fingerprint, read, capacity, __version__, *key]))
-        return source.with_format("arrow").map(
-            function, with_indices=True, batched=True, batch_size=batch, remove_columns=source.column_names,
-            num_proc=None if jobs == 1 else min(jobs, len(source)), new_fingerprint=name, desc=desc,
-            cache_file_name=None if folder is None else os.path.join(folder, f"cache-{name}.arrow"),
-        )  # fmt: skip
+        environment = os.environ
+        try:
+            return source.with_format("arrow").map(
+                function, with_indices=True, batched=True, batch_size=batch, remove_columns=source.column_names,
+                num_proc=None if jobs == 1 else min(jobs, len(source)), new_fingerprint=name, desc=desc,
+                cache_file_name=None if folder is None else os.path.join(folder, f"cache-{name}.arrow"),
+            )  # fmt: skip
+        finally:
+            os.environ = environment  # noqa: B003 (with processes, `map` leaves a copy in its place)
 
     each = max(1, dataset.data.nbytes // max(1, dataset.data.num_rows))
     check = partial(_pieces, read=read, kept=kept, capacity=capacity, place=place)
