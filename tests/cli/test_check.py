@@ -138,7 +138,7 @@ SCORES = {"num_labels": 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id":
 @pytest.mark.parametrize(
     ("kind", "named", "values"),
     [
-        ("llama", "LlamaForSequenceClassification", SCORES),
+        ("llama", "LlamaForTokenClassification", SCORES),
         ("llama", "LlamaModel", {}),
         ("bert", "BertForTokenClassification", {}),
         ("electra", "ElectraForPreTraining", {}),

@@ -160,10 +160,6 @@ class TestCalls:
         model = head.from_config(AutoConfig.for_model("llama", **COMMON, num_labels=3)).double().eval()
         batch = padded(labels=False)
         by_row = head is AutoModelForSequenceClassification
-        if by_row and "share_prefixes" in options:
-            with pytest.raises(tritonpack.UnsupportedModelError, match="unpad removes padding alone"):
-                tritonpack.patch(model, **options)
-            return
         batch["labels"] = torch.tensor([0, 2, 1, 1, 0]) if by_row else batch["input_ids"] % 3
         if not by_row:
             batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
