@@ -43,7 +43,7 @@ DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 @ARCH
 @pytest.mark.parametrize("case", [*SHORT, *CASES], ids=str)
 @pytest.mark.sampled("short-ordinary-sm_90-bf16", "short-everything-sm_90-bf16", "causal-sm_80-bf16")
-@pytest.mark.swept(every=8)
+@pytest.mark.swept(every=40)
 def test_cases(case: Case, arch: str, dtype: str) -> None:
     inputs = make_inputs(case, DTYPES[dtype], slack_value=NAN)
     with virtual_gpu(arch, seed=len(case.name)):
@@ -54,7 +54,7 @@ def test_cases(case: Case, arch: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["ordinary", "bidirectional", "cross", "window", "tiny"])
 @pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.sampled("128-ordinary-bf16")
-@pytest.mark.swept(every=6)
+@pytest.mark.swept(every=30)
 def test_gluon(head_dim: int, name: str, dtype: str) -> None:
     case = next(case for case in SHORT if case.name == f"short-{name}")
     inputs = make_inputs(replace(case, head_dim=head_dim), DTYPES[dtype], slack_value=NAN)
@@ -85,7 +85,6 @@ def test_results_are_the_same_in_every_order(backend: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.swept(every=1)
 def test_fifty_backward_passes_are_equal_to_the_bit() -> None:
     inputs = make_inputs(SHORT[1], torch.bfloat16)
     expected = None
@@ -99,6 +98,7 @@ def test_fifty_backward_passes_are_equal_to_the_bit() -> None:
 @pytest.mark.parametrize("poison", [(), *invariance.POISONS], ids=lambda names: "-".join(names) or "values")
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
 @pytest.mark.sampled("causal-q-k-v-dout-dlse")
+@pytest.mark.swept(every=6)
 def test_documents_have_the_same_bits_in_every_pack(case: Case, poison: tuple[str, ...]) -> None:
     with virtual_gpu("sm_90", races=False):
         moved = invariance.moved_outputs(case, torch.bfloat16, "triton", pack_invariant=True, poison=poison)
@@ -142,6 +142,7 @@ def _elsewhere(x: Tensor, how: str) -> Tensor:
 @pytest.mark.parametrize("how", ["fused", "head-major", "misaligned", "far"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.sampled("sm_90-far", "sm_90-fused")
+@pytest.mark.swept(every=3)
 def test_memory_of_the_inputs(arch: str, how: str) -> None:
     case = Case("rows", (1, 90, 0, 17, 60), heads=2, kv_heads=2, head_dim=64, slack=13)  # kernels of "ordinary-64"
     inputs = make_inputs(case, torch.bfloat16, slack_value=NAN)

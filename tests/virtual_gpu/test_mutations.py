@@ -42,6 +42,7 @@ def test_removed(arch: str, backend: str) -> None:
 
 @targets
 @pytest.mark.slow
+@pytest.mark.swept("sm_80-triton")
 def test_all_operators(arch: str, backend: str) -> None:
     check(target(arch, backend), 2)
 
