@@ -1,4 +1,4 @@
-"""What the tests on the virtual GPU need."""
+"""Marks of the tests that use the virtual GPU: a C compiler, and no real GPU."""
 
 import os
 import shutil

@@ -38,7 +38,7 @@ class _Program(ctypes.Structure):  # of machine.h
 
 
 class Line(NamedTuple):
-    """What an instruction did since the first launch of a block.
+    """Counts of an instruction since the first launch of a block.
 
     Attributes:
         number: of its line in the PTX, from 1.
@@ -114,7 +114,7 @@ def _params() -> int:
 
 
 class VirtualGPU:
-    """What a block knows of its GPU.
+    """The GPU of a block: its launches, kernels and reports.
 
     Attributes:
         launches: its launches, in order.

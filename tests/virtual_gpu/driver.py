@@ -1,9 +1,10 @@
-"""Launches of Triton kernels without a GPU: Triton's own driver and launcher, over a libcuda that runs nothing.
+"""Launches of Triton kernels without a GPU: Triton's own driver and launcher, over a libcuda of our own.
 
 Within `fake_gpu` the package's launchers take tensors in host memory, with the tiles of a GPU's architecture. Triton
 specialises, compiles and loads each kernel, makes its descriptors, and passes its arguments to the driver. So wrong
 signatures, specialisations that don't compile, descriptors and launches that a GPU would refuse raise errors, and the
-host's time of a call is the one beside a GPU. Kernels write nothing: results are whatever memory held.
+host's time of a call is the one beside a GPU. Kernels write nothing, so results
+are whatever memory held; device.py has a block in which kernels are executed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// A libcuda.so.1 that runs nothing, for Triton's own driver and launcher on a machine without a GPU.
+// A libcuda.so.1 for Triton's own driver and launcher on a machine without a GPU; machine.c includes it.
 //
 // It accepts what a GPU would accept: cuTensorMapEncodeTiled has the rules of the driver API's reference, launches have
 // the limits of grids, threads and shared memory. Each launch is recorded. A device's number is its compute capability.
@@ -117,11 +117,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
     launch->shared_bytes = config->sharedMemBytes;
   }
   num_launches++;
-#ifdef RUN_LAUNCH
-  return RUN_LAUNCH(config, function, parameters);
-#else
-  return CUDA_SUCCESS;
-#endif
+  return run_launch(config, function, parameters);
 }
 
 static int element_bytes(CUtensorMapDataType type) {
@@ -162,9 +158,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && row > 16u << (int)swizzle)  // 32, 64 or 128 bytes
     return refuse("a descriptor's block whose rows are longer than its swizzle");
   memset(map, 0, sizeof(*map));
-#ifdef ENCODE_MAP
-  if (!ENCODE_MAP(map, element_bytes(type), rank, address, sizes, strides, box, swizzle, fill))
+  if (!encode_map(map, element_bytes(type), rank, address, sizes, strides, box, swizzle, fill))
     return refuse("a descriptor that the virtual GPU doesn't model");
-#endif
   return CUDA_SUCCESS;
 }

@@ -3,8 +3,6 @@
 #include "machine.h"
 
 static CUresult run_launch(const CUlaunchConfig *, CUfunction, void **);
-#define RUN_LAUNCH run_launch
-#define ENCODE_MAP encode_map
 #include "libcuda.c"
 
 u64 seed = 1;

@@ -17,7 +17,7 @@ typedef struct {
 enum { MAX_REGIONS = 256, MANY = 0xffffffff };
 static Region arguments[MAX_REGIONS], regions[MAX_REGIONS];
 static int num_arguments, num_regions, last_argument, last_region;
-u32 program_serial;
+static u32 program_serial;  // of the program that runs, in its launch
 
 void vg_clear_memory(void) { num_arguments = num_regions = 0; }
 int vg_add_argument(u64 start, u64 stop) {
@@ -273,7 +273,8 @@ static u32 passes(const u32 *addresses, u32 mask, u32 bytes) {
   }
   return total;
 }
-static u32 sectors(const u64 *addresses, u32 mask, u32 bytes) {
+// Sectors of 32 bytes of global memory that the lanes' first bytes lie in.
+static u32 sectors(const u64 *addresses, u32 mask) {
   u64 found[LANES];
   u32 n = 0;
   EACH {
@@ -284,13 +285,12 @@ static u32 sectors(const u64 *addresses, u32 mask, u32 bytes) {
     if (mask >> l & 1 && k == n)
       found[n++] = sector;
   }
-  (void)bytes;
   return n;
 }
 static void count(const Warp *w, const Ins *i, const u64 *addresses, u32 bytes, int space) {
   u32 narrow[LANES];
   EACH narrow[l] = (u32)addresses[l];
-  ((Ins *)i)->waves += space == SHARED ? passes(narrow, w->mask, bytes) : sectors(addresses, w->mask, bytes);
+  ((Ins *)i)->waves += space == SHARED ? passes(narrow, w->mask, bytes) : sectors(addresses, w->mask);
 }
 
 OP(load) {

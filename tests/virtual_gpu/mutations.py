@@ -170,7 +170,7 @@ class Target:
         return found
 
     def found_by(self, mutation: Mutation) -> str:
-        """What finds a mutation; "" if nothing does."""
+        """The evidence that finds a mutation: a report, an error or a difference; "" if there is none."""
         first: dict[str, Tensor] | None = None
         for seed in SEEDS:
             try:
@@ -189,12 +189,12 @@ class Target:
         return ""
 
     def has_no_effect(self, mutation: Mutation) -> bool:
-        """Whether it leaves the bits of the results as they are."""
+        """True if the results have the same bits with the mutation."""
         return same_bits(self.launch(SEEDS[0], mutation), self.outputs)
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether outputs are equal, NaN included."""
+    """True if outputs have equal bits, NaN included."""
     return all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
 
 

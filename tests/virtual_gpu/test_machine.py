@@ -31,7 +31,7 @@ SEEDS = (1, 2, 3)
 
 
 def same_for_all_seeds(arch: str, launch: Callable[[], Tensor]) -> Tensor:
-    """What a launch returns, whose bits are the same under all seeds."""
+    """The result of a launch, which has the same bits under all seeds."""
     found = []
     for seed in SEEDS:
         with virtual_gpu(arch, seed=seed):

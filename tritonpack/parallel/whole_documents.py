@@ -113,7 +113,7 @@ def _divide(length: Tensor, owned: Tensor) -> Tensor:
 
 
 class RowTravel:
-    """How the rows that ranks want travel to them, and back.
+    """An exchange of rows between ranks: each gets the rows that it wants, and later gives results back.
 
     Attributes:
         ranks: the group.
@@ -162,7 +162,7 @@ class RowTravel:
         return result
 
     def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """The rows that come, from the rows that go."""
+        """Send rows to the ranks that want them, and return the rows received."""
         if not self.moves:
             return x
         width = x.new_empty(1, *x.shape[1:]).numel()
@@ -171,7 +171,7 @@ class RowTravel:
 
 
 class _Travel(torch.autograd.Function):
-    """(x, travel, there) -> the wanted rows, or own rows. The gradient travels the other way."""
+    """(x, travel, there) -> the wanted rows if `there`, else own rows. The gradient takes the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, travel: RowTravel, there: bool) -> Tensor:

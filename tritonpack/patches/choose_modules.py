@@ -1,4 +1,4 @@
-"""Which modules of a model are patched, and why a model is refused."""
+"""Chooses the modules of a model to patch, or refuses the model with the reason."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
 STATES = "last_hidden_state"
-# What stands between a call of a module and its forward.
+# A module's hooks and compiled call, emptied, so that a call runs its forward alone.
 WAY_IN: dict[str, Any] = {
     "_forward_hooks": {}, "_forward_pre_hooks": {}, "_backward_hooks": {}, "_backward_pre_hooks": {},
     "_compiled_call_impl": None,
@@ -72,8 +72,8 @@ class Reading(TensorLike):
 
 
 class _LogitsWhenRead:
-    """What the class of an output gets in addition. `items()` and `values()` read nothing, as accelerate and DDP go
-    through them in each call."""
+    """Methods added to the class of an output. `items()` and `values()` compute no logits, because accelerate and DDP
+    go through them in each call."""
 
     @property
     def logits(self) -> Tensor:

@@ -47,7 +47,7 @@ from tritonpack.patches.report import holds
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import text_config
 
-# What a model says of packed rows that gives one result for each row.
+# The refusal of packed rows in models that give one result for each row, after the model's name.
 ONE_RESULT = (
     "gives one result for each row, so a row can't hold several documents. Pass padded rows, with one document in "
     "each; unpad=True leaves out their padding where the class can."
