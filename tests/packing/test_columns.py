@@ -217,7 +217,7 @@ A = {"input_ids": [5, 6]}
         (
             [A | {"bbox": [[1, 2]] * 2}, A | {"bbox": [[1]] * 2}],
             {"per_token": ["bbox"]},
-            r"bbox holds integers of shape \(1,\) per token in document 1 and integers of shape \(2,\) .* document 0",
+            r"bbox holds integers of shape \(1,\) in document 1 and integers of shape \(2,\) in document 0",
         ),
         ([{"input_ids": [2**70]}], {}, "document 0 needs a row of integers as input_ids"),
         ([{"input_ids": np.array([2**63], dtype=np.uint64)}], {}, "document 0 needs a row of integers as input_ids"),

@@ -264,7 +264,7 @@ class TestColumns:
             ({"input_ids": [-2] * int(LENGTHS[37])}, "document 37 has -2 at position 0"),
             ({"completion_mask": [1]}, "document 37 has .* input_ids but 1 completion_mask"),
             ({"bbox": [[1]] * int(LENGTHS[37])}, r"document 37 and integers of shape \(2,\) in document \d+;"),
-            ({"label": [1, 1]}, r"shape \(2,\) in document 37 and \(\) in document \d+;"),
+            ({"label": [1, 1]}, r"shape \(2,\) in document 37 and integers of shape \(\) in document \d+;"),
             ({"token_type_ids": [0] * int(LENGTHS[37])}, r"document 37 has 'token_type_ids' and document \d+ hasn't"),
         ],
     )

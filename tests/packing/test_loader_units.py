@@ -74,7 +74,7 @@ class TestDocuments:
     def test_make_the_batches_of_their_units(self):
         units = Units.of_sequences([[len(document["input_ids"]) for document in unit] for unit in UNITS])
         loader, given = make(UNITS), make(UNITS, lengths=units)
-        assert loader.documents.measured.units.squares.tolist() == units.squares.tolist()
+        assert loader.documents.units.squares.tolist() == units.squares.tolist()
         assert list(map(documents_in, loader)) == list(map(documents_in, given))
         assert loader.state_dict() == given.state_dict()
 
@@ -92,7 +92,7 @@ class TestDocuments:
         cut = sum(lengths) - np.minimum(lengths, 10).sum()
         assert f"{cut:,} tokens cut off by max_document_length" in str(loader)
         with pytest.raises(ValueError, match=r"lengths=Units\(\.\.\.\) don't tell the lengths of documents"):
-            make(UNITS, lengths=loader.documents.measured.units, max_document_length=10)
+            make(UNITS, lengths=loader.documents.units, max_document_length=10)
 
     def test_of_a_table(self):
         datasets = pytest.importorskip("datasets")
@@ -127,7 +127,7 @@ class TestDocuments:
             ({"documents": lambda pair: pair}, r"documents\(\.\.\.\) of example 0 must be a list of documents"),
             (
                 {"documents": lambda pair: [{"input_ids": pair["chosen_ids"]}, {"input_ids": pair["chosen_ids"][9:]}]},
-                r"example \d+: every document needs at least one token, .*; document 1 has 0",
+                r"every document needs at least one token, .*; document 1 of example \d+ has 0",
             ),
             ({"dataset": [UNITS[0], []]}, r"example 1 must be a list of documents.* at least one; got \[\]"),
             (
@@ -261,7 +261,7 @@ class TestResources:
             ),
             (
                 {"resources": {"patches": [4] * 60}, "budgets": {"patches": 3}},
-                "or pass overlong='drop', which leaves such units out",
+                "or pass overlong='drop', which leaves them out",
             ),
         ],
     )

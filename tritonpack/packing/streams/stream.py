@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.notices import say_once
-from tritonpack.packing.documents import TOKENS, Length, check_length_function, is_iterable
+from tritonpack.packing.documents import TOKENS, Length, is_iterable, require_callable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import place_among_processes
@@ -320,7 +320,7 @@ def pack_stream(
             f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}, or a "
             f"function that returns such an iterable; got {type(documents).__name__}."
         )
-    check_length_function(length)
+    require_callable(length)
     check_choice(overlong, POLICIES, "overlong")
     if not is_number(carry_threshold) or not 0 <= carry_threshold <= 1:
         raise ValueError(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonpack.packing.collator import PackingCollator, documents_of
-from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, labels_of_tokens, read_feature
-from tritonpack.packing.documents import NumberedDocuments
+from tritonpack.packing.collator import PackingCollator
+from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, masked_labels, read_feature
+from tritonpack.packing.documents import documents_of
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
 from tritonpack.packing.vision.media import join_media, read_media
 from tritonpack.packing.vision.positions import ModelPositions
@@ -104,15 +104,14 @@ their `get_rope_index` returns for the document alone |
             ValueError: an unknown column, images without tokens or tokens without images, columns that contradict each
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
-        whole = documents_of(features, type(self).__name__)
-        known = features.names() if isinstance(features, NumberedDocuments) else range(len(whole))
-        numbers, texts, media = list(known), [], []
+        whole, numbers = documents_of(features, type(self).__name__)
+        texts, media = [], []
         for number, example in zip(numbers, whole, strict=True):
             text, own = self._read(example, number)
             texts.append(text)
             media.append(own)
         self._complete(texts)
-        batch: dict[str, Any] = self._text._collate(NumberedDocuments(texts, numbers), type(self).__name__)
+        batch: dict[str, Any] = self._text._join(texts, numbers, type(self).__name__)
         if self._positions is not None:
             padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
             parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
@@ -228,7 +227,7 @@ their `get_rope_index` returns for the document alone |
         if any("labels" in text for text in texts):
             return
         for text in texts:
-            labels = labels_of_tokens(text)
+            labels = masked_labels(text)
             labels[torch.isin(labels, torch.tensor(list(self._placeholders().values()), device="cpu"))] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
                 labels[text["token_type_ids"] == 0] = IGNORED_LABEL
