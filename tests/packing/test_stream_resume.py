@@ -180,7 +180,7 @@ class TestStates:
         "damage",
         [
             lambda state: None,
-            lambda state: state | {"version": 2},
+            lambda state: state | {"version": 1},
             lambda state: state | {"more": 1},
             lambda state: state | {"epoch": -1},
             lambda state: state | {"worker": 1},
@@ -191,7 +191,7 @@ class TestStates:
             lambda state: state | {"place": state["place"] | {"waiting": [["a"]]}},
             lambda state: state | {"place": state["place"] | {"checked": 3}},
             lambda state: state | {"place": state["place"] | {"other": 3}},
-            lambda state: state | {"place": state["place"] | {"mark": {}}},
+            lambda state: state | {"place": state["place"] | {"document": -1}},
         ],
     )
     def test_refuses_damaged_state(self, damage):
@@ -400,7 +400,7 @@ class TestWorkers:
 
     def test_refuses_iterator(self, monkeypatch):
         stream = pack_stream(iter(DOCUMENTS), **OPTIONS)
-        monkeypatch.setattr("tritonpack.packing.streams.stream.worker_place", lambda: (1, 2))
+        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (1, 2))
         with pytest.raises(ValueError, match="2 workers can't read one iterator"):
             list(stream)
 
@@ -425,7 +425,7 @@ class TestWorkers:
         list(islice(stream, 5))
         again = pack_stream(DOCUMENTS, **OPTIONS)
         again.load_state_dict(stream.state_dict())
-        monkeypatch.setattr("tritonpack.packing.streams.stream.worker_place", lambda: (0, 2))
+        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
         with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
             list(again)
 

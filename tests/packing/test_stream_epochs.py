@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.packing.streams.test_stream_resume import OPTIONS, numbers_of
+from tests.packing.test_stream_resume import OPTIONS, numbers_of
 from tests.packing.test_passes import DOCUMENTS, Shuffled
 from tritonpack import PackingWarning, notices, pack_stream
 from tritonpack.packing import PackedStream
