@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.packing.test_stream_resume import OPTIONS, numbers_of
 from tests.packing.test_passes import DOCUMENTS, Shuffled
+from tests.packing.test_stream_resume import OPTIONS, numbers_of
 from tritonpack import PackingWarning, notices, pack_stream
 from tritonpack.packing import PackedStream
 
