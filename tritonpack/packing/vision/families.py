@@ -28,9 +28,8 @@ class Column:
     Attributes:
         axes: what the axes of one example are, for messages.
         kind: IMAGES or VIDEOS.
-        padded: axes that are padded at their end to the largest example. The model leaves out this padding by another
-            column. On all other axes examples must have one size.
-        filling: the value of the padding.
+        padded: axes that are padded with zeros at their end to the largest example. The model leaves out this padding
+            by another column. On all other axes examples must have one size.
         optional: whether a processor may leave it out.
         of_rows: whether the model takes the column with one more axis in front, of the rows of a batch.
         promoted: whether examples may have different dtypes, such as the integer 1 beside 0.5. Their common dtype is
@@ -40,7 +39,6 @@ class Column:
     axes: tuple[str, ...]
     kind: str = IMAGES
     padded: tuple[int, ...] = ()
-    filling: int = 0
     optional: bool = False
     of_rows: bool = False
     promoted: bool = False
