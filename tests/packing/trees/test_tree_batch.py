@@ -245,16 +245,6 @@ class TestCollator:
             assert batch.keys() == expected.keys()
             assert all(torch.equal(batch[name], value) for name, value in expected.items())
 
-    def test_labels_beside_a_mask(self):
-        """Labels may leave out more tokens than the mask, but not fewer, except for the first, which isn't a target."""
-        row = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}
-        batch = TreeCollator()([row | {"labels": [5, IGNORED, 7, IGNORED]}])
-        assert batch["labels"].tolist() == [[7]]
-        for name, message in (("completion_mask", "completion_mask is 0"), ("assistant_masks", "assistant_masks is 0")):
-            columns = {"input_ids": [5, 6, 7, 8], "labels": [IGNORED, 6, 7, 8], name: [0, 1, 0, 1]}
-            with pytest.raises(ValueError, match=f"document 1 has the label 7 at token 2, where its {message}"):
-                TreeCollator()([columns | {name: [1] * 4}, columns])
-
     def test_capacity(self):
         features = [{"input_ids": row} for row in GROUPS]
         assert pack_tree(GROUPS).num_tokens == 11
