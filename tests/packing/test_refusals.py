@@ -347,7 +347,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("way", "row"), CASES, ids=[way for way, _ in CASES])
+@pytest.mark.parametrize(("way", "row"), CASES)
 def test_refused(way: str, row: Any) -> None:
     *values, message = row
     with pytest.raises(ValueError, match=message):
