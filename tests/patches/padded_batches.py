@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.patches.compaction import Saved
+from tritonpack.patches.compact import Saved
 from tritonpack.patches.trial.comparison import apart, tolerance
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}

@@ -36,12 +36,8 @@ CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 # Set on a cache whose first tokens had positions that a patch counted in each document, not the model along the row.
 COUNTED = "tritonpack_counted"
 
-# The argument by which the hook of a patched module passes the packing to the module's forward. It travels in the call,
-# because other threads may call the module at the same time.
-HANDED = "tritonpack_packing"
-
 # The arguments that say how a row is packed. They mean nothing for a row with one document.
-PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE, HANDED)
+PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
 
 MASK_FORM = (
     "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the document, "

@@ -2,7 +2,7 @@
 
 In continuous batching, requests share a row and a paged cache tells them apart, so nothing is packed. A manager reads
 the name of the attention when it is made, and accepts only some names. So the model has the name from before the patch
-as long as the manager runs. The hooks stay installed: they pass the manager's calls on and refuse any other call.
+as long as the manager runs. The forwards stay installed: they pass the manager's calls on and refuse any other call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.interface import NAMES, stock_name
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -24,15 +24,15 @@ class ContinuousBatching(InstanceForward):
     """`init_continuous_batching` of one patched model.
 
     Attributes:
-        hooks: the hooks of the patch.
+        bases: the forwards of the patched modules.
         running: whether a manager runs, so that the model has its attention's name from before the patch.
     """
 
     attribute = ENTRY
 
-    def __init__(self, model: PreTrainedModel, context: PackingContext, hooks: list[PackingHook]) -> None:
+    def __init__(self, model: PreTrainedModel, context: PackingContext, bases: list[BaseForward]) -> None:
         super().__init__(model, context)
-        self.hooks, self.running = hooks, False
+        self.bases, self.running = bases, False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The manager that transformers makes for the model before it was patched."""
@@ -56,12 +56,13 @@ class ContinuousBatching(InstanceForward):
 
     def _suspend(self) -> None:
         self.running = True
-        for hook in self.hooks:
-            if hook.name.installed:
-                hook.module.config._attn_implementation_internal = stock_name(hook.module, hook.name.before)
+        for base in self.bases:
+            if base.attention_name.installed:
+                config, before = base.module.config, base.attention_name.before
+                config._attn_implementation_internal = stock_name(base.module, before)
 
     def _resume(self) -> None:
         self.running = False
-        for hook in self.hooks:
-            if hook.name.installed:  # else the patch was left while the manager was running
-                hook.module.config._attn_implementation_internal = NAMES[hook.serving.attention]
+        for base in self.bases:
+            if base.attention_name.installed:  # else the patch was left while the manager was running
+                base.module.config._attn_implementation_internal = NAMES[base.serving.attention]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tritonpack.patches.head_targets import HeadTargets
 from tritonpack.patches.packed_batch import PackedBatch
 
 
@@ -18,7 +17,6 @@ class _Fields:
         self.running = False
         self.packed_batch: PackedBatch | None = None
         self.told: PackedBatch | None = None
-        self.targets: HeadTargets | None = None
 
 
 class _State(_Fields, threading.local):
@@ -36,7 +34,6 @@ class PackingContext(_Fields):
         packed_batch: None outside of a forward pass, and where rows are left to the model (a cache is in use).
         told: the packing that was read from the arguments of the model that the user called, while that model runs. Its
             head may not pass all of these arguments to the patched modules inside.
-        targets: the labels for which the head of that model runs on a part of its tokens; None if it runs on all.
         in_force: whether the patch is on the model.
     """
 

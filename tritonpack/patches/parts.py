@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import HANDED
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 
@@ -184,18 +183,3 @@ def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
     forward = getattr(kind, method)
     wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
     return list(inspect.signature(wrapped.get("forward_func", forward)).parameters)[1:]
-
-
-class Running(InstanceForward):
-    """The forward of a patched module: while it runs, the context holds the packing that the module's hook has read.
-
-    `finally` resets the context, because torch calls no hook when a forward ends by an exception or an interrupt.
-    """
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        packed_batch = kwargs.pop(HANDED, None)
-        state = self.context.state
-        if state.running:  # inside of another patched module, whose packing holds
-            packed_batch = state.packed_batch
-        with self.context.holding(running=True, packed_batch=packed_batch):
-            return self.inner(*args, **kwargs)

@@ -37,7 +37,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
             raise ValueError(
                 f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
             )
-        if any(hook.deferred for other in found for hook in other.hooks):
+        if any(base.sharded for other in found for base in other.bases):
             raise ValueError(
                 f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
                 "had on entry. Leave the context, call patch or setup there, and enter the context again."

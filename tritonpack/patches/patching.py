@@ -12,7 +12,7 @@ from tritonpack.checks import check_choice, check_flag
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.choose_modules import choose_modules
-from tritonpack.patches.compaction import Saved
+from tritonpack.patches.compact import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
