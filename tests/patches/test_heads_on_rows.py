@@ -196,6 +196,14 @@ class TestCalls:
                 model(**batch)
             model(**padded())  # goes on after an error
 
+    @WAYS
+    def test_a_label_on_the_first_padding(self, options: dict[str, bool]) -> None:
+        """Such as a token for the end that the mask leaves out: the last token of the document predicts it."""
+        batch = completions()
+        ends = batch["attention_mask"].sum(1)
+        batch["labels"][1, ends[1]], batch["labels"][4, ends[4]] = 7, 8
+        equal_as_stock(tiny_model("llama"), batch, options)
+
     @pytest.mark.parametrize("head", [AutoModelForMaskedLM, AutoModelForTokenClassification])
     def test_labels_of_padding_itself_are_refused(self, head: Any) -> None:
         """Where each token predicts its own label."""
@@ -208,7 +216,7 @@ class TestCalls:
         with tritonpack.patch(model, unpad=True):
             _, got = results(model, batch)
             assert apart(want, got) < LIMIT
-            with pytest.raises(ValueError, match="the label 0 in row 1 would be predicted at token 6"):
+            with pytest.raises(ValueError, match="the label 0 in row 1 is predicted at token 6"):
                 model(**{**batch, "labels": batch["input_ids"]})
 
     def test_losses_that_are_not_transformers_own(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -199,11 +199,15 @@ class Compaction:
         tokens, device = packed_batch.tokens, starts.device
         live = torch.ones_like(starts) if live is None else live
         flags = REAL * live + BEGINS * starts + BEFORE * before_documents(live)
-        keep = arguments.get("logits_to_keep") or tokens[1]
+        length, keep = tokens[1], min(arguments.get("logits_to_keep") or tokens[1], tokens[1])
         given = None if head is None else labels_of(arguments)
-        targets = [] if given is None else [pad(given, (tokens[1] - keep, 0), value=IGNORED)]
+        targets = [] if given is None else [pad(given, (length - keep, 0), value=IGNORED)]
         table = torch.stack([x.to(device).long().flatten() for x in (flags, *targets, *channels)]).cpu().numpy()
-        source = (table[0] & (REAL | BEFORE)).nonzero()[0]
+        predicts = (table[0] & (REAL | BEFORE)) != 0
+        runs = predicts
+        if targets and head:  # padding keeps a label that a document's last token predicts, such as a token for the end
+            runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (np.arange(len(predicts)) % length > 0))
+        source = runs.nonzero()[0]
         shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
         if not len(source) or (len(source) == tokens.numel() and shared is None):
             return None
@@ -211,20 +215,21 @@ class Compaction:
         row = Row(Placement(tokens, places, places))
         if shared is not None:
             *where, ends = _on(device, *shared)
-            row = Row(row.placement, Placement(torch.Size((1, len(source))), *where), ends[None])
+            row = replace(row, shared=Placement(torch.Size((1, len(source))), *where), ends=ends[None])
         if head is None:
             return row
-        shown = source % tokens[1] >= tokens[1] - keep
+        shown = source % length >= length - keep
         kept = source[shown]
         if targets:
-            labels = _labels_of(kept, table[1], tokens[1], tokens[1] - keep, head)
+            labels = _labels_of(kept, table[1], predicts, (length, keep), head)
             for name in LABELS & arguments.keys():
-                arguments[name] = _on(targets[0].device, labels)[0][None]
-        if keep < tokens[1]:
+                arguments[name] = _on(given.device, labels)[0][None]
+        if keep < length:
             arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])[0]
-        columns = _on(device, kept // tokens[1] * keep + kept % tokens[1] - (tokens[1] - keep))[0]
-        logits = Placement(torch.Size((tokens[0], keep)), columns, columns)
-        return Row(row.placement, row.shared, row.ends, logits)
+        elif "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = 0  # all
+        columns = _on(device, kept // length * keep + kept % length - (length - keep))[0]
+        return replace(row, logits=Placement(torch.Size((tokens[0], keep)), columns, columns))
 
 
 def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> PackedBatch:
@@ -343,31 +348,34 @@ def labels_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def _labels_of(
-    kept: NDArray[np.int64], labels: NDArray[np.int64], length: int, first: int, shifted: bool
+    kept: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    predicts: NDArray[np.bool_],
+    columns: tuple[int, int],
+    shifted: bool,
 ) -> NDArray[np.int64]:
     """The labels of the tokens that have logits, for a loss along the row.
 
-    A loss that shifts labels predicts each from the token before it in the row, which must be the one before it in the
-    batch. Any other label is left out, as in the batch.
+    A loss that shifts labels predicts each from the token before it in the row. Where that isn't the token before it in
+    the batch, the label is left out, as in the batch.
 
     Args:
         kept: (S,), the places of these tokens in the flattened batch.
         labels: (B * T,).
-        length: T.
-        first: the first column that has logits.
+        predicts: (B * T,), which tokens aren't padding.
+        columns: T, and how many last ones of them have logits.
         shifted: whether the loss shifts labels.
 
     Raises:
         ValueError: a label that would be predicted from padding, which isn't computed.
     """
-    follows = np.ones(len(kept), dtype=bool)
-    if shifted:
-        follows[:1] = False
-        follows[1:] = (kept[1:] == kept[:-1] + 1) & (kept[1:] % length != 0)
+    length, keep = columns
+    by = kept - shifted
+    used = (by % length != length - 1) & predicts[by] & (by % length >= length - keep) if shifted else predicts[kept]
     lost = labels != IGNORED
-    lost[kept[follows]] = False
+    lost[kept[used]] = False
     if shifted:
-        lost &= np.arange(len(labels)) % length > first
+        lost &= np.arange(len(labels)) % length > length - keep
     if lost.any():
         place = int(lost.nonzero()[0][0])
         row, column = divmod(place, length)
@@ -376,7 +384,7 @@ def _labels_of(
             f"attention_mask says is padding, and padding isn't computed. Set labels of padding to {IGNORED}, as "
             "collators of transformers do."
         )
-    return np.where(follows, labels[kept], IGNORED)
+    return np.where(used, labels[kept], IGNORED)
 
 
 def _on(device: torch.device, *arrays: NDArray[np.int64]) -> list[Tensor]:

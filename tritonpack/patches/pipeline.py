@@ -191,12 +191,16 @@ class Pipeline(InstanceForward):
             return False
         keep, (rows, length) = arguments.get("logits_to_keep"), packed_batch.tokens
         labels, loss = labels_of(arguments), self.module.loss_function
-        if isinstance(keep, Tensor) or (keep or 0) > length:
+        if isinstance(keep, Tensor):
             return False
         if labels is None:
             return True
         causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-        fits = isinstance(labels, Tensor) and labels.shape == (rows, keep or length) and labels.dtype == torch.int64
+        fits = (
+            isinstance(labels, Tensor)
+            and labels.shape == (rows, min(keep or length, length))
+            and labels.dtype == torch.int64
+        )
         return causal and fits and "ignore_index" not in arguments
 
     def _has_hooks(self) -> bool:
