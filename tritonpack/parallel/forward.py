@@ -123,7 +123,7 @@ class ShardedForward(InstanceForward):
 
     def _is_inside(self) -> bool:
         """Whether a sharded model around this one is running, and may not have passed its mask on (RWKV's head)."""
-        told = None if self.base is None else self.base.context.state.told
+        told = None if self.base is None else self.base.context.current.told
         return told is not None and told.shared
 
     @outside_of_graphs

@@ -93,7 +93,7 @@ def shard_inputs(
     if packed_batch.position_ids is not None:
         sharded["position_ids"] = batch.position_ids
     base = find_base(module)
-    if base is not None and (base.takes_any or "use_cache" in parameters_of(type(module))):
+    if base is not None and (base.takes_cache or "use_cache" in parameters_of(type(module))):
         sharded["use_cache"] = False
     if kept is not None:
         sharded["logits_to_keep"] = kept.local

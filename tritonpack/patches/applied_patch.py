@@ -16,9 +16,9 @@ from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.compact import Compaction
-from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
+from tritonpack.patches.guards import NoContinuousBatching, VirtualTokens
 from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.choose import forward_for
 from tritonpack.patches.layers.image_positions import METHOD, DocumentPositions
@@ -26,12 +26,11 @@ from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.poolers import pooler_forward
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook
+from tritonpack.patches.parts import InstanceForward, Part, PreHook
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.report import Report, holds, make_report
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.virtual_tokens import VirtualTokens, may_have_virtual_tokens
 
 
 class Options(NamedTuple):
@@ -89,6 +88,7 @@ class AppliedPatch:
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
         below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
+        by_name: whether the patch ends when the model gets another name: it asked for it by its attn_implementation.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class AppliedPatch:
         by_name: bool = False,
         require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        self._model = ModuleRef(model)
-        self.asked, self.below, self._by_name = asked, below, by_name
+        self._model = Part(model)
+        self.asked, self.below, self.by_name = asked, below, by_name
         self.require_trees = require_trees
         self.leases: list[object] = []
         self.in_force = False
@@ -116,10 +116,10 @@ class AppliedPatch:
             self.report = replace(self.report, saves=("padding", *copies))
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
-        generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.bases else []
-        self._managers = [ContinuousBatching(module, self.context, self.bases) for module in generating]
-        virtual = [VirtualTokens(module) for module in model.modules() if may_have_virtual_tokens(module)]
-        self.parts: list[Part] = [*names, *forwards, *guards, *self._managers, *virtual]
+        entry = NoContinuousBatching.attribute
+        managers = [NoContinuousBatching(m, self.context) for m in model.modules() if hasattr(type(m), entry)]
+        virtual = [VirtualTokens(m) for m in model.modules() if hasattr(type(m), "active_peft_config")]
+        self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
@@ -187,14 +187,6 @@ class AppliedPatch:
     @property
     def gone(self) -> bool:
         return self._model.gone
-
-    @property
-    def by_name(self) -> bool:
-        """Whether the patch ends when the model gets another name: the model asked for it by its attn_implementation.
-
-        A name that a running manager of continuous batching sets doesn't end it.
-        """
-        return self._by_name and not any(manager.running for manager in self._managers)
 
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""

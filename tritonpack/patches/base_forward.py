@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.attention_names import AttentionName
-from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, cache_of, tokens_of
+from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compact import Compaction, Placement, share
 from tritonpack.patches.cross_attention import cross_attention_mask
@@ -24,12 +25,12 @@ from tritonpack.patches.families import (
     PROMPT_TYPES,
     READS_PADDING,
 )
-from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
+from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_masks_kept, require_whole_rows
 from tritonpack.patches.interface import NAMES, require_own_attention, served
-from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
+from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
 from tritonpack.patches.pipeline import Pipeline
@@ -93,12 +94,14 @@ class BaseForward(Pipeline):
         prepare = self._prepare_outside_of_graphs if reads_lengths else self._prepare
         arguments = dict(arguments)
         packed_batch, of_layers, placements = prepare(arguments, packed_batch, torch.compiler.is_compiling())
-        state = self.context.state
-        if state.running:  # inside of another patched module, whose packing holds
-            of_layers = state.packed_batch
-        told = state.told if packed_batch is None else packed_batch
-        with self.context.holding(running=True, packed_batch=of_layers, told=told):
+        outer = self.context.current
+        if outer.running:  # inside of another patched module, whose packing holds
+            of_layers = outer.packed_batch
+        self.context.enter(Call(outer.told if packed_batch is None else packed_batch, True, of_layers))
+        try:
             output = self.inner(**arguments)
+        finally:
+            self.context.enter(outer)
         counted = packed_batch is not None and packed_batch.counted and isinstance(output, dict)
         if counted and (cache := cache_of(output)) is not None:
             setattr(cache, COUNTED, True)
@@ -125,9 +128,8 @@ class BaseForward(Pipeline):
         """
         self._require_ours(arguments, compiled)
         placements: list[Placement] = []
-        for name in PACKING:
-            if not self.takes(name) or name == TREE:
-                arguments.pop(name, None)
+        for name in self.untaken:
+            arguments.pop(name, None)
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.row is None:
             self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
@@ -137,7 +139,7 @@ class BaseForward(Pipeline):
             if packed_batch.row is not None and packed_batch.row.shared is not None:
                 placements.insert(0, packed_batch.row.shared)
                 packed_batch = share(packed_batch, packed_batch.row, arguments)
-            if packed_batch.row is not None and self.takes("use_cache"):
+            if packed_batch.row is not None and self.takes_cache:
                 arguments["use_cache"] = False  # its keys would be those of the one row
         of_layers = None
         if packed_batch is not None:
@@ -155,11 +157,12 @@ class BaseForward(Pipeline):
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
         """Refuse a call whose attention, mask or rows another library has replaced since the patch."""
         chosen, ours = self.module.config._attn_implementation_internal, NAMES[self.serving.attention]
+        if type(arguments.get("cache")).__name__ == "PagedAttentionCache":  # of a manager that was there before
+            raise UnsupportedModelError(CONTINUOUS_BATCHING)
         if chosen != ours:
             raise ValueError(
                 f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
-                "its packing. Call tritonpack.unpatch(model) before setting another; where continuous batching has set "
-                "it, stop its manager first."
+                "its packing. Call tritonpack.unpatch(model) before setting another."
             )
         if not self.outermost:
             return
@@ -170,16 +173,8 @@ class BaseForward(Pipeline):
         if self.serving.attention == "dense":
             require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
         for head in self.heads:
-            if head is not self:
-                head.require_in_place(arguments)
-
-    def refuse_paged(self) -> None:
-        """Refuse a call of continuous batching unless the model has the name from before the patch."""
-        if self.module.config._attn_implementation_internal == NAMES[self.serving.attention]:
-            raise ValueError(
-                "this model was patched while continuous batching was running. Stop the manager, and make a new "
-                "one after tritonpack.patch(model)."
-            )
+            if head.one_result or arguments.get("output_router_logits"):
+                head.require_in_place()
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         return self.read_documents(arguments)
@@ -190,7 +185,7 @@ class BaseForward(Pipeline):
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
-        pairs = is_pair_mask(mask) and self.outermost and self.context.state.told is None
+        pairs = is_pair_mask(mask) and self.outermost and self.context.current.told is None
         if mask is not None and not pairs and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
@@ -198,11 +193,11 @@ class BaseForward(Pipeline):
         if tokens is None or len(shape) != 2:
             return mask if isinstance(mask, PackedBatch) else None
         shape = torch.Size((shape[0] // self.codebooks, shape[1]))
-        told = mask if isinstance(mask, PackedBatch) else self.context.state.told if self.outermost else None
+        told = mask if isinstance(mask, PackedBatch) else self.context.current.told if self.outermost else None
         if told is not None and told.tells_documents:
             if told.tokens == shape:
                 told = told if told.serving == self.serving else told.replace(serving=self.serving)
-                return self._without_padding(told, arguments)
+                return told if self.padding is None else self._without_padding(told, arguments)
             require_one_document_a_row(
                 told,
                 f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
@@ -217,13 +212,13 @@ class BaseForward(Pipeline):
         packed_batch = make_packed_batch(
             arguments, shape, tokens.device, self.serving, self.pad_token, reads_pairs=pairs
         )
-        packed_batch = packed_batch.replace(cached=cache_of(arguments) is not None)
+        packed_batch.cached = cache is not None
         if pairs and packed_batch.cached and not _is_empty(arguments):
             raise ValueError(
                 "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
                 "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or no cache."
             )
-        return self._without_padding(packed_batch, arguments)
+        return packed_batch if self.padding is None else self._without_padding(packed_batch, arguments)
 
     def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Check a call with `tree_ends`. It leaves no cache, which would belong to no sequence."""
@@ -231,7 +226,7 @@ class BaseForward(Pipeline):
             raise ValueError(
                 "a row that is a tree leaves no cache that a sequence could continue. Leave use_cache out."
             )
-        if self.takes("use_cache"):
+        if self.takes_cache:
             arguments["use_cache"] = False
         if self.outermost:
             require_depths(packed_batch)
@@ -248,7 +243,7 @@ class BaseForward(Pipeline):
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""
         ids = arguments.get("input_ids")
-        if self.padding is None or ids is None or packed_batch.cached or packed_batch.attention_mask is not None:
+        if ids is None or packed_batch.cached or packed_batch.attention_mask is not None:
             return packed_batch
         real = ids != self.padding
         if "encoder_hidden_states" not in self.names:
@@ -280,7 +275,8 @@ class BaseForward(Pipeline):
             It, and again if it covers whole rows, because nothing is cached yet.
         """
         given = arguments.get("position_ids")
-        leave_positions_to(self.module, packed_batch, arguments)
+        if self.makes_positions:
+            leave_positions_to_model(packed_batch, arguments)
         wanting = given is None or (self.padding_place is not None and not packed_batch.shared)
         if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
             wanting = True  # the user passed no positions: a head counted them along the row
@@ -293,7 +289,7 @@ class BaseForward(Pipeline):
         if self.mixes:
             if self.outermost and not packed_batch.shared:
                 packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
-            if packed_batch.by_document and self.takes("use_cache"):
+            if packed_batch.by_document and self.takes_cache:
                 arguments["use_cache"] = False
         arguments["attention_mask"] = packed_batch
         fresh = not packed_batch.cached or _is_empty(arguments)

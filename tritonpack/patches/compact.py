@@ -223,7 +223,7 @@ class Compaction:
         if targets:
             labels = _labels_of(kept, table[1], predicts, (length, keep), head)
             for name in LABELS & arguments.keys():
-                arguments[name] = _on(given.device, labels)[0][None]
+                arguments[name] = _on(arguments[name].device, labels)[0][None]
         if keep < length:
             arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])[0]
         elif "logits_to_keep" in arguments:

@@ -19,7 +19,7 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.spans import take_spans
+from tritonpack.patches.spans import POSITIONS, take_spans
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
@@ -103,11 +103,11 @@ class EncoderDecoderForward(Pipeline):
             arguments: of the call.
             packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
         """
-        if packed_batch is None:
-            return self.inner(**arguments)
-        if self.mixed_loss and arguments.get("labels") is not None:
-            self._refuse_loss(packed_batch)
-        spans = take_spans(arguments, packed_batch, self.module, self.own)
+        spans = None
+        if packed_batch is not None:
+            if arguments.get("labels") is not None:
+                self.require_known_loss(packed_batch)
+            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
         output = self.inner(**arguments)
         return output if spans is None else spans.add_loss(output, self.name)
 

@@ -157,6 +157,7 @@ class PackedBatch(TensorLike):
         row: where the tokens of the user's batch lie in this one row, if it was made of them; else None.
         causal: whether a causal mask of pairs of tokens told the documents, so that no layer may see later tokens.
         shared: whether it is one rank's part of a batch.
+        tells_documents: whether anything in the call can tell several documents of a row apart.
         counted: whether the patch counted the positions of the call.
         compacted: whether `unpad` has made a row of it, or has left it as it is.
         recomputed: whether layers of a graph run again in backward. Such a layer can't keep anything for the next one.
@@ -191,7 +192,9 @@ class PackedBatch(TensorLike):
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.tree_ends, self.row, self.causal, self.counted = tree_ends, row, causal, counted
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
+        self.tells_documents = not (attention_mask is position_ids is boundaries is tree_ends is None)
         self.kept_batches: list[Any] = []  # by `batches_of`
+        self._kept_runs: tuple[Tensor, Tensor | None] | None = None
         self.kept_boundaries: dict[str, Tensor] = {}
 
     @property
@@ -222,12 +225,6 @@ class PackedBatch(TensorLike):
         begins = self.runs()[0] & tail
         begins[:, 0] = False
         return begins.cumsum(1) == 0
-
-    @property
-    def tells_documents(self) -> bool:
-        """Whether anything in the call can tell several documents of a row apart."""
-        told = (self.attention_mask, self.position_ids, self.boundaries, self.tree_ends)
-        return any(one is not None for one in told)
 
     def long(self) -> PackedBatch:
         return self
@@ -298,6 +295,11 @@ class PackedBatch(TensorLike):
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
+        if self._kept_runs is None:
+            self._kept_runs = self._find_runs()
+        return self._kept_runs
+
+    def _find_runs(self) -> tuple[Tensor, Tensor | None]:
         if self.tree_ends is not None:
             live = self.not_padding()
             return changes(live) | (live & (self.positions() == 0)), live

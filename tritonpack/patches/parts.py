@@ -14,33 +14,16 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 
 
-class ModuleRef:
-    """A weak reference to a module, so that hooks do not keep the module alive. A copy of the module has its own."""
+class ModuleRef(weakref.ref):
+    """A weak reference to a module, so that a patch does not keep it alive. A copy of the module has its own."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._reference = weakref.ref(module)
-
-    @property
-    def module(self) -> Any:
-        """The module. It is an error if the module is not in memory any more."""
-        module = self._reference()
-        if module is None:
-            raise UnsupportedModelError(
-                "a part of this model was replaced since it was patched, so nothing says where documents begin. Call "
-                "tritonpack.unpatch(model), build the model, and patch the whole."
-            )
-        return module
-
-    @property
-    def gone(self) -> bool:
-        """Whether the module is not in memory any more, because another one took its place in the model."""
-        return self._reference() is None
+    __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
-        return ModuleRef(copy.deepcopy(self.module, memo))
+        return ModuleRef(copy.deepcopy(self(), memo))
 
-    def __reduce__(self) -> tuple[type[ModuleRef], tuple[nn.Module]]:
-        return ModuleRef, (self.module,)
+    def __reduce__(self) -> tuple[type[ModuleRef], tuple[Any]]:
+        return ModuleRef, (self(),)
 
 
 class Part:
@@ -54,11 +37,19 @@ class Part:
 
     @property
     def module(self) -> Any:
-        return self._module.module
+        """The module. It is an error if the module is not in memory any more."""
+        module = self._module()
+        if module is None:
+            raise UnsupportedModelError(
+                "a part of this model was replaced since it was patched, so nothing says where documents begin. Call "
+                "tritonpack.unpatch(model), build the model, and patch the whole."
+            )
+        return module
 
     @property
     def gone(self) -> bool:
-        return self._module.gone
+        """Whether the module is not in memory any more, because another one took its place in the model."""
+        return self._module() is None
 
     def install(self) -> None:
         raise NotImplementedError
@@ -96,6 +87,7 @@ class InstanceForward(Part):
 
     Attributes:
         attribute: the name of the method that this object replaces.
+        name: the name of the module's class.
         names: the names of the method's arguments.
         own: a forward that this instance had before, such as accelerate's; None if it had none.
         wrapper: what other code has put in place of this forward, and which calls it.
@@ -105,7 +97,7 @@ class InstanceForward(Part):
 
     def __init__(self, module: nn.Module, context: PackingContext) -> None:
         super().__init__(module)
-        self.context = context
+        self.context, self.name = context, type(module).__name__
         self.names = parameters_of(type(module), self.attribute)
         self.own: Any = None
         self.wrapper: Any = None
@@ -136,20 +128,16 @@ class InstanceForward(Part):
         return forward is self
 
     @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
-    @property
     def packed_batch(self) -> PackedBatch | None:
         """The packing of the current forward pass; None if a cache is in use. Outside of a forward pass: an error."""
-        state = self.context.state
-        if state.packed_batch is None and not state.running:
+        call = self.context.current
+        if call.packed_batch is None and not call.running:
             raise ValueError(
                 f"{self.name} was called outside of its model's forward pass, where nothing says where documents "
                 "begin. Call the model, or unpatch it first. Where a checkpointing function of your own recomputes it, "
                 "use the model's gradient_checkpointing_enable() or torch's checkpoint_wrapper."
             )
-        return state.packed_batch
+        return call.packed_batch
 
     @property
     def inner(self) -> Any:

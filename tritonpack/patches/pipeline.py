@@ -26,23 +26,21 @@ from tritonpack.patches.call_arguments import (
     TREE,
     cache_of,
     in_form,
-    is_paged,
-    refuse_unmade_masks,
     tokens_of,
 )
 from tritonpack.patches.compact import labels_of, lay_back_head
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
+from tritonpack.patches.guards import require_read
 from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
-from tritonpack.patches.layers.image_positions import leave_positions_to
+from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
 from tritonpack.patches.names import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
-from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMaskError, make_packed_batch
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.report import holds
-from tritonpack.patches.spans import take_spans
+from tritonpack.patches.spans import POSITIONS, take_spans
 from tritonpack.patches.tokens import text_config
 
 if TYPE_CHECKING:
@@ -77,31 +75,27 @@ class Pipeline(InstanceForward):
         super().__init__(module, context)
         self.base: BaseForward = base or self  # type: ignore[assignment]
         parameters = inspect.signature(module.forward).parameters
-        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_cache, self.takes_mask = (takes_any or x in self.names for x in ("use_cache", "attention_mask"))
+        self.untaken = [name for name in PACKING if name == TREE or not (takes_any or name in self.names)]
         self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
+        self.has_choices = any(kind.__name__.endswith("ForMultipleChoice") for kind in type(module).__mro__)
+        self.makes_positions = hasattr(module, METHOD)
+        self.takes_return_dict = takes_any or "return_dict" in self.names
         self.known = frozenset((*self.names, *self.base.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is self.base.module)
         self.part = type(self.base.module).__name__
         self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
 
-    def takes(self, argument: str) -> bool:
-        return self.takes_any or argument in self.names
-
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, in the form in which they are read."""
-        return in_form(super().bound(args, kwargs))
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.bound(args, kwargs)
-        if not torch.compiler.is_compiling():
-            self.require_parts()
-        if is_paged(arguments.get("cache")):
-            self.base.refuse_paged()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.installed:
             return self.inner(*args, **kwargs)
-        if self.context.state.told is not None:
+        arguments = in_form(self.bound(args, kwargs))
+        if not torch.compiler.is_compiling():
+            self._require_parts()
+        if self.context.current.told is not None:
             return self.run_inside(arguments)
-        refuse_near_misses(arguments, self.known, self.name)
-        refuse_unmade_masks(arguments)
+        require_read(arguments, self.known, self.name)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
             raise UnsupportedModelError(
                 "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
@@ -109,23 +103,25 @@ class Pipeline(InstanceForward):
         wanted = arguments.get("return_dict")
         if wanted is None:  # PEFT passes None
             wanted = getattr(self.module.config, "return_dict", True)
-        if wanted or not self.takes("return_dict"):
+        if wanted or not self.takes_return_dict:
             return self.run(arguments)
         return self.run({**arguments, "return_dict": True}).to_tuple()
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call, whose outputs have names."""
-        self._require_one_document_a_choice(arguments)
         packed_batch = self.read(arguments)
         try:
             if packed_batch is None:
                 return self.run_unread(arguments)
-            self.require_result_of_each(packed_batch)
-            check_labels(self.module, arguments, packed_batch)
-            if self.mixed_loss and arguments.get("labels") is not None:
-                self._refuse_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self.module, self.own)
-            row, within = self.compact(packed_batch, arguments)
+            if self.one_result:
+                self.require_result_of_each(packed_batch)
+            if arguments.get("labels") is not None:
+                check_labels(self.module, arguments, packed_batch)
+                self.require_known_loss(packed_batch)
+            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
+            row, within = packed_batch, arguments
+            if self.base.compaction is not None:
+                row, within = self._compact(packed_batch, arguments)
             output = self.run_packed(within, row)
         except (ValueError, RuntimeError, IndexError) as error:
             self._explain(error, arguments, packed_batch)
@@ -141,18 +137,24 @@ class Pipeline(InstanceForward):
         packed_batch = self.read(arguments)
         if packed_batch is None:
             return self.run_unread(arguments)
-        self.require_result_of_each(packed_batch)
+        if self.one_result:
+            self.require_result_of_each(packed_batch)
         return self.run_packed(arguments, packed_batch)
 
     def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         """Run the model on documents that were read."""
-        arguments = {name: x for name, x in arguments.items() if name not in PACKING or self.takes(name)}
-        arguments.pop(TREE, None)  # nothing but `make_packed_batch` reads it
-        if packed_batch.tells_documents and self.takes("attention_mask"):
+        arguments = dict(arguments)
+        for name in self.untaken:
+            arguments.pop(name, None)
+        if packed_batch.tells_documents and self.takes_mask:
             arguments["attention_mask"] = packed_batch
-        leave_positions_to(self.module, packed_batch, arguments)
-        with self.context.holding(told=packed_batch):
+        if self.makes_positions:
+            leave_positions_to_model(packed_batch, arguments)
+        before = self.context.enter(Call(packed_batch, *self.context.current[1:]))
+        try:
             return self.inner(**arguments)
+        finally:
+            self.context.enter(before)
 
     def run_unread(self, arguments: dict[str, Any]) -> Any:
         """Run a call whose masks are made already, or that the model itself refuses."""
@@ -163,18 +165,18 @@ class Pipeline(InstanceForward):
         mask = arguments.get("attention_mask")
         if isinstance(mask, PackedBatch):
             return mask
-        if len(tokens_of(arguments)[1]) == 3:  # each row is a choice that holds one document
-            return None
+        if len(tokens_of(arguments)[1]) == 3:
+            if self.has_choices:
+                self._require_one_document_a_choice(arguments)
+            return None  # choices, or columns of codebooks
         # Beside a cache a mask of pairs is generate()'s, which the base claims.
-        pairs = is_pair_mask(mask) and cache_of(arguments) is None
-        if mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2):
-            return None
-        return self.base.read_documents(arguments)
+        if mask is None or mask.ndim == 2 or (is_pair_mask(mask) and cache_of(arguments) is None):
+            return self.base.read_documents(arguments)
+        return None
 
-    def compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
+    def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
         """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
-        if self.base.compaction is None:
-            return packed_batch, arguments
+        assert self.base.compaction is not None
         if not self._runs_on_rows(arguments, packed_batch):
             check_padding_labels(self.module, arguments, packed_batch, refuse=True)
             return packed_batch, arguments
@@ -210,7 +212,7 @@ class Pipeline(InstanceForward):
             self.module.get_submodule(part)._forward_hooks for part in parts
         )
 
-    def require_parts(self) -> None:
+    def _require_parts(self) -> None:
         """Refuse a call if the patched module was replaced since. It may be wrapped."""
         part = self.module
         for name in self.path.split(".") if self.path else ():
@@ -222,9 +224,9 @@ class Pipeline(InstanceForward):
                 f"new {self.path} comes from, put the parts together, and patch the whole with tritonpack.patch(model)."
             )
 
-    def require_in_place(self, arguments: dict[str, Any]) -> None:
+    def require_in_place(self) -> None:
         """Refuse a call whose result this forward must compute, if another forward has replaced it since."""
-        if (self.one_result or arguments.get("output_router_logits")) and not self.in_place:
+        if not self.in_place:
             raise ValueError(
                 f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
                 "rows would mix documents. Replace it first and patch the model then: call tritonpack.unpatch(model) "
@@ -240,24 +242,22 @@ class Pipeline(InstanceForward):
     def _require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
         """Refuse packed rows in multiple choice, whose tokens are (B, choices, T)."""
         tokens, shape = tokens_of(arguments)
-        if tokens is None or len(shape) != 3:
-            return
-        if not any(kind.__name__.endswith("ForMultipleChoice") for kind in type(self.module).__mro__):
-            return  # columns of codebooks
+        assert tokens is not None
         given = {name: x for name in (*TELLING, "input_ids") if isinstance(x := arguments.get(name), Tensor)}
         told = {name: x.flatten(0, 1) if x.shape == shape else x for name, x in given.items()}
         rows = torch.Size((shape[0] * shape[1], shape[2]))
         packed_batch = make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token)
         require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
 
-    def _refuse_loss(self, packed_batch: PackedBatch) -> None:
+    def require_known_loss(self, packed_batch: PackedBatch) -> None:
         """Refuse labels of packed rows if the model's own loss mixes documents."""
-        require_one_document_a_row(
-            packed_batch,
-            f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
-            f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded "
-            "rows to the unpatched model.",
-        )
+        if self.mixed_loss:
+            require_one_document_a_row(
+                packed_batch,
+                f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
+                f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded "
+                "rows to the unpatched model.",
+            )
 
     def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
         """Raise an error that names the argument by which a call has probably failed."""
