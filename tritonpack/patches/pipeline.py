@@ -170,9 +170,9 @@ class Pipeline(InstanceForward):
                 self._require_one_document_a_choice(arguments)
             return None  # choices, or columns of codebooks
         # Beside a cache a mask of pairs is generate()'s, which the base claims.
-        if mask is None or mask.ndim == 2 or (is_pair_mask(mask) and cache_of(arguments) is None):
-            return self.base.read_documents(arguments)
-        return None
+        pairs = is_pair_mask(mask) and cache_of(arguments) is None
+        made = mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2)
+        return None if made else self.base.read_documents(arguments)
 
     def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
         """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
