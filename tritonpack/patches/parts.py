@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from typing import Any
@@ -14,26 +13,20 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 
 
-class ModuleRef(weakref.ref):
-    """A weak reference to a module, so that a patch does not keep it alive. A copy of the module has its own."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
-        return ModuleRef(copy.deepcopy(self(), memo))
-
-    def __reduce__(self) -> tuple[type[ModuleRef], tuple[Any]]:
-        return ModuleRef, (self(),)
-
-
 class Part:
-    """One thing that a patch puts on a module.
+    """One thing that a patch puts on a module, which it doesn't keep alive. A copy of the module has a copy of it.
 
     An interrupt may come at any line, so `install` and `remove` may be called again: a second call changes nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = ModuleRef(module)
+        self._module = weakref.ref(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
 
     @property
     def module(self) -> Any:
