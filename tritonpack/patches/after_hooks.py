@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.first_call import Watch
 from tritonpack.patches.later_logits import STATES
 from tritonpack.patches.placement import Placement
 
@@ -38,9 +37,6 @@ class AfterHooks:
             return action(output)
 
         self.pending[module] = module.register_forward_hook(last)
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, Watch):  # after an exception torch calls it, and its removal must be that of the last
-                module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
     def end(self) -> None:
         """Remove hooks that haven't run, because a hook of a user raised an exception."""
@@ -58,8 +54,7 @@ class AfterHooks:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a forward hook of users runs after the forward of a module: one of its own, or one of all modules."""
-    own = any(not isinstance(hook, Watch) for hook in module._forward_hooks.values())
-    return own or bool(all_modules._global_forward_hooks)
+    return bool(module._forward_hooks or all_modules._global_forward_hooks)
 
 
 def back_in_row(output: Any, placement: Placement | None) -> Any:

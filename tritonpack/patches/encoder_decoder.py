@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
-from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import IGNORED, check_padding_labels, warn_of_first_labels
 from tritonpack.patches.model_forward import ModelForward
@@ -73,7 +71,7 @@ class EncoderDecoderForward(ModelForward):
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
             if packed_batch is not None:
                 check_padding_labels(self.module, arguments, packed_batch)
-        return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
+        return self.with_loss(lambda: self.inner(**arguments), arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
         """Run a call whose decoder gets the encoder's tokens, shifted to the right: both have the same documents."""
@@ -95,19 +93,7 @@ class EncoderDecoderForward(ModelForward):
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
-
-    def _run_watched(self, arguments: dict[str, Any]) -> Any:
-        """Run the module. Its first packed call checks code of others."""
-        sides = [arguments.get(name) for name in ("attention_mask", "decoder_attention_mask")]
-        first = [side for side in sides if isinstance(side, PackedBatch) and self._is_first(side)]
-        with ExitStack() as watches:
-            for side in first:
-                watches.enter_context(kept_apart(self.module, side))
-            output = self.inner(**arguments)
-        if first:
-            self.seen = True
-        return output
+        return self.with_loss(lambda: self.inner(**arguments), arguments, packed_batch)
 
     def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
         """Refuse rows that are padded on the right, whose scores would be read from padding."""

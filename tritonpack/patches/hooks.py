@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from tritonpack.patches.families import (
     PROMPT_TYPES,
     READS_PADDING,
 )
-from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
 from tritonpack.patches.interface import NAMES, require_own_attention, served
 from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
@@ -51,8 +49,6 @@ class PackingHook(PreHook):
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         compaction: removes padding and common beginnings from the call; None unless `patch` was asked for it.
-        require_trees: refuses the model in its first call with `tree_ends` unless it is exact in trees; None later.
-        first_call: the check of the module's first call.
         deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
             does nothing.
     """
@@ -72,7 +68,6 @@ class PackingHook(PreHook):
         mixes: bool,
         outermost: bool,
         compaction: Compaction | None = None,
-        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(module)
         signature = inspect.signature(module.forward)
@@ -81,8 +76,7 @@ class PackingHook(PreHook):
         self.name = AttentionName(module, NAMES[serving.attention])
         self.serving, self.checkpoints, self.context = serving, checkpoints, context
         self.report, self.heads, self.mixes, self.outermost = report, heads, mixes, outermost
-        self.compaction, self.require_trees = compaction, require_trees
-        self.first_call = FirstCall(module, serving.attention == "dense")
+        self.compaction = compaction
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
@@ -152,8 +146,6 @@ class PackingHook(PreHook):
                 packed_batch.recomputed = any(
                     getattr(part, "gradient_checkpointing", False) for part in module.modules()
                 )
-            if not compiled and not self.first_call.done and packed_batch is not None:
-                self.first_call.watch(module, packed_batch)
         if arguments.get("encoder_hidden_states") is not None:
             arguments["encoder_attention_mask"] = meet(arguments, packed_batch, self.names, self.serving)
         if self.checkpoints is not None:
@@ -211,15 +203,6 @@ class PackingHook(PreHook):
             arguments["use_cache"] = False
         if self.outermost:
             require_depths(packed_batch)
-        if self.require_trees is None or not self.outermost:
-            return
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "the first call with tree_ends tries whether this model is exact in trees, which a graph can't. Call "
-                "the model once before torch.compile, or patch it with share_prefixes=True."
-            )
-        self.require_trees(self.heads[0].module)
-        self.require_trees = None
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""

@@ -7,8 +7,8 @@ and the row holds several documents.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +30,6 @@ from tritonpack.patches.call_arguments import (
     tokens_of,
 )
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
-from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.head_targets import HeadTargets, targets_of
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import check_padding_labels, require_targets_of_trees, warn_of_first_labels
@@ -43,6 +42,7 @@ from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMaskError, make_packed_batch
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.placement import Placement
+from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import holds
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import text_config
@@ -65,17 +65,17 @@ class ModelForward(InstanceForward):
         hook: the hook of the patched module.
         path: the name of the patched module in this one; empty if they are the same.
         known: the arguments that this model and its patched module take.
-        seen: whether a packed call has checked the code of others in this model.
         one_result: whether the model gives one result for each row.
-        mixed_loss: what a trial found wrong with the model's own loss of packed documents; empty if nothing.
+        mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
+        proof: what shows that this model keeps documents apart.
     """
 
     mixed_loss = ""
+    proof: Proof
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
         super().__init__(module, context)
         self.hook = hook
-        self.seen = False
         parameters = inspect.signature(module.forward).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
@@ -116,6 +116,8 @@ class ModelForward(InstanceForward):
             )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.proof.passing is not None and self.proof.passing == threading.get_ident():
+            return self.inner(*args, **kwargs)
         arguments = self.bound(args, kwargs)
         if not torch.compiler.is_compiling():
             self.require_parts()
@@ -123,6 +125,7 @@ class ModelForward(InstanceForward):
             return self.inner(*args, **kwargs)
         if self.context.state.told is not None:  # inside of another head, which has read the documents
             return self.run(arguments)
+        self.proof.require(self, arguments)
         refuse_near_misses(arguments, self.known, self.name)
         refuse_unmade_masks(arguments)
         if arguments.get("output_attentions") and self.hook.serving.attention == "tritonpack":
@@ -180,10 +183,8 @@ class ModelForward(InstanceForward):
         arguments = self._pass_on(packed_batch, arguments)
         targets = self._targets(arguments, packed_batch) if outermost else self.context.state.targets
         within = targets.within(arguments) if outermost and targets is not None else arguments
-        first = (outermost or packed_batch.placement is not None) and self._is_first(packed_batch)
         try:
-            watch = kept_apart(self.module, packed_batch) if first else nullcontext()
-            with self.context.holding(told=packed_batch, targets=targets), watch:
+            with self.context.holding(told=packed_batch, targets=targets):
                 output = self.inner(**within)
             if outermost and targets is not None:
                 targets.hooks.require_run()
@@ -198,8 +199,6 @@ class ModelForward(InstanceForward):
             output = targets.finish(output, self.module, self.path, arguments)
         if packed_batch.counted and isinstance(output, dict) and (cache := cache_of(output)) is not None:
             setattr(cache, COUNTED, True)
-        if first:
-            self.seen = True
         if outermost and not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
         return output
@@ -213,15 +212,6 @@ class ModelForward(InstanceForward):
         if not patched.issuperset(inside):
             return None
         return targets_of(self.module, self.inner, inside[0], arguments, packed_batch)
-
-    def _is_first(self, packed_batch: PackedBatch) -> bool:
-        """Whether a call is the first one with several documents in a row, and the model holds code of others."""
-        if torch.compiler.is_compiling() or self.seen or packed_batch.shared or packed_batch.cached:
-            return False
-        if not packed_batch.tells_documents or not _has_several(packed_batch):
-            return False  # code of others may still be put in before the first packed call
-        self.seen = not foreign_modules(self.module)
-        return not self.seen
 
     def _read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """The packing of a call; None if its masks are made already, or if its rows are not two-dimensional."""
@@ -348,8 +338,3 @@ def _beside_tokens(arguments: dict[str, Any]) -> list[str]:
     left = (*PACKING, *TARGETS, "input_ids", "inputs_embeds")
     tensors = [name for name, x in arguments.items() if name not in left and isinstance(x, Tensor)]
     return [name for name in tensors if tokens is None or arguments[name].shape[:2] != shape[:2]]
-
-
-def _has_several(packed_batch: PackedBatch) -> bool:
-    """Whether a row is known to hold several documents."""
-    return packed_batch.tree_ends is not None or Documents.of(packed_batch) is not None

@@ -56,12 +56,10 @@ class IntervalMask(TensorLike):
         mask: the mask of all queries and keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
         packed_batch: the packing of the tokens; None if the keys are others, such as those of a cache.
-        on_use: called when attention uses a mask without a packing, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
     dtype = torch.bool
-    on_use: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -86,15 +84,8 @@ class IntervalMask(TensorLike):
             return self
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
-    def count_use(self) -> None:
-        """Report a use of the mask by a layer to the check of a model's first call."""
-        on_use = self.on_use if self.packed_batch is None else self.packed_batch.on_use
-        if on_use is not None:
-            on_use()
-
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
-        self.count_use()
         mask = self.mask if self.device == q.device else self.mask.to(q.device)
         if self.packed_batch is not None and self.packed_batch.recomputed:
             mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
@@ -102,7 +93,6 @@ class IntervalMask(TensorLike):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
-        self.count_use()
         for known, tensor in self.kept:
             if known == dtype:
                 return tensor
@@ -126,7 +116,6 @@ class IntervalMask(TensorLike):
         """The mask as (B, 1, T, K). Padding sees itself if it is among the keys, because a softmax over nothing has no
         value. No document sees what padding computes."""
         self.serving.require_in_force()  # recomputed layers of an unpatched model get this mask, too
-        self.count_use()
         if dtype == torch.float64:
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
@@ -170,7 +159,6 @@ class PackedBatch(TensorLike):
         shared: whether it is one rank's part of a batch.
         counted: whether the patch counted the positions of the call.
         recomputed: whether layers of a graph run again in backward. Such a layer can't keep anything for the next one.
-        on_use: called when attention uses one of its masks in a model's first call.
     """
 
     shared = recomputed = False
@@ -202,7 +190,6 @@ class PackedBatch(TensorLike):
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.tree_ends, self.placement, self.causal, self.counted = tree_ends, placement, causal, counted
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
-        self.on_use: Callable[[], None] | None = None
         self.kept_batches: list[Any] = []  # by `batches_of`
         self.kept_boundaries: dict[str, Tensor] = {}
 
