@@ -27,6 +27,7 @@ from tritonpack.parallel.validate import (
     shared_modules,
 )
 from tritonpack.patches import patch
+from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.patching import Patch
 
 if TYPE_CHECKING:
@@ -237,6 +238,8 @@ class SequenceParallel:
             base = find_base(model)
             if base is None:
                 self._patches.append(patch(model))
+            for applied in applied_to(model):
+                applied.proof.settle()
             require_shardable(model, self._patches[-1].report if base is None else base.report)
             check_stride(self.state.heads_k_stride, self.state.exchange, key_heads(model))
             for module in shared_modules(model):  # one by one, so that an error leaves none behind

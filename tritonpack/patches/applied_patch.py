@@ -28,6 +28,7 @@ from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, Part, PreHook
 from tritonpack.patches.pipeline import Pipeline
+from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import Report, holds, make_report
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tokens import text_config
@@ -83,7 +84,7 @@ class AppliedPatch:
         parts: what the patch puts on modules, in the order of `apply`.
         bases: the forwards of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        require_trees: refuses a model that isn't exact in trees; None for a model on trial.
+        proof: what shows that the heads keep documents apart.
         compaction: removes padding from calls; None if the user hasn't asked for it.
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
@@ -98,11 +99,9 @@ class AppliedPatch:
         asked: Options,
         below: list[AppliedPatch],
         by_name: bool = False,
-        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._model = Part(model)
         self.asked, self.below, self.by_name = asked, below, by_name
-        self.require_trees = require_trees
         self.leases: list[object] = []
         self.in_force = False
         self.context = PackingContext()
@@ -120,6 +119,7 @@ class AppliedPatch:
         managers = [NoContinuousBatching(m, self.context) for m in model.modules() if hasattr(type(m), entry)]
         virtual = [VirtualTokens(m) for m in model.modules() if hasattr(type(m), "active_peft_config")]
         self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
+        self.proof = Proof(self)
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
@@ -151,7 +151,6 @@ class AppliedPatch:
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),
                     compaction=self.compaction,
-                    require_trees=self.require_trees,
                 )
             )
         outermost = [base for base in self.bases if base.outermost]
@@ -169,16 +168,6 @@ class AppliedPatch:
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
         return names, [*layers, *images, *self.heads]
-
-    def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
-        """Make models whose own loss mixes documents refuse packed rows with labels.
-
-        `losses` are these models, each with what a trial found.
-        """
-        seen = {id(model): what for model, what in losses}
-        for part in self.parts:
-            if isinstance(part, Pipeline):
-                part.mixed_loss = seen.get(id(part.module), "")
 
     @property
     def model(self) -> nn.Module:

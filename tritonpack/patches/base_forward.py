@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
@@ -49,7 +48,6 @@ class BaseForward(Pipeline):
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one.
         compaction: removes padding and common beginnings from calls; None unless `patch` was asked for it.
-        require_trees: refuses the model in its first call with `tree_ends` unless it is exact in trees; None later.
         sharded: how many contexts of sequence parallelism share the module's batches among ranks.
     """
 
@@ -67,13 +65,12 @@ class BaseForward(Pipeline):
         mixes: bool,
         outermost: bool,
         compaction: Compaction | None = None,
-        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(module, context)
         self.attention_name = AttentionName(module, NAMES[serving.attention])
         self.serving, self.checkpoints, self.report = serving, checkpoints, report
         self.heads, self.mixes, self.outermost = heads, mixes, outermost
-        self.compaction, self.require_trees = compaction, require_trees
+        self.compaction = compaction
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
@@ -230,15 +227,6 @@ class BaseForward(Pipeline):
             arguments["use_cache"] = False
         if self.outermost:
             require_depths(packed_batch)
-        if self.require_trees is None or not self.outermost:
-            return
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "the first call with tree_ends tries whether this model is exact in trees, which a graph can't. Call "
-                "the model once before torch.compile, or patch it with share_prefixes=True."
-            )
-        self.require_trees(self.heads[0].module)
-        self.require_trees = None
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""

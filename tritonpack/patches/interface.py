@@ -35,6 +35,13 @@ NAMES = {
 }
 
 
+def stock_name(module: PreTrainedModel, before: str | None) -> str:
+    """The name that a module's attention had before its patch, or transformers' default if that was our name."""
+    if before is None or before in NAMES.values():
+        return "sdpa" if takes_sdpa(module) else "eager"
+    return before
+
+
 def takes_sdpa(module: PreTrainedModel) -> bool:
     """Whether transformers' sdpa computes all of a module's attention.
 

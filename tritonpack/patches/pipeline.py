@@ -9,6 +9,7 @@ itself. A call is refused if the model computes something of a whole row and the
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ from tritonpack.patches.tokens import text_config
 
 if TYPE_CHECKING:
     from tritonpack.patches.base_forward import BaseForward
+    from tritonpack.patches.proof import Proof
 
 # The refusal of packed rows in models that give one result for each row, after the model's name.
 ONE_RESULT = (
@@ -66,10 +68,12 @@ class Pipeline(InstanceForward):
         path: the name of the patched module in this one; empty if they are the same.
         known: the arguments that this model and its patched module take.
         one_result: whether the model gives one result for each row.
-        mixed_loss: what was found wrong with the model's own loss of packed documents; empty if nothing.
+        mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
+        proof: what shows that this model keeps documents apart.
     """
 
     mixed_loss = ""
+    proof: Proof
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, base: BaseForward | None = None) -> None:
         super().__init__(module, context)
@@ -88,13 +92,15 @@ class Pipeline(InstanceForward):
         self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed:
+        passing = self.proof.passing
+        if not self.installed or (passing is not None and passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
         arguments = in_form(self.bound(args, kwargs))
         if not torch.compiler.is_compiling():
             self._require_parts()
         if self.context.current.told is not None:
             return self.run_inside(arguments)
+        self.proof.require(self, arguments)
         require_read(arguments, self.known, self.name)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
             raise UnsupportedModelError(
