@@ -56,7 +56,7 @@ from tests.patches.foreign import (
 from tests.patches.pairs import tiny_pair_model
 from tritonpack.cli.small_copies.small_copy import spread
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches import choose_modules, hooks, proof
+from tritonpack.patches import base_forward, choose_modules, proof
 from tritonpack.patches.layers import choose, positions
 
 
@@ -228,7 +228,7 @@ def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose, name, frozenset())
     for owner, name in (
         (choose, "REWRITTEN"), (choose_modules, "REFUSED"),
-        (choose_modules, "REFUSED_LAYERS"), (hooks, "PLACES_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
+        (choose_modules, "REFUSED_LAYERS"), (base_forward, "PLACES_FROM_MASK"), (base_forward, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})
