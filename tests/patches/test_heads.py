@@ -128,8 +128,8 @@ def test_heads_that_pass_on_no_packing_or_positions_of_the_row(kind: type[LlamaF
 def test_a_head_that_adds_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
     with pytest.raises(tritonpack.UnsupportedModelError, match="Train it on padded rows, unpatched"):
-        tritonpack.patch(model)
-    monkeypatch.setattr("tritonpack.patches.choose_modules.require_evidence", lambda *_: [])
+        tritonpack.patch(model).prove()
+    monkeypatch.setattr("tritonpack.patches.proof.Proof.require", lambda *_: None)
     with tritonpack.patch(model):
         assert model(**padded(pieces)).shape[1] == max(LENGTHS) + 1
         with pytest.raises(ValueError, match=r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"):

@@ -225,7 +225,8 @@ def _refusal(built: Built) -> Column | None:
     """The results of a model that `patch` refuses; None if it doesn't."""
     with suppress(Exception):  # another error is less telling than the one that keeps the model from running
         try:
-            with patch(built.model):
+            with patch(built.model) as handle:
+                handle.prove()
                 return None
         except UnsupportedModelError as error:
             return Column(whole=_judgement("refused", str(error)))
@@ -258,6 +259,7 @@ def _columns(
     try:
         with patch(model) as handle:
             patched.report = str(handle.report)
+            handle.prove()
             fill(patched, subject, "tritonpack")
     except UnsupportedModelError as error:
         patched.whole = _judgement("refused", str(error))
