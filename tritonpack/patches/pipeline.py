@@ -45,7 +45,6 @@ from tritonpack.patches.spans import POSITIONS, take_spans
 from tritonpack.patches.tokens import text_config
 
 if TYPE_CHECKING:
-    from tritonpack.patches.base_forward import BaseForward
     from tritonpack.patches.proof import Proof
 
 # The refusal of packed rows in models that give one result for each row, after the model's name.
@@ -75,9 +74,9 @@ class Pipeline(InstanceForward):
     mixed_loss = ""
     proof: Proof
 
-    def __init__(self, module: PreTrainedModel, context: PackingContext, base: BaseForward | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any = None) -> None:
         super().__init__(module, context)
-        self.base: BaseForward = base or self  # type: ignore[assignment]
+        self.base: Any = base or self  # a BaseForward
         parameters = inspect.signature(module.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.takes_cache, self.takes_mask = (takes_any or x in self.names for x in ("use_cache", "attention_mask"))
