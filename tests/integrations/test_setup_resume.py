@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 import tritonpack
 from tests.integrations.test_setup import DOCUMENTS, StopAt, Watch, make_trainer
@@ -16,20 +16,26 @@ STEPS = 10  # rows of an epoch
 SETUP = {"tokens", "lookahead", "max_document_length"}  # arguments of setup
 
 
-def trained(folder: Path, resume: int | None = None, stop: int | None = None, **options: Any) -> tuple[Any, list[Any]]:
+def trained(
+    folder: Path, resume: int | None = None, stop: int | None = None, callback: Any = None, **options: Any
+) -> tuple[Any, list[Any]]:
     """The trainer, and the documents of each batch that it has trained on."""
     packing = {name: options.pop(name) for name in SETUP & options.keys()}
     options = {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1000, **options}
     trainer = make_trainer(folder, **options)
     tritonpack.setup(trainer, **{"tokens": TOKENS, "steps_together": 1, **packing})
     watch = Watch(trainer.model)
-    if stop is not None:
-        trainer.add_callback(StopAt(stop))
+    for one in (callback, None if stop is None else StopAt(stop)):
+        if one is not None:
+            trainer.add_callback(one)
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
     return trainer, watch.batches
 
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "within the first epoch": (4, {}, {}),
+    "after the first epoch": (11, {}, {}),
+    "within the second epoch": (14, {}, {}),
     "more epochs": (4, {"num_train_epochs": 1}, {"num_train_epochs": 3}),
     "more epochs after the last": (STEPS, {"num_train_epochs": 1}, {"num_train_epochs": 2}),
     "fewer epochs": (4, {"num_train_epochs": 3}, {"num_train_epochs": 1}),
@@ -43,7 +49,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled("more epochs", "more steps")
+@pytest.mark.sampled("within the second epoch", "more epochs", "more steps")
 def test_goes_on_with_the_same_batches(case: str, tmp_path: Path) -> None:
     step, first, then = CASES[case]
     whole, batches = trained(tmp_path / "whole", **then)
@@ -51,6 +57,8 @@ def test_goes_on_with_the_same_batches(case: str, tmp_path: Path) -> None:
     resumed, rest = trained(tmp_path / "parts", resume=step, **then)
     assert rest == batches[step:]
     assert resumed.state.global_step == whole.state.global_step
+    saved = [trainer.state.stateful_callbacks["tritonpack"] for trainer in (resumed, whole)]
+    assert saved[0] == saved[1] or first != then
     for name, p in resumed.model.named_parameters():
         assert torch.equal(p, whole.model.get_parameter(name)), name
 
@@ -158,80 +166,32 @@ def test_names_epochs_that_need_more_steps(tmp_path: Path) -> None:
         trained(tmp_path, tokens=40, resume=2, num_train_epochs=6)
 
 
-class TestResuming:
-    def trainer(self, folder: Path, **options: Any) -> Trainer:
-        return make_trainer(folder, **{"gradient_accumulation_steps": 1, "save_strategy": "steps", **options})
+@pytest.mark.slow
+def test_refuses_checkpoints_without_its_state(tmp_path: Path) -> None:
+    trained(tmp_path, stop=4)
+    path = tmp_path / "checkpoint-4" / "trainer_state.json"
+    saved = json.loads(path.read_text())
+    saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"it has version 0\. Resume with the version"):
+        trained(tmp_path, resume=4)
+    del saved["stateful_callbacks"]["tritonpack"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"without tritonpack\.setup"):
+        trained(tmp_path, resume=4)
+    assert len(trained(tmp_path, resume=4, ignore_data_skip=True)[1]) == 2 * ROWS - 4, "its epoch began anew"
 
-    def stopped(self, folder: Path, step: int) -> str:
-        """A checkpoint, written after so many steps."""
-        trainer = self.trainer(folder, save_steps=1000)
-        tritonpack.setup(trainer, TOKENS)
-        trainer.add_callback(StopAt(step))
-        trainer.train()
-        return str(folder / f"checkpoint-{step}")
 
-    @pytest.mark.parametrize("step", [14, 4, 10])
-    @pytest.mark.sampled("14")
-    @pytest.mark.heavy
-    def test_goes_on_with_the_next_batch(self, step: int, tmp_path: Path) -> None:
-        """Within the first epoch of 10 steps, after it, and within the second."""
-        whole = self.trainer(tmp_path / "whole", save_steps=1000)
-        tritonpack.setup(whole, TOKENS)
-        watch = Watch(whole.model)
-        whole.train()
-        checkpoint = self.stopped(tmp_path / "stopped", step)
-        resumed = self.trainer(tmp_path / "stopped", save_steps=1000)
-        tritonpack.setup(resumed, TOKENS)
-        rest = Watch(resumed.model)
-        resumed.train(resume_from_checkpoint=checkpoint)
-        assert rest.batches == watch.batches[step:]
-        assert resumed.state.stateful_callbacks["tritonpack"] == whole.state.stateful_callbacks["tritonpack"]
-        for name, p in resumed.model.named_parameters():
-            assert torch.equal(p, whole.model.get_parameter(name)), name
+@pytest.mark.slow
+def test_goes_on_after_an_epoch_that_was_ended_early(tmp_path: Path) -> None:
+    class EndEpoch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = state.global_step == 3
 
-    @pytest.mark.slow
-    def test_refuses_checkpoints_without_its_state(self, tmp_path: Path) -> None:
-        checkpoint = self.stopped(tmp_path, 4)
-        path = Path(checkpoint) / "trainer_state.json"
-        saved = json.loads(path.read_text())
-        saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
-        path.write_text(json.dumps(saved))
-        trainer = self.trainer(tmp_path)
-        with (
-            tritonpack.setup(trainer, TOKENS),
-            pytest.raises(ValueError, match=r"it has version 0\. Resume with the version"),
-        ):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        del saved["stateful_callbacks"]["tritonpack"]
-        path.write_text(json.dumps(saved))
-        trainer = self.trainer(tmp_path)
-        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match=r"without tritonpack\.setup"):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        trainer = self.trainer(tmp_path, ignore_data_skip=True, save_steps=1000)
-        with tritonpack.setup(trainer, TOKENS):
-            watch = Watch(trainer.model)
-            trainer.train(resume_from_checkpoint=checkpoint)
-        assert len(watch.batches) == 16, "the epoch began anew"
-
-    @pytest.mark.slow
-    def test_goes_on_after_an_epoch_that_was_ended_early(self, tmp_path: Path) -> None:
-        class EndEpoch(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                control.should_epoch_stop = state.global_step == 3
-
-        def train(name: str, stop: int, resume: str | None = None) -> tuple[Trainer, list[Any]]:
-            trainer = self.trainer(tmp_path / name, save_steps=1000)
-            tritonpack.setup(trainer, TOKENS)
-            watch = Watch(trainer.model)
-            trainer.add_callback(EndEpoch())
-            trainer.add_callback(StopAt(stop))
-            trainer.train(resume_from_checkpoint=resume)
-            return trainer, watch.batches
-
-        whole, batches = train("whole", 0)
-        train("parts", 5)
-        resumed, rest = train("parts", 0, str(tmp_path / "parts" / "checkpoint-5"))
-        assert rest == batches[5:]
-        assert (resumed.state.global_step, resumed.state.max_steps) == (whole.state.global_step, whole.state.max_steps)
-        for name, p in resumed.model.named_parameters():
-            assert torch.equal(p, whole.model.get_parameter(name)), name
+    whole, batches = trained(tmp_path / "whole", callback=EndEpoch())
+    trained(tmp_path / "parts", stop=5, callback=EndEpoch())
+    resumed, rest = trained(tmp_path / "parts", resume=5, callback=EndEpoch())
+    assert rest == batches[5:]
+    assert (resumed.state.global_step, resumed.state.max_steps) == (whole.state.global_step, whole.state.max_steps)
+    for name, p in resumed.model.named_parameters():
+        assert torch.equal(p, whole.model.get_parameter(name)), name

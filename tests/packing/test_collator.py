@@ -1,26 +1,34 @@
+"""PackingCollator: the batch for each objective, kind of column and mask. test_refusals.py has what it refuses."""
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from tritonpack import BlockDiagonalMask, PackingCollator
+import tritonpack
+from tests.packing.tries import REPEATABLE
+from tritonpack import BlockDiagonalMask, PackingCollator, TreeCollator
+from tritonpack.packing.columns import LEARNED
 
 IGNORED = -100
+IDS = [5, 6, 7, 8]
 
 
-def documents(lengths, seed=0, vocab=50):
-    generator = torch.Generator().manual_seed(seed)
-    return [{"input_ids": torch.randint(1, vocab, (length,), generator=generator)} for length in lengths]
+def collate(*features: Any, **settings: Any) -> dict[str, Any]:
+    return PackingCollator(**settings)(features)
+
+
+def plain(batch: Any) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def test_documents_share_a_row():
-    features = [
-        {"input_ids": [5, 6, 7]},
-        {"input_ids": [8]},
-        {"input_ids": [9, 4]},
-    ]
-    batch = PackingCollator()(features)
-    assert {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()} == {
+    batch = collate({"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]})
+    assert plain(batch) == {
         "input_ids": [[5, 6, 7, 8, 9, 4]],
         "labels": [[IGNORED, 6, 7, IGNORED, IGNORED, 4]],
         "position_ids": [[0, 1, 2, 0, 0, 1]],
@@ -30,14 +38,45 @@ def test_documents_share_a_row():
         "max_length_q": 3,
         "max_length_k": 3,
     }
-    dtypes = {key: value.dtype for key, value in batch.items() if isinstance(value, torch.Tensor)}
     short = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}
-    assert dtypes == {key: torch.int32 if key in short else torch.int64 for key in dtypes}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == (torch.int32 if name in short else torch.int64), name
     assert type(batch["max_length_q"]) is int
 
 
-def test_offsets_positions_and_seq_idx_give_the_same_mask():
-    batch = PackingCollator(pad_to_multiple_of=16, pad_token_id=0)(documents([3, 1, 17, 5]))
+def test_padding_is_one_more_document():
+    padded = {"pad_to_multiple_of": 8, "pad_token_id": 0}
+    batch = collate({"input_ids": [5, 6, 7], "special_tokens_mask": [1, 0, 0]},
+                    {"input_ids": [8, 9], "special_tokens_mask": [0, 0]}, **padded)  # fmt: skip
+    assert batch["input_ids"][0, 5:].tolist() == [0, 0, 0]
+    assert batch["labels"][0, 5:].tolist() == [IGNORED] * 3
+    assert batch["special_tokens_mask"][0, 5:].tolist() == [1, 1, 1], "a masker must leave padding alone"
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
+    assert collate({"input_ids": [5]}, pad_to_multiple_of=64, pad_token_id=0)["max_length_q"] == 63
+    full = collate({"input_ids": [5] * 8}, **padded)
+    assert full["cu_seq_lens_q"].tolist() == [0, 8]
+    assert full["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch make one graph"
+    labelled = ({"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0})
+    assert collate(*labelled, objective="documents", **padded)["labels"].tolist() == [1, 0]
+
+
+@REPEATABLE
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([None, 4]), st.sampled_from([None, 3]))
+def test_every_document_once_and_its_first_label_masked(lengths, multiple, longest):
+    documents = [{"input_ids": [number + 1] * length} for number, length in enumerate(lengths)]
+    padding = {} if multiple is None else {"pad_to_multiple_of": multiple, "pad_token_id": 0}
+    batch = collate(*documents, max_document_length=longest, **padding)
+    cut = [min(length, longest or length) for length in lengths]
+    starts = batch["cu_seq_lens_q"][:-1].long()
+    row = [number + 1 for number, length in enumerate(cut) for _ in range(length)]
+    assert batch["input_ids"][0].tolist() == row + [0] * (-len(row) % (multiple or 1))
+    assert batch["cu_seq_lens_q"].diff()[: len(cut)].tolist() == cut
+    expected = batch["input_ids"].clone()
+    expected[:, len(row) :] = expected[:, starts] = IGNORED
+    assert torch.equal(batch["labels"], expected)
     masks = (
         BlockDiagonalMask.from_cu_seqlens(batch["cu_seq_lens_q"]),
         BlockDiagonalMask.from_position_ids(batch["position_ids"]),
@@ -46,28 +85,6 @@ def test_offsets_positions_and_seq_idx_give_the_same_mask():
     for mask in masks[1:]:
         assert torch.equal(mask.key_start, masks[0].key_start)
         assert torch.equal(mask.key_stop, masks[0].key_stop)
-
-
-def test_padding_is_one_more_document():
-    batch = PackingCollator(pad_to_multiple_of=8, pad_token_id=0)(documents([3, 2]))
-    assert batch["input_ids"][0, 5:].tolist() == [0, 0, 0]
-    assert batch["labels"][0, 5:].tolist() == [IGNORED] * 3
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
-    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
-    assert batch["max_length_q"] == 3
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
-
-
-def test_longest_document_counts_the_padding():
-    batch = PackingCollator(pad_to_multiple_of=64, pad_token_id=0)(documents([3, 2]))
-    assert batch["max_length_q"] == batch["max_length_k"] == 59
-
-
-def test_full_row_gets_no_padding():
-    batch = PackingCollator(pad_to_multiple_of=8, pad_token_id=0)(documents([3, 5]))
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8]
-    assert batch["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch make one graph"
 
 
 def read_only(ids):
@@ -84,7 +101,7 @@ CONVERSIONS = {
     "int32": lambda ids: torch.tensor(ids, dtype=torch.int32),
     "uint16 array": lambda ids: np.array(ids, dtype=np.uint16),
     "uint64 array": lambda ids: np.array(ids, dtype=np.uint64),
-    "uint16 tensor": lambda ids: torch.tensor(ids, dtype=torch.uint16),
+    "uint64 tensor": lambda ids: torch.tensor(ids, dtype=torch.uint64),
     "big-endian": lambda ids: np.array(ids, dtype=">i4"),
     "read-only": read_only,
 }
@@ -92,84 +109,73 @@ CONVERSIONS = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_input_types(convert):
-    features = [{"input_ids": convert([1, 2, 3]), "labels": convert([1, 2, 3]), "attention_mask": convert([1, 1, 1])}]
-    batch = PackingCollator()(features)
-    assert batch["input_ids"].tolist() == [[1, 2, 3]]
-    assert batch["labels"].tolist() == [[IGNORED, 2, 3]]
+def test_types_of_columns_which_stay_unchanged(convert):
+    names = ("input_ids", "labels", "attention_mask", "completion_mask")
+    feature = {name: convert([1, 1, 1]) for name in names}
+    batch = collate(feature)
+    assert batch["input_ids"].tolist() == [[1, 1, 1]]
+    assert batch["labels"].tolist() == [[IGNORED, 1, 1]]
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    assert all(list(map(int, feature[name])) == [1, 1, 1] for name in names)
 
 
-def test_input_is_unchanged():
-    features = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1, 2])}]
-    batch = PackingCollator()(features)
-    batch["input_ids"].zero_()
-    assert features[0]["labels"].tolist() == [1, 2]
-    assert features[0]["input_ids"].tolist() == [1, 2]
+# objective, columns of two documents of 3 and 1 tokens, and what becomes of them
+COLUMNS: dict[str, Any] = {
+    "tokens keep all labels": ("tokens", {"labels": ([2, IGNORED, 0], [1])}, {"labels": [[2, IGNORED, 0, 1]]}),
+    "tokens make no labels": ("tokens", {}, {"labels": None}),
+    "name label": ("causal", {"label": ([1, 2, 3], [4])}, {"labels": [[IGNORED, 2, 3, IGNORED]], "label": None}),
+    "name label_ids": ("tokens", {"label_ids": ([1, 2, 3], [4])}, {"labels": [[1, 2, 3, 4]], "label_ids": None}),
+    "length": ("causal", {"length": (3, 1)}, {"length": None}),
+    "types": ("causal", {"token_type_ids": ([0, 1, 1], [0])}, {"token_type_ids": [[0, 1, 1, 0]]}),
+    "per token": ("causal", {"w": ([0.5, 1, 2], np.array([70000.0]))}, {"w": [[0.5, 1, 2, 70000.0]]}),
+    "rows per token": ("causal", {"w": ([[1, 2]] * 3, [[3, 4]])}, {"w": [[[1, 2]] * 3 + [[3, 4]]]}),
+    "a number each": ("documents", {"label": (2, 0)}, {"labels": [2, 0]}),
+    "a flag each": ("documents", {"label": (True, False)}, {"labels": [1, 0]}),
+    "a part each": ("documents", {"label": (0.5, 1)}, {"labels": [0.5, 1.0]}),
+    "a row each": ("documents", {"label": ([1.0, 0.0], [0.0, 2.0])}, {"labels": [[1.0, 0.0], [0.0, 2.0]]}),
+    "a tensor each": ("documents", {"label": (torch.tensor(2), np.int16(0))}, {"labels": [2, 0]}),
+}
 
 
-@pytest.mark.parametrize(
-    ("features", "message"),
-    [
-        ([], "at least one document; got an empty list"),
-        ([{"labels": [1]}], r"document 0 must be a mapping with 'input_ids'; got the keys \['labels'\]"),
-        ([[1, 2]], "document 0 must be a mapping .* got list"),
-        ([{"input_ids": [1]}, {"input_ids": []}], "document 1 is empty"),
-        ([{"input_ids": [1, 2], "labels": [1]}], "document 0 has 2 input_ids but 1 labels"),
-        ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], r"isn't 1 .*\(length 2, sum 1\).*padding=False"),
-        ([{"input_ids": [1, 2], "attention_mask": [1]}], "attention_mask that isn't 1"),
-        (5, r"takes a list of documents.* got int"),
-        ({"input_ids": [[1, 2], [3]]}, r"got dict.*dataset\[i\] for i in range.*not as dataset\[:8\]"),
-        ([{"input_ids": [1.0]}], "document 0 needs a row of integers as input_ids; got torch.float32"),
-        ([{"input_ids": [True]}], "got torch.bool"),
-        ([{"input_ids": [[1, 2]]}], r"of shape \(1, 2\)"),
-        ([{"input_ids": 5}], r"of shape \(\)"),
-        ([{"input_ids": "text"}], "needs a row of integers as input_ids; got 'text'"),
-        ([{"input_ids": [1], "labels": None}], "needs a row of integers as labels; got None"),
-        (
-            [{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}],
-            "document 0 has input_ids on meta; collate in host memory",
-        ),
-    ],
-)
-def test_refuses(features, message):
-    with pytest.raises(ValueError, match=message):
-        PackingCollator()(features)
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns(case):
+    objective, columns, expected = COLUMNS[case]
+    features = [{"input_ids": ids} | {name: both[i] for name, both in columns.items()}
+                for i, ids in enumerate(([5, 6, 7], [8]))]  # fmt: skip
+    batch = collate(*features, objective=objective, per_token=["w"] if "w" in columns else ())
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
+    for name, values in expected.items():
+        assert (batch[name].tolist() if name in batch else None) == values
+        assert name not in batch or not isinstance(values[0], int) or batch[name].dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pad_to_multiple_of": 8}, "go together.*got pad_to_multiple_of=8 and pad_token_id=None"),
-        ({"pad_token_id": 0}, "go together.*got pad_to_multiple_of=None and pad_token_id=0"),
-        ({"pad_to_multiple_of": 0, "pad_token_id": 0}, "pad_to_multiple_of must be an integer from 1 to .* got 0"),
-        ({"pad_to_multiple_of": 8.0, "pad_token_id": 0}, "got 8.0"),
-        ({"pad_to_multiple_of": True, "pad_token_id": 0}, "got True"),
-        ({"pad_to_multiple_of": 8, "pad_token_id": -100}, "pad_token_id must be an integer from 0 to .* got -100"),
-        (
-            {"pad_to_multiple_of": 8, "pad_token_id": 2**70},
-            f"pad_token_id must be an integer from 0 to 2147483647; got {2**70}",
-        ),
-        ({"pad_to_multiple_of": 8, "pad_token_id": "<pad>"}, "got '<pad>'"),
-        ({"objective": "mlm"}, "objective must be one of 'causal', 'tokens', 'documents'; got 'mlm'"),
-        ({"objective": ["causal"]}, r"got \['causal'\]"),
-        ({"max_document_length": 0}, "max_document_length must be an integer from 1 to .* got 0"),
-        ({"max_document_length": 8.5}, "got 8.5"),
-        ({"per_token": "bbox"}, r"per_token must be a collection of column names, such as \('bbox',\); got 'bbox'"),
-        ({"per_token": [1]}, r"got \[1\]"),
-        ({"per_token": ["labels"]}, "per_token names 'labels', which PackingCollator knows already"),
-        ({"per_token": ["seq_idx"]}, "per_token names 'seq_idx', which"),
-    ],
-)
-def test_refuses_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PackingCollator(**settings)
+@pytest.mark.parametrize("longest", [None, 2])
+@pytest.mark.parametrize("objective", ["causal", "tokens", "documents"])
+def test_rows_of_documents_are_their_documents_cut_in_all_columns(objective, longest):
+    lengths = [3, 1, 4]
+    documents: Any = [{"input_ids": [*range(5, 5 + n)], "token_type_ids": [n] * n} for n in lengths]
+    row = {name: [value for document in documents for value in document[name]] for name in documents[0]}
+    if objective == "documents":
+        documents = [document | {"label": [n, 0, 1]} for document, n in zip(documents, lengths, strict=True)]
+        row["label"] = [[n, 0, 1] for n in lengths]
+    boundaries = {"seq_lengths": lengths, "position_ids": [place for n in lengths for place in range(n)]}
+    settings = {"objective": objective, "max_document_length": longest}
+    by_hand = [{name: values[:longest] if name != "label" else values for name, values in document.items()}
+               for document in documents]  # fmt: skip
+    expected = plain(collate(*by_hand, *by_hand, objective=objective))
+    assert plain(collate(*documents, *documents, **settings)) == expected
+    for names in (["seq_lengths"], ["position_ids"], ["seq_lengths", "position_ids"]):
+        marked = row | {name: boundaries[name] for name in names}
+        assert plain(collate(marked, *documents, **settings)) == expected
 
 
 def test_loss_of_row_equals_loss_of_separate_documents():
     """The mean loss of a packed row is the token-weighted mean over documents, for any logits."""
-    features = documents([7, 1, 12, 30])
-    batch = PackingCollator(pad_to_multiple_of=16, pad_token_id=0)(features)
     generator = torch.Generator().manual_seed(1)
+    features = [{"input_ids": torch.randint(1, 50, (n,), generator=generator)} for n in (7, 1, 12, 30)]
+    batch = collate(*features, pad_to_multiple_of=16, pad_token_id=0)
     logits = torch.randn(batch["labels"].shape[1], 50, generator=generator, dtype=torch.float64)
     packed = cross_entropy(logits[:-1], batch["labels"][0, 1:])
     total, count = 0.0, 0
@@ -179,3 +185,81 @@ def test_loss_of_row_equals_loss_of_separate_documents():
         total += cross_entropy(rows[:-1], ids[1:], reduction="sum").item()
         count += len(ids) - 1
     assert packed.item() == pytest.approx(total / count, rel=64 * torch.finfo(torch.float64).eps)
+
+
+# Labels beside a mask: labels, mask -> what the labels become; or the label that is refused, and its token.
+MASKED: dict[str, Any] = {
+    "copy of the ids": ([5, 6, 7, 8], [0, 0, 1, 1], [-100, -100, 7, 8]),
+    "no labels": (None, [0, 1, 0, 1], [-100, 6, -100, 8]),
+    "the same tokens": ([-100, -100, 7, 8], [0, 0, 1, 1], [-100, -100, 7, 8]),
+    "fewer tokens than the mask": ([-100, -100, -100, 8], [0, 0, 1, 1], [-100, -100, -100, 8]),
+    "other ids": ([-100, -100, 9, 8], [0, 0, 1, 1], [-100, -100, 9, 8]),
+    "first token, which nothing predicts": ([5, -100, 7, -100], [0, 0, 1, 1], [-100, -100, 7, -100]),
+    "nothing learned": ([5, 6, 7, 8], [0, 0, 0, 0], [-100] * 4),
+    "mask of ones": ([5, 9, 7, 8], [1, 1, 1, 1], [-100, 9, 7, 8]),
+    "refused: tokens of their own": ([-100, 6, 7, 8], [0, 0, 1, 1], "6 at token 1"),
+    "refused: the other tokens": ([-100, 6, -100, -100], [0, 0, 1, 1], "6 at token 1"),
+    "refused: another id": ([5, 6, 9, 8], [0, 1, 0, 1], "9 at token 2"),
+    "refused: shifted": ([6, 7, 8, -100], [0, 0, 1, 1], "7 at token 1"),
+}
+
+
+def through_table(rows: Any) -> dict[str, Any]:
+    packed = tritonpack.pack_dataset(pytest.importorskip("datasets").Dataset.from_list(rows), 4)
+    return PackingCollator()([packed[0]])
+
+
+def under_another_name(rows: Any) -> dict[str, Any]:
+    return through_table([{{"labels": "label_ids"}.get(name, name): row[name] for name in row} for row in rows])
+
+
+WAYS: dict[str, Any] = {
+    "PackingCollator": lambda rows: collate(rows[0]),
+    "a row of documents": lambda rows: collate(rows[0] | {"seq_lengths": [4]}),
+    "dataloader": lambda rows: next(iter(tritonpack.dataloader(rows, tokens=4))),
+    "pack_stream": lambda rows: PackingCollator()(next(iter(tritonpack.pack_stream(rows, 4)))),
+    "PackedDataset": lambda rows: PackingCollator()(tritonpack.pack_dataset(rows, 4)[0]),
+    "pack_dataset": through_table,
+    "pack_dataset, label_ids": under_another_name,
+    "TreeCollator": lambda rows: TreeCollator()(rows[:1]),
+}
+
+
+@pytest.mark.parametrize("mask", LEARNED)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_combines_labels_with_masks_alike(way: str, mask: str) -> None:
+    for labels, values, expected in MASKED.values():
+        rows = [{"input_ids": IDS, mask: values} | ({} if labels is None else {"labels": labels})] * 2
+        if isinstance(expected, str):
+            message = rf"document 0 has the label {expected}, where its {mask} is 0.*aren't\. Set such labels to -100"
+            with pytest.raises(ValueError, match=message):
+                WAYS[way](rows)
+            continue
+        found = WAYS[way](rows)["labels"][0].tolist()
+        assert found == [label for label in expected if label != -100 or way != "TreeCollator"]
+
+
+@pytest.mark.filterwarnings("ignore:unpatched-model")
+def test_masks_beside_each_other_in_rows_and_under_other_objectives() -> None:
+    """A token is learned where every mask is 1. Labels of tokens count from the first on; those of documents don't."""
+    for kind in (list, torch.tensor, lambda values: [bool(value) for value in values]):
+        row = {"input_ids": IDS, "completion_mask": kind([0, 1, 1, 1]), "assistant_masks": kind([1, 1, 0, 1])}
+        for labels in ({}, {"labels": IDS}):
+            batch = collate(row | labels)
+            assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
+            assert all(batch[name].tolist() == [[int(value) for value in row[name]]] for name in LEARNED)
+        with pytest.raises(ValueError, match="label 7 at token 2, where its assistant_masks is 0"):
+            collate(row | {"labels": [-100, 6, 7, 8]})
+    two = {"input_ids": [*IDS, *IDS], "seq_lengths": [4, 4], "completion_mask": [0, 0, 1, 1, 0, 0, 1, 1]}
+    chosen = collate(two | {"labels": [*IDS, -100, -100, -100, 8]})["labels"]
+    assert chosen.tolist() == [[-100, -100, 7, 8, -100, -100, -100, 8]], "documents of a row choose for themselves"
+    one = {"input_ids": IDS, "completion_mask": [0, 0, 1, 1]}
+    assert collate(one | {"labels": IDS}, objective="tokens")["labels"].tolist() == [[-100, -100, 7, 8]]
+    assert collate(one | {"label": 5}, objective="documents")["labels"].tolist() == [5]
+    for features, settings, message in (
+        (two | {"labels": [*IDS, -100, 6, -100, 8]}, {}, "document 0 has the label 6 at token 5"),
+        (one | {"labels": [5, -100, 7, 8]}, {"objective": "tokens"}, "the label 5 at token 0"),
+        (one | {"labels": [5, 6, 7, 9]}, {"max_document_length": 3}, "the label 6 at token 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collate(features, **settings)

@@ -90,14 +90,61 @@ def one_pass(loader, batches=None):
     return found
 
 
-def plain(make):
-    loader = make().loader
-    return [one_pass(loader) for _ in range(3)]
+def stateful_loader():
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 
-def broken_off(make):
-    loader = make().loader
-    return [one_pass(loader, 3), one_pass(loader), one_pass(loader)]
+def passes_of(steps, make):
+    """The batches of each pass that these steps make, on one loader or on those that libraries make of it."""
+    stateful = "stateful" in steps
+    made = make(loader=stateful_loader()) if stateful and "prepare" not in steps else make()
+    loader, found = made.loader, []
+    for step in steps.split():
+        name, number = step.rstrip("0123456789"), int(step.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
+        if name == "prepare":
+            loader = made.prepare(**{"use_stateful_dataloader": True} if stateful else {})
+        elif name == "set":  # as Trainer calls it
+            loader.set_epoch(number)
+        elif name == "source":
+            made.source.set_epoch(number)
+        elif name == "sampler":  # as Lightning calls it, after an iterator that it doesn't use
+            getattr(loader.batch_sampler, "set_epoch", made.source.set_epoch)(number)
+        elif name == "iter":
+            iter(loader)
+        elif name == "resume":  # a loader of its own, from a state of another one that has yielded three batches
+            source, loader = loader, resumed(make, made, stateful, "prepare" in steps)
+            assert source is not loader
+        elif name != "stateful":
+            taken = {"copy": copy.copy, "skip": skipping}.get(name, lambda loader: loader)(loader)
+            found.append(one_pass(taken, number or None))
+    return found
+
+
+def skipping(loader):
+    return pytest.importorskip("accelerate").skip_first_batches(loader, 2)
+
+
+def resumed(make, made, stateful, prepared):
+    if not stateful:  # a state of our own object, in which nothing was prepared
+        if hasattr(made.source, "num_bins"):
+            list(islice(made.source, 3 * made.ranks))
+            state = made.source.state_dict()
+        else:
+            state = made.source.state_dict(3 if made.source is made.loader else 3 * made.ranks)
+        again = make()
+        loader = again.prepare()
+        again.source.load_state_dict(state)
+        return loader
+    stateful_loader()
+    if prepared:
+        before, loader = (make().prepare(use_stateful_dataloader=True) for _ in range(2))
+        one_pass(before)
+    else:
+        before, loader = made.loader, make(loader=stateful_loader()).loader
+    batches = iter(before)
+    list(islice(batches, 3))
+    loader.load_state_dict(before.state_dict())
+    return loader
 
 
 def second_iterator(make):
@@ -107,183 +154,63 @@ def second_iterator(make):
     return [one_pass(loader), list(first)[-1:], one_pass(loader)][::2]
 
 
-def shallow_copy(make):
-    loader = make().loader
-    return [one_pass(copy.copy(loader)), one_pass(loader), one_pass(loader)]
-
-
-def as_lightning(make):
-    """It makes an iterator that it doesn't use before the first pass, and calls `set_epoch` on the sampler."""
-    made, passes = make(), []
-    iter(made.loader)
-    for epoch in range(3):
-        getattr(made.loader.batch_sampler, "set_epoch", made.source.set_epoch)(epoch)
-        passes.append(one_pass(made.loader))
-    return passes
-
-
-def skip_first(loader):
-    return one_pass(pytest.importorskip("accelerate").skip_first_batches(loader, 2))
-
-
-def skip(make):
-    loader = make().loader
-    return [skip_first(loader), one_pass(loader), one_pass(loader)]
-
-
-def prepared(make):
-    loader = make().prepare()
-    return [one_pass(loader) for _ in range(3)]
-
-
-def prepared_broken_off(make):
-    loader = make().prepare()
-    return [one_pass(loader, 3), one_pass(loader), one_pass(loader)]
-
-
-def prepared_skip(make):
-    loader = make().prepare()
-    return [skip_first(loader), one_pass(loader), one_pass(loader)]
-
-
-def prepared_skip_later(make):
-    loader = make().prepare()
-    return [one_pass(loader), skip_first(loader), one_pass(loader), one_pass(loader)]
-
-
-def prepared_skip_twice(make):
-    loader = make().prepare()
-    return [skip_first(loader), skip_first(loader), one_pass(loader)]
-
-
-def prepared_and_set(make):
-    """As Trainer calls it."""
-    loader = make().prepare()
-    loader.set_epoch(3)
-    first = skip_first(loader)
-    loader.set_epoch(4)
-    return [first, one_pass(loader), one_pass(loader)]
-
-
-def prepared_anew(make):
-    made = make()
-    return [one_pass(made.prepare()), one_pass(made.prepare()), one_pass(made.prepare())]
-
-
-def prepared_and_source_set(make):
-    made = make()
-    loader = made.prepare()
-    made.source.set_epoch(2)
-    return [one_pass(loader) for _ in range(3)]
-
-
-def prepared_and_loaded(make):
-    """A state of our own object, in which nothing was prepared."""
-    made = make()
-    made.source.set_epoch(2)
-    if hasattr(made.source, "num_bins"):
-        list(islice(made.source, 3 * made.ranks))
-        state = made.source.state_dict()
-    else:
-        state = made.source.state_dict(3 if made.source is made.loader else 3 * made.ranks)
-    again = make()
-    loader = again.prepare()
-    again.source.load_state_dict(state)
-    return [one_pass(loader) for _ in range(3)]
-
-
-def stateful_loader():
-    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-
-def stateful(make):
-    loader = make(loader=stateful_loader()).loader
-    return [one_pass(loader) for _ in range(3)]
-
-
-def stateful_loaded(make):
-    made, again = make(loader=stateful_loader()), make(loader=stateful_loader())
-    made.source.set_epoch(1)
-    batches = iter(made.loader)
-    list(islice(batches, 3))
-    again.loader.load_state_dict(made.loader.state_dict())
-    return [one_pass(again.loader) for _ in range(3)]
-
-
-def prepared_stateful(make):
-    stateful_loader()
-    loader = make().prepare(use_stateful_dataloader=True)
-    return [one_pass(loader) for _ in range(3)]
-
-
-def prepared_stateful_loaded(make, epoch=None):
-    stateful_loader()
-    loader, again = (make().prepare(use_stateful_dataloader=True) for _ in range(2))
-    one_pass(loader)
-    batches = iter(loader)
-    list(islice(batches, 3))
-    again.load_state_dict(loader.state_dict())
-    if epoch is not None:
-        again.set_epoch(epoch)
-    return [one_pass(again) for _ in range(3)]
-
-
 @pytest.mark.parametrize("kind", ["sampler", "bins", "loader", "stream"])
 def test_stateful_loaders_of_several_processes_save_no_epoch(kind, monkeypatch):
     """They say so, and which call chooses the epoch of a resumed pass."""
     monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
     make = partial(Made, kind, ranks=2)
     with pytest.warns(UserWarning, match=r"stateful-loader: .* Call set_epoch\(number\) on the prepared loader"):
-        assert epoch_of(prepared_stateful_loaded(make)[0], kind, 2) == "0[3:]"
-    assert [epoch_of(batches, kind, 2) for batches in prepared_stateful_loaded(make, epoch=1)] == ["1[3:]", "2", "3"]
+        assert epoch_of(passes_of("stateful prepare resume pass", make)[0], kind, 2) == "0[3:]"
+    found = passes_of("stateful prepare resume set1 pass pass pass", make)
+    assert [epoch_of(batches, kind, 2) for batches in found] == ["1[3:]", "2", "3"]
 
 
 WORKER, KEPT, TWO = {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}, {"ranks": 2}
 # For each way the epochs of its passes, with the first batch if it isn't 0; "warns": of a second pass over an epoch.
 # Samplers, loaders and streams differ only where nobody calls set_epoch.
 WAYS = [
-    (plain, {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
-    (plain, WORKER, "0 0 0 warns", "0 1 2", "0 0 0"),  # the worker warns
-    (plain, KEPT, "0 0 0 warns", "0 1 2", "0 0 0"),
-    (broken_off, {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
+    ("pass pass pass", {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
+    ("pass pass pass", WORKER, "0 0 0 warns", "0 1 2", "0 0 0"),  # the worker warns
+    ("pass pass pass", KEPT, "0 0 0 warns", "0 1 2", "0 0 0"),
+    ("pass3 pass pass", {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
     (second_iterator, {}, "0 0 warns", "1 2", "0 0 warns"),
-    (shallow_copy, {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
-    (as_lightning, {}, *["0 1 2"] * 3),
-    (as_lightning, KEPT, *["0 1 2"] * 3),
-    (skip, {}, "0[2:] 0 0 warns", "0[2:] 1 2", "0[2:] 0 0 warns"),
-    (stateful, {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
-    (stateful, WORKER, "0 0 0 warns", "0 1 2", "0 0 0"),
-    (stateful_loaded, {}, "1[3:] 1 1 warns", "1[3:] 2 3", "1[3:] 1 1 warns"),
-    (stateful_loaded, WORKER, "1[3:] 1 1 warns", "1[3:] 2 3", "1[3:] 1 1"),
+    ("copy pass pass", {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
+    ("iter sampler0 pass sampler1 pass sampler2 pass", {}, *["0 1 2"] * 3),
+    ("iter sampler0 pass sampler1 pass sampler2 pass", KEPT, *["0 1 2"] * 3),
+    ("skip pass pass", {}, "0[2:] 0 0 warns", "0[2:] 1 2", "0[2:] 0 0 warns"),
+    ("stateful pass pass pass", {}, "0 0 0 warns", "0 1 2", "0 0 0 warns"),
+    ("stateful pass pass pass", WORKER, "0 0 0 warns", "0 1 2", "0 0 0"),
+    ("stateful source1 resume pass pass pass", {}, "1[3:] 1 1 warns", "1[3:] 2 3", "1[3:] 1 1 warns"),
+    ("stateful source1 resume pass pass pass", WORKER, "1[3:] 1 1 warns", "1[3:] 2 3", "1[3:] 1 1"),
     *[
-        (way, options, *[expected] * 3)
-        for way, expected in (
-            (prepared, "0 1 2"),
-            (prepared_broken_off, "0 1 2"),
-            (prepared_skip, "0[2:] 1 2"),
-            (prepared_skip_later, "0 1[2:] 2 3"),
-            (prepared_and_set, "3[2:] 4 5"),
-            (prepared_anew, "0 1 2"),
-            (prepared_and_source_set, "2 3 4"),
-            (prepared_and_loaded, "2[3:] 3 4"),
-            (prepared_stateful, "0 1 2"),
+        (steps, options, *[expected] * 3)
+        for steps, expected in (
+            ("prepare pass pass pass", "0 1 2"),
+            ("prepare pass3 pass pass", "0 1 2"),
+            ("prepare skip pass pass", "0[2:] 1 2"),
+            ("prepare pass skip pass pass", "0 1[2:] 2 3"),
+            ("prepare set3 skip set4 pass pass", "3[2:] 4 5"),
+            ("prepare pass prepare pass prepare pass", "0 1 2"),
+            ("prepare source2 pass pass pass", "2 3 4"),
+            ("source2 resume pass pass pass", "2[3:] 3 4"),
+            ("stateful prepare pass pass pass", "0 1 2"),
         )
         for options in ({}, TWO)
     ],
-    (prepared, KEPT, *["0 1 2"] * 3),
-    (prepared_skip, KEPT, *["0[2:] 1 2"] * 3),
-    (prepared_skip_twice, {}, *["0[2:] 1[2:] 2"] * 3),
+    ("prepare pass pass pass", KEPT, *["0 1 2"] * 3),
+    ("prepare skip pass pass", KEPT, *["0[2:] 1 2"] * 3),
+    ("prepare skip skip pass", {}, *["0[2:] 1[2:] 2"] * 3),
     # accelerate's skipping loader calls set_epoch of no sampler in several processes.
-    (prepared_skip_twice, TWO, "0[2:] 0[2:] 1 warns", "0[2:] 1[2:] 2", "0[2:] 1[2:] 2"),
-    (prepared_stateful, WORKER, *["0 1 2"] * 3),
-    (prepared_stateful_loaded, {}, *["1[3:] 2 3"] * 3),
-    (prepared_stateful_loaded, WORKER, *["1[3:] 2 3"] * 3),
+    ("prepare skip skip pass", TWO, "0[2:] 0[2:] 1 warns", "0[2:] 1[2:] 2", "0[2:] 1[2:] 2"),
+    ("stateful prepare pass pass pass", WORKER, *["0 1 2"] * 3),
+    ("stateful prepare resume pass pass pass", {}, *["1[3:] 2 3"] * 3),
+    ("stateful prepare resume pass pass pass", WORKER, *["1[3:] 2 3"] * 3),
 ]
 CASES = [
     pytest.param(
         kind, way, options, expected[number],
-        id="-".join([kind, way.__name__, *(f"{name}={value}" for name, value in options.items())]),
-        marks=[pytest.mark.slow] if kind == "bins" or (options and way is not prepared_skip) else [],
+        id="-".join([kind, str(way).split(" at ")[0], *(f"{name}={value}" for name, value in options.items())]),
+        marks=[pytest.mark.slow] if kind == "bins" or (options and way != "prepare skip pass pass") else [],
     )
     for way, options, *expected in ((way, options, one, one, two, three) for way, options, one, two, three in WAYS)
     for number, kind in enumerate(("sampler", "bins", "loader", "stream"))
@@ -321,7 +248,8 @@ def test_epochs_of_passes(kind, way, options, expected, monkeypatch):
     ranks = options.get("ranks", 1)
     epochs_of(kind, ranks)
     monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    make = partial(Made, kind, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [epoch_of(batches, kind, ranks) for batches in way(partial(Made, kind, **options))]
+        found = [epoch_of(batches, kind, ranks) for batches in (way(make) if callable(way) else passes_of(way, make))]
     assert " ".join(found + ["warns"] * ("same-epoch" in notices._said)) == expected

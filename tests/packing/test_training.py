@@ -123,34 +123,3 @@ def test_trainer_gets_same_weights_packed_and_padded(tmp_path):
     magnified = 100 * torch.finfo(torch.float64).eps / 1e-8
     for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= magnified * moved
-
-
-def test_trainer_trains_rows_of_documents_as_documents(tmp_path):
-    """Trainer removes seq_lengths and keeps position_ids, from which the collator reads the same documents."""
-    lengths = LENGTHS * 2
-    given, rows = documents(lengths), []
-    for start in range(0, len(given), 2):
-        pair = given[start : start + 2]
-        row = {name: [value for document in pair for value in document[name]] for name in pair[0]}
-        row["position_ids"] = [place for document in pair for place in range(len(document["input_ids"]))]
-        rows.append(row | {"seq_lengths": [len(document["input_ids"]) for document in pair]})
-    losses = []
-    for dataset in (given, rows):
-        model = tiny_llama()
-        with patch(model):
-            whole = PackingCollator()(dataset)
-            losses.append(model(**whole).loss.item())
-            assert whole["cu_seq_lens_q"].diff().tolist() == [len(document["input_ids"]) for document in given]
-            kept = [{name: row[name] for name in row if name != "seq_lengths"} for row in dataset]
-            assert PackingCollator()(kept)["cu_seq_lens_q"].tolist() == whole["cu_seq_lens_q"].tolist()
-            if dataset is rows:
-                assert len(train(model, PackingCollator(), tmp_path, dataset)[0]) > 0
-    assert losses[0] == losses[1]
-
-
-def test_trainer_removes_unused_columns(tmp_path):
-    dataset = [{**feature, "length": len(feature["input_ids"]), "text": "..."} for feature in documents(LENGTHS * 3)]
-    model = tiny_llama()
-    with patch(model):
-        losses, _ = train(model, PackingCollator(), tmp_path, dataset)
-    assert len(losses) == 3

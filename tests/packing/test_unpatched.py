@@ -24,94 +24,64 @@ def fresh_process(monkeypatch):
     monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
 
 
-def packing_warnings(*calls):
+def warned(documents=DOCUMENTS, collator=PackingCollator(), times=1):  # noqa: B008
     """The PackingWarnings of these calls."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for call in calls:
-            call()
+        for _ in range(times):
+            collator(documents)
     return [str(warning.message) for warning in found if warning.category is PackingWarning]
 
 
-def collate(documents=DOCUMENTS, collator=PackingCollator()):  # noqa: B008
-    return collator(documents)
+@pytest.mark.parametrize(
+    ("collator", "words"),
+    [
+        (PackingCollator(), "FlashAttention implementations, which read position_ids in training, do so, too."),
+        (PackingCollator(8, 0), "don't, because of the attention_mask that pad_to_multiple_of adds."),
+        (VisionPackingCollator(LLAVA), "Call tritonpack.patch(model) before the first batch."),
+    ],
+)
+def test_warns_once_with_remedy(collator, words):
+    (message,) = warned(collator=collator, times=2)
+    name = type(collator).__name__
+    assert message.startswith(f"unpatched-model: {name} laid 2 documents into one row, and no model is patched")
+    assert words in message
 
 
-def test_warns_once_with_remedy():
-    (message,) = packing_warnings(collate, collate)
-    assert message.startswith("unpatched-model: PackingCollator laid 2 documents into one row, and no model is patched")
-    assert "Call tritonpack.patch(model)" in message
-    assert "FlashAttention implementations, which read position_ids in training, do so, too." in message
+def test_no_warning_for_one_document_or_without_transformers_models(monkeypatch):
+    assert not warned(DOCUMENTS[:1])
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    assert not warned()
 
 
-def test_warning_names_the_collator():
-    (message,) = packing_warnings(lambda: VisionPackingCollator(LLAVA)(DOCUMENTS))
-    assert message.startswith("unpatched-model: VisionPackingCollator laid 2 documents into one row")
-
-
-def test_warning_with_padding():
-    (message,) = packing_warnings(lambda: PackingCollator(8, 0)(DOCUMENTS))
-    assert "don't, because of the attention_mask that pad_to_multiple_of adds." in message
-
-
-def test_no_warning_for_one_document():
-    assert not packing_warnings(lambda: collate(DOCUMENTS[:1]))
-
-
-def test_no_warning_while_a_model_is_patched():
-    model, collator = tiny_llama(), PackingCollator()
+def test_no_warning_while_a_model_is_patched_or_built_by_name():
+    model = tiny_llama()
     handle = patch(model)
-    assert not packing_warnings(lambda: collator(DOCUMENTS))
+    assert not warned()
     with patch(model):
         pass
-    assert not packing_warnings(lambda: collator(DOCUMENTS))
+    assert not warned()
     handle.unpatch()
-    assert len(packing_warnings(lambda: collator(DOCUMENTS))) == 1
-
-
-def test_model_built_by_name_counts_as_patched():
-    model = tiny_llama()
     register()
     named = type(model)._from_config(model.config, attn_implementation="tritonpack")
-    assert not packing_warnings(collate)
+    assert not warned()
     del named
     gc.collect()
-    assert len(packing_warnings(collate)) == 1
-
-
-def test_deleted_model_does_not_count_as_patched():
-    model = tiny_llama()
     patch(model)
     gone = weakref.ref(model)
-    del model
+    del model, handle
     gc.collect()
     assert gone() is None
-    assert len(packing_warnings(collate)) == 1
+    assert len(warned()) == 1
 
 
-def test_no_warning_without_transformers_models(monkeypatch):
-    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
-    assert not packing_warnings(collate)
-
-
-def messages_of(documents):
-    """Collates in a DataLoader worker and returns the warnings."""
-    return packing_warnings(lambda: collate(documents))
-
-
-@pytest.mark.parametrize(("method", "workers", "warned"), [("fork", 2, 1), ("spawn", 1, 0)])
-@pytest.mark.sampled("fork-2-1")
-def test_only_forked_workers_warn(method, workers, warned):
-    loader = DataLoader(
-        DOCUMENTS * 4, batch_size=2, num_workers=workers, collate_fn=messages_of, multiprocessing_context=method
-    )
-    assert sum(map(len, loader)) == warned
-
-
-def test_no_warning_in_forked_worker_of_patched_model():
-    model = tiny_llama()
-    with patch(model):
-        loader = DataLoader(
-            DOCUMENTS * 2, batch_size=2, num_workers=1, collate_fn=messages_of, multiprocessing_context="fork"
-        )
-        assert not any(loader)
+@pytest.mark.parametrize(("method", "workers", "count"), [
+    ("fork", 2, 1), pytest.param("spawn", 1, 0, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_only_forked_workers_warn(method, workers, count):
+    options = {"num_workers": workers, "collate_fn": warned, "multiprocessing_context": method}
+    assert sum(map(len, DataLoader(DOCUMENTS * 4, 2, **options))) == count
+    if method == "fork":
+        model = tiny_llama()
+        with patch(model):
+            assert not any(DataLoader(DOCUMENTS * 2, 2, **options))

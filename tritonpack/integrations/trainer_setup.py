@@ -19,11 +19,10 @@ from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, is_held_back, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
-from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.documents import fetch
-from tritonpack.packing.measured import LENGTH_COLUMNS
+from tritonpack.packing.reader import LENGTH_COLUMNS, Reader
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import Words, describe_changes
 from tritonpack.patches import Patch, patch
@@ -85,7 +84,7 @@ class TrainerSetup:
     def __init__(self, trainer: Trainer, tokens: int, patching: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
-        self._documents: CheckedDocuments | None = None  # of the latest loader
+        self._documents: Reader | None = None  # of the latest loader
         self._more_steps = 0  # optimizer steps of the training beyond those that Trainer counts, see `_find_more_steps`
         self._before = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
         self._released = is_held_back(trainer)
@@ -261,7 +260,7 @@ class TrainerSetup:
                 packing.pop("labels")
             dataset = trainer.train_dataset
             if self._documents is not None and self._documents.dataset is dataset:
-                packing["lengths"] = self._documents.measured
+                packing["lengths"] = self._documents
             strategy = getattr(args, "train_sampling_strategy", "random")
             packing |= {
                 "drop_columns": (*packing.get("drop_columns", ()), *(() if own_form else self._unused_columns())),
@@ -408,7 +407,7 @@ class _PackedTraining(SavedTokensCallback):
         end = min(self._batches + args.gradient_accumulation_steps, len(loader))
         for batch in range(self._batches, end):
             row = plan.row(batch, loader.rank)
-            padded = loader.documents.measured.padded_tokens(row, handle._packing.get("max_document_length"))
+            padded = loader.documents.padded_tokens(row, handle._packing.get("max_document_length"))
             self._rows.add(padded, int(lengths[row].sum()))
             self._rows.room += plan.capacity
         self._batches = end

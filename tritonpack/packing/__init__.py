@@ -11,7 +11,7 @@ from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.multipack import MultipackBatchSampler
-from tritonpack.packing.streams.stream import PackedStream, pack_stream
+from tritonpack.packing.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
 from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
 from tritonpack.packing.units import Units

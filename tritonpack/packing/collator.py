@@ -18,13 +18,12 @@ from tritonpack.packing.columns import (
     Columns,
     Objective,
     join,
-    join_labels_of_documents,
-    labels_of_tokens,
+    masked_labels,
     per_token_names,
     read_feature,
     require_same_columns,
 )
-from tritonpack.packing.documents import NumberedDocuments, is_iterable
+from tritonpack.packing.documents import documents_of
 from tritonpack.packing.lengths import check_integer, check_limit
 
 
@@ -130,52 +129,53 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length, or labels
                 that contradict a mask.
         """
-        return self._collate(features, type(self).__name__)
+        documents, numbers = documents_of(features, "PackingCollator")
+        columns: list[Columns] = []
+        names: list[int | str] = []
+        for document, number in zip(documents, numbers, strict=True):
+            columns += read_feature(document, number, self.objective, self.per_token, self.max_document_length)  # type: ignore[arg-type]
+            names += [number] * (len(columns) - len(names))
+        return self._join(columns, names, "PackingCollator")
 
-    def _collate(self, features: Any, name: str) -> dict[str, Tensor | int]:
-        """What a call returns, for a collator of this name, which messages say."""
-        documents, numbers = self._read(features, name)
-        _warn_if_unpatched(name, len(documents), padded=self.pad_to_multiple_of is not None)
+    def _join(self, documents: list[Columns], numbers: list[int | str], collator: str) -> dict[str, Tensor | int]:
+        """The batch of documents that are read; their numbers and the collator's name are for messages."""
+        require_same_columns(documents, numbers)
         batch: dict[str, Tensor | int] = {}
-        if self.objective == "documents" and "labels" in documents[0]:
-            batch["labels"] = join_labels_of_documents([columns.pop("labels") for columns in documents], numbers)
+        if self.objective == "causal" and "labels" not in documents[0]:
+            documents = [columns | {"labels": masked_labels(columns)} for columns in documents]
+        elif self.objective == "documents" and "labels" in documents[0]:
+            batch["labels"] = join(documents, "labels", numbers)
+            documents = [{name: columns[name] for name in columns if name != "labels"} for columns in documents]
+        if len(documents) > 1:
+            padded = "don't, because of the attention_mask that pad_to_multiple_of adds"
+            flash = "do so, too" if self.pad_to_multiple_of is None else padded
+            warn_if_unpatched(
+                "unpatched-model",
+                f"{collator} laid {len(documents)} documents into one row, and no model is patched in this process. "
+                "Most models then let the documents see each other. Call tritonpack.patch(model) before the first "
+                "batch. A patched model keeps documents apart. transformers' FlashAttention implementations, which "
+                f"read position_ids in training, {flash}.",
+            )
+        lengths = [len(columns["input_ids"]) for columns in documents]
         if self.pad_to_multiple_of is not None:
-            tokens = sum(len(columns["input_ids"]) for columns in documents)
+            tokens = sum(lengths)
             padding = -tokens % self.pad_to_multiple_of
             batch["attention_mask"] = (torch.arange(tokens + padding, device="cpu") < tokens).to(torch.int64)[None]
             if padding:
                 filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
-                numbers.append(-1)  # has no fault that a message could name
-                documents.append(
-                    {
-                        name: values.new_full((padding, *values.shape[1:]), filling.get(name, 0))
-                        for name, values in documents[0].items()
-                    }
-                )
+                shapes = {name: (padding, *values.shape[1:]) for name, values in documents[0].items()}
+                row = {name: documents[0][name].new_full(shape, filling.get(name, 0)) for name, shape in shapes.items()}
+                documents, numbers, lengths = [*documents, row], [*numbers, "of padding"], [*lengths, padding]
+        boundaries = _boundaries(torch.tensor(lengths, device="cpu"))
         rows = {name: join(documents, name, numbers) for name in documents[0]}
-        lengths = torch.tensor([len(columns["input_ids"]) for columns in documents], device="cpu")
         if self.objective == "causal":
-            rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
-        return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
-
-    def _read(self, features: Any, name: str) -> tuple[list[Columns], list[int | str]]:
-        """The columns of all documents, checked, with labels; and the numbers of their features, for messages."""
-        whole = documents_of(features, name)
-        known = features.names() if isinstance(features, NumberedDocuments) else range(len(whole))
-        documents: list[Columns] = []
-        numbers: list[int | str] = []
-        for number, feature in zip(known, whole, strict=True):
-            documents += read_feature(feature, number, self.objective, tuple(self.per_token), self.max_document_length)
-            numbers += [number] * (len(documents) - len(numbers))
-        require_same_columns(documents, numbers)
-        if self.objective == "causal" and "labels" not in documents[0]:
-            documents = [columns | {"labels": labels_of_tokens(columns)} for columns in documents]
-        return documents, numbers
+            rows["labels"][boundaries["cu_seq_lens_q"][:-1].long()] = IGNORED_LABEL  # type: ignore[index]
+        return batch | {name: row[None] for name, row in rows.items()} | boundaries
 
 
 def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
     """The boundaries of documents of these lengths, in each form that models read."""
-    total = int(lengths.sum())
+    total, longest = int(lengths.sum()), int(lengths.max())
     if total >= 2**31:
         raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -186,48 +186,13 @@ def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
         "seq_idx": seq_idx.to(torch.int32)[None],
         "cu_seq_lens_q": cu_seq_lens,
         "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": int(lengths.max()),
-        "max_length_k": int(lengths.max()),
+        "max_length_q": longest,
+        "max_length_k": longest,
     }
 
 
-def documents_of(features: Any, collator: str) -> list[Any]:
-    """The documents of features, each a document or a list of documents; at least one.
-
-    Raises:
-        ValueError: features that aren't a list, or hold nothing; the message names the collator.
-    """
-    if not is_iterable(features):
-        raise ValueError(
-            f"{collator} takes a list of documents, each a mapping with 'input_ids', or of bins; got "
-            f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
-            "one, [dataset[i] for i in range(8)], not as dataset[:8]."
-        )
-    whole: list[Any] = []
-    for feature in features:
-        is_bin = isinstance(feature, (list, tuple)) and all(isinstance(document, Mapping) for document in feature)
-        whole.extend(feature if is_bin else [feature])
-    if not whole:
-        raise ValueError(f"{collator} needs at least one document; got an empty list of features.")
-    return whole
-
-
-def may_lack_a_patch() -> bool:
-    """Whether transformers' models are imported but none is patched in this process."""
-    if notices.patched_models or "transformers.modeling_utils" not in sys.modules:
-        return False
-    return notices.knows_patched_models()
-
-
-def _warn_if_unpatched(name: str, documents: int, *, padded: bool) -> None:
-    """Warn if several documents share a row, and transformers' models are imported but none is patched."""
-    if documents < 2 or not may_lack_a_patch():
-        return
-    flash = "don't, because of the attention_mask that pad_to_multiple_of adds" if padded else "do so, too"
-    notices.say_once(
-        "unpatched-model",
-        f"{name} laid {documents} documents into one row, and no model is patched in this process. Most "
-        "models then let the documents see each other. Call tritonpack.patch(model) before the first batch. A patched "
-        "model keeps documents apart. transformers' FlashAttention implementations, which read position_ids in "
-        f"training, {flash}.",
-    )
+def warn_if_unpatched(key: str, message: str) -> None:
+    """Warn once if transformers' models are imported and none is patched, as far as this process can know."""
+    known = "transformers.modeling_utils" in sys.modules and not notices.patched_models
+    if known and notices.knows_patched_models():
+        notices.say_once(key, message)

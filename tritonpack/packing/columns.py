@@ -1,4 +1,4 @@
-"""The columns of a tokenized document: PackingCollator checks them and converts them to tensors."""
+"""The columns of a tokenized document: checked, and converted to tensors in host memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Objective = Literal["causal", "tokens", "documents"]
+Columns = dict[str, Tensor]
 
 IGNORED_LABEL = -100  # transformers and torch's cross_entropy leave it out of the loss
 LABELS = ("labels", "label", "label_ids")  # the names in transformers' collators
@@ -25,84 +26,142 @@ PER_TOKEN = {
 LEARNED = ("completion_mask", "assistant_masks")  # 0 for tokens without a label
 LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Boundaries of a row that holds several documents; the first is TRL's name.
 SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
-BOUNDARIES = (SEQ_LENGTHS, POSITIONS)  # of a row that holds several documents; the first is TRL's name
-TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, *BOUNDARIES)
+TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
+_TAKEN = frozenset(TAKEN)
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
-
-Columns = dict[str, Tensor]
 
 
 def per_token_names(names: Any) -> tuple[str, ...]:
     """The checked names of further columns with one value per token."""
     if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
-    reserved = [name for name in names if name in (*TAKEN, *MADE)]
-    if reserved:
-        raise ValueError(f"per_token names {_quote(reserved)}, which PackingCollator knows already; leave them out.")
+    if reserved := [name for name in names if name in (*TAKEN, *MADE)]:
+        raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
     return tuple(names)
 
 
 def read_feature(
     feature: Any,
     number: int | str,
-    objective: Objective,
-    per_token: Sequence[str],
-    longest: int | None,
+    objective: Objective = "causal",
+    per_token: Sequence[str] = (),
+    longest: int | None = None,
     never_learned: Collection[int] = (),
 ) -> list[Columns]:
-    """The columns of the documents of a feature, checked; each document is cut to `longest` tokens.
+    """The columns of a document, or of each document of a row, checked and cut to `longest` tokens.
 
     Args:
-        feature: a document, or a row of documents with one of `BOUNDARIES`.
+        feature: a document, or a row of documents with `seq_lengths`, `position_ids` or both.
         number: the feature's number, for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
         never_learned: see `combine_labels`.
 
     Returns:
-        For each document `input_ids`, `labels` if there are any, and the columns with one value per token, (n, ...)
-        each. Labels of tokens are combined with the masks of `LEARNED`. Integers are int64. Under the objective
-        "documents" `labels` have any shape.
+        For each document `input_ids`, the columns with one value per token, and `labels` if it has any, (n, ...) each.
+        Integers are int64. Labels of tokens are combined with the masks of `LEARNED`. Under the objective "documents"
+        `labels` belong to the document and have any shape.
 
     Raises:
         ValueError: see PackingCollator.
     """
     try:
-        columns = _columns(feature, per_token)
-        labels = _labels(feature, objective)
-        if objective != "documents":
-            columns |= labels
-        tokens = len(columns["input_ids"])
+        columns = _convert(feature, objective, per_token)
+        tokens, of_documents = len(columns["input_ids"]), objective == "documents"
         for name, values in columns.items():
-            if len(values) != tokens:
+            if not (name == "labels" and of_documents) and len(values) != tokens:
                 hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
                 raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
-        lengths = _lengths(feature, tokens)
-        if (
-            objective == "documents"
-            and labels
-            and lengths is not None
-            and labels["labels"].shape[:1] != (len(lengths),)
-        ):
+        lengths = _lengths(feature, tokens) if SEQ_LENGTHS in feature or POSITIONS in feature else None
+        if "labels" in columns and not of_documents:
+            columns["labels"] = masked_labels(columns, lengths or [tokens], objective == "causal", never_learned)
+        elif "labels" in columns and lengths is None:
+            columns["labels"] = columns["labels"][None]
+        elif "labels" in columns and columns["labels"].shape[:1] != (len(lengths or ()),):
             raise ValueError(
-                f"holds {len(lengths)} documents, but its labels have the shape {tuple(labels['labels'].shape)}; "
-                "objective='documents' takes one label, or one row of labels, for each document."
+                f"holds {len(lengths or ())} documents, but its labels have the shape "
+                f"{tuple(columns['labels'].shape)}; objective='documents' takes one label, or one row of labels, for "
+                "each document."
             )
-        if "labels" in columns:
-            columns["labels"] = labels_beside_masks(columns, lengths or [tokens], objective == "causal", never_learned)
     except ValueError as error:
         raise ValueError(f"document {number} {error}") from error
-    if lengths is None:
-        return [labels | {name: values[:longest] for name, values in columns.items()}]
-    parts = {name: values.split(lengths) for name, values in columns.items()}
-    documents = [{name: values[at][:longest] for name, values in parts.items()} for at in range(len(lengths))]
-    if objective == "documents" and labels:
-        return [{"labels": label} | document for label, document in zip(labels["labels"], documents, strict=True)]
-    return documents
+    if lengths is None and longest is None:
+        return [columns]
+    lengths = lengths or [tokens]
+    parts = {n: values.split(1 if of_documents and n == "labels" else lengths) for n, values in columns.items()}
+    return [{name: values[at][:longest] for name, values in parts.items()} for at in range(len(lengths))]
+
+
+def _convert(feature: Any, objective: Objective, per_token: Sequence[str]) -> Columns:
+    """The columns of a feature that are packed, as tensors."""
+    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+        given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
+        raise ValueError(f"must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
+    if unknown := feature.keys() - _TAKEN - set(per_token):
+        _refuse(sorted(map(str, unknown)))
+    columns = {"input_ids": integers(feature["input_ids"], "input_ids")}
+    tokens = len(columns["input_ids"])
+    if not tokens:
+        raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
+    for name, values in feature.items():
+        if name in PER_TOKEN:
+            columns[name] = integers(values, name, bools=True)
+            if name in LEARNED and (columns[name] > 1).any():
+                raise ValueError(
+                    f"needs only 0 and 1 in {name}; got {columns[name].tolist()!r:.100}. Write 1 for the tokens that "
+                    "are learned and 0 for the others."
+                )
+        elif name in per_token:
+            columns[name] = as_tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
+        elif name == "attention_mask":
+            mask = integers(values, name, bools=True)
+            if len(mask) != tokens or not bool((mask == 1).all()):
+                raise ValueError(
+                    f"has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(mask)}, sum "
+                    f"{int(mask.sum())}); packing takes documents without padding. Tokenize with padding=False, or "
+                    "keep only the tokens with a mask of 1."
+                )
+        elif name in LABELS:
+            if "labels" in columns:
+                both = quote([each for each in LABELS if each in feature])
+                raise ValueError(f"has {both}, which all name its labels; keep one of them.")
+            of_documents = objective == "documents"
+            labels = as_tensor(values, name, "a number, or a row of numbers," if of_documents else "a row of integers")
+            if of_documents:
+                labels = labels.to(torch.int64) if labels.dtype == torch.bool else labels
+            elif labels.ndim:
+                labels = integers(labels, name, negative=True)
+            else:
+                raise ValueError(
+                    f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. "
+                    "Pass objective='documents' for a head that scores whole documents."
+                )
+            columns["labels"] = labels
+    if absent := per_token and [name for name in per_token if name not in columns]:
+        raise ValueError(f"has no {quote(absent)}, which per_token names; got {quote(feature)}.")
+    return columns
+
+
+def _refuse(unknown: list[str]) -> None:
+    """ValueError for columns that can't be packed."""
+    if made := [name for name in unknown if name in MADE]:
+        advice = f": it makes {quote(made)} itself. Remove such columns first (dataset.remove_columns)."
+    elif any(name.startswith(_MEDIA) for name in unknown):
+        advice = (
+            ": it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds "
+            "use the processor's own collator; a patched model takes its batches, too."
+        )
+    else:
+        advice = (
+            f"; it takes {quote(TAKEN)}. Name columns with one value per token in per_token=(...), and remove the "
+            "others from the dataset first (dataset.remove_columns)."
+        )
+    raise ValueError(f"has {quote(unknown)}, which PackingCollator can't pack{advice}")
 
 
 def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
-    """The lengths of the documents of a row, from the columns of `BOUNDARIES`; None if it has neither."""
+    """The lengths of the documents of a row, by `seq_lengths` and `position_ids`; None for a document by itself."""
     found: dict[str, list[int]] = {}
     if SEQ_LENGTHS in feature:
         lengths = integers(feature[SEQ_LENGTHS], SEQ_LENGTHS)
@@ -116,9 +175,9 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
         positions = integers(feature[POSITIONS], POSITIONS)
         starts = (positions == 0).nonzero()[:, 0]
         lengths = starts.diff(append=starts.new_tensor([len(positions)]))
-        places = torch.arange(len(positions), device="cpu")
-        counted = places - torch.repeat_interleave(starts, lengths) if len(starts) else None
-        if len(positions) != tokens or counted is None or starts[0] or not torch.equal(positions, counted):
+        counts = torch.arange(len(positions), device="cpu")
+        is_counted = len(positions) == tokens and len(starts) > 0 and not starts[0]
+        if not is_counted or not torch.equal(positions, counts - torch.repeat_interleave(starts, lengths)):
             raise ValueError(
                 f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each document; "
                 "PackingCollator makes position_ids itself and reads others only to find where the documents of a "
@@ -130,26 +189,23 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
             f"has documents of {found[SEQ_LENGTHS]!r:.100} tokens by its seq_lengths, but of {found[POSITIONS]!r:.100} "
             "by its position_ids; remove the wrong column (dataset.remove_columns)."
         )
-    if list(found) == [POSITIONS] and len(found[POSITIONS]) == 1:
-        return None  # a document by itself
-    return next(iter(found.values()), None)
+    first = next(iter(found.values()))
+    return None if SEQ_LENGTHS not in found and len(first) == 1 else first
 
 
-def labels_of_tokens(columns: Columns) -> Tensor:
-    """Labels for a document without labels: its input ids, -100 where a column of `LEARNED` is 0."""
-    ids = columns["input_ids"]
-    return labels_beside_masks(columns | {"labels": ids.clone()}, [len(ids)], is_causal=True)
-
-
-def labels_beside_masks(
-    columns: Columns, lengths: Sequence[int], is_causal: bool, never_learned: Collection[int] = ()
+def masked_labels(
+    columns: Columns, lengths: Sequence[int] = (), is_causal: bool = True, never_learned: Collection[int] = ()
 ) -> Tensor:
-    """The labels of documents, combined with the masks of `LEARNED`; see `combine_labels`."""
+    """The labels of documents, or a copy of their input ids, combined with the masks of `LEARNED`.
+
+    `lengths` are those of the documents; none for one document.
+    """
+    labels = columns["labels"] if "labels" in columns else columns["input_ids"].clone()
+    if columns.keys().isdisjoint(LEARNED):
+        return labels
     masks = {name: columns[name].numpy() for name in LEARNED if name in columns}
-    if not masks:
-        return columns["labels"]
-    ids, labels = columns["input_ids"].numpy(), columns["labels"].numpy()
-    return torch.from_numpy(combine_labels(ids, labels, masks, np.array(lengths), is_causal, never_learned))
+    ids, counts = columns["input_ids"].numpy(), np.array(lengths or [len(labels)])
+    return torch.from_numpy(combine_labels(ids, labels.numpy(), masks, counts, is_causal, never_learned))
 
 
 def combine_labels(
@@ -157,7 +213,7 @@ def combine_labels(
     labels: NDArray[Any],
     masks: Mapping[str, NDArray[Any]],
     lengths: NDArray[Any],
-    is_causal: bool,
+    is_causal: bool = True,
     never_learned: Collection[int] = (),
 ) -> NDArray[Any]:
     """Combine the labels of documents, one after the other, with their masks: -100 where a mask is 0.
@@ -166,9 +222,9 @@ def combine_labels(
     may leave out more tokens than the masks, and no label may stand where a mask is 0.
 
     >>> ids, mask = np.array([5, 6, 7, 8]), {"completion_mask": np.array([0, 0, 1, 1])}
-    >>> combine_labels(ids, ids, mask, np.array([4]), is_causal=True).tolist()
+    >>> combine_labels(ids, ids, mask, np.array([4])).tolist()
     [-100, -100, 7, 8]
-    >>> combine_labels(ids, np.array([-100, -100, -100, 9]), mask, np.array([4]), is_causal=True).tolist()
+    >>> combine_labels(ids, np.array([-100, -100, -100, 9]), mask, np.array([4])).tolist()
     [-100, -100, -100, 9]
 
     Args:
@@ -203,27 +259,22 @@ def combine_labels(
 def join(documents: Sequence[Columns], name: str, numbers: Sequence[int | str]) -> Tensor:
     """A column of all documents, end to end. `numbers` are those of the documents, for messages."""
     values = [columns[name] for columns in documents]
-    first = _values_per_token(values[0])
+    first = values[0]
     for number, one in zip(numbers, values, strict=True):
-        here = _values_per_token(one)
-        if here != first:  # torch.cat would convert integers to float16, where 70000 is infinite
+        # torch.cat would convert integers to float16, where 70000 is infinite. Labels may mix numbers, as 1 and 0.5.
+        if one.shape[1:] != first.shape[1:] or (
+            name != "labels" and one.dtype != first.dtype and _kind(one) != _kind(first)
+        ):
+            here, there = (f"{_kind(each)} of shape {tuple(each.shape[1:])}" for each in (one, first))
             raise ValueError(
-                f"{name} holds {here} per token in document {number} and {first} in document {numbers[0]}; give every "
-                "document values of one kind and shape."
+                f"{name} holds {here} in document {number} and {there} in document {numbers[0]}; give every document "
+                "values of one kind and shape: per token, or for labels of documents as many of each document."
             )
     return torch.cat(values)
 
 
-def join_labels_of_documents(labels: list[Tensor], numbers: Sequence[int | str]) -> Tensor:
-    """(documents,) labels, or (documents, ...) if each document has a row of labels."""
-    for number, one in zip(numbers, labels, strict=True):
-        if one.shape != labels[0].shape:
-            raise ValueError(
-                f"labels has the shape {tuple(one.shape)} in document {number} and {tuple(labels[0].shape)} in "
-                f"document {numbers[0]}; objective='documents' takes the same number of labels of each document. For "
-                "labels of tokens pass objective='tokens' or 'causal'."
-            )
-    return torch.stack(labels)
+def _kind(values: Tensor) -> str:
+    return "floating point" if values.is_floating_point() else "bool" if values.dtype == torch.bool else "integers"
 
 
 def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int | str]) -> None:
@@ -237,83 +288,11 @@ def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int | s
             )
 
 
-def _columns(feature: Any, per_token: Sequence[str]) -> Columns:
-    """The columns with one value per token, without labels."""
-    if not isinstance(feature, Mapping) or "input_ids" not in feature:
-        given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
-        raise ValueError(f"must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
-    _refuse_unknown(feature, per_token)
-    columns = {"input_ids": integers(feature["input_ids"], "input_ids")}
-    tokens = len(columns["input_ids"])
-    if not tokens:
-        raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
-    if "attention_mask" in feature:
-        mask = integers(feature["attention_mask"], "attention_mask", bools=True)
-        if len(mask) != tokens or not bool((mask == 1).all()):
-            raise ValueError(
-                f"has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(mask)}, sum "
-                f"{int(mask.sum())}); packing takes documents without padding. Tokenize with padding=False, or keep "
-                "only the tokens with a mask of 1."
-            )
-    for name, values in feature.items():
-        if name in PER_TOKEN:
-            columns[name] = integers(values, name, bools=True)
-        elif name in per_token:
-            columns[name] = as_tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
-        if name in LEARNED and ((columns[name] != 0) & (columns[name] != 1)).any():
-            raise ValueError(
-                f"needs only 0 and 1 in {name}; got {columns[name].tolist()!r:.100}. Write 1 for the tokens that "
-                "are learned and 0 for the others."
-            )
-    if absent := [name for name in per_token if name not in columns]:
-        raise ValueError(f"has no {_quote(absent)}, which per_token names; got {_quote(feature)}.")
-    return columns
-
-
-def _refuse_unknown(feature: Mapping[Any, Any], per_token: Sequence[str]) -> None:
-    unknown = sorted(map(str, {name for name in feature if name not in TAKEN and name not in per_token}))
-    if not unknown:
-        return
-    advice = (
-        f"; it takes {_quote(TAKEN)}. Name columns with one value per token in per_token=(...), and remove the others "
-        "from the dataset first (dataset.remove_columns)."
-    )
-    if made := [name for name in unknown if name in MADE]:
-        advice = f": it makes {_quote(made)} itself. Remove such columns first (dataset.remove_columns)."
-    elif any(name.startswith(_MEDIA) for name in unknown):
-        advice = (
-            ": it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds "
-            "use the processor's own collator; a patched model takes its batches, too."
-        )
-    raise ValueError(f"has {_quote(unknown)}, which PackingCollator can't pack{advice}")
-
-
-def _labels(feature: Mapping[str, Any], objective: Objective) -> Columns:
-    """`labels` of a document that has them, under any of their names; no column otherwise."""
-    given = [name for name in LABELS if name in feature]
-    if not given:
-        return {}
-    if len(given) > 1:
-        raise ValueError(f"has {_quote(given)}, which all name its labels; keep one of them.")
-    name, values = given[0], feature[given[0]]
-    if objective == "documents":
-        labels = as_tensor(values, name, "a number, or a row of numbers,")
-        return {"labels": labels.to(torch.int64) if labels.dtype == torch.bool else labels}
-    if as_tensor(values, name, "a row of integers").ndim == 0:
-        raise ValueError(
-            f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. Pass "
-            "objective='documents' for a head that scores whole documents."
-        )
-    return {"labels": integers(values, name, negative=True)}
-
-
 def integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:
     """A row of integers as int64, none below 0 unless `negative`; an empty list is an empty row."""
-    if isinstance(values, list) and values and type(values[0]) is int:
-        values = _array_of(values)
     tensor = as_tensor(values, name, "a row of integers")
-    integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
-    if tensor.ndim != 1 or (tensor.numel() and not integer):
+    is_integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
+    if tensor.ndim != 1 or (tensor.numel() and not is_integer):
         raise ValueError(f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}.")
     tensor = tensor.to(torch.int64)
     if not negative and (tensor < 0).any():
@@ -325,21 +304,15 @@ def integers(values: Any, name: str, *, bools: bool = False, negative: bool = Fa
     return tensor
 
 
-def _array_of(values: list[Any]) -> Any:
-    """A list of ints as an array, which NumPy reads five times as fast as torch; other lists unchanged."""
-    try:
-        array = np.array(values)
-    except (TypeError, ValueError, OverflowError):
-        return values
-    return array if array.dtype == np.int64 and array.ndim == 1 else values
-
-
 def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 0) -> Tensor:
     """A tensor in host memory: int64, bool, or floating point."""
     try:
         converted = values
         if isinstance(values, np.ndarray):  # torch can't read arrays that are read-only or of another byte order
             converted = values.astype(np.int64 if values.dtype.kind in "iu" else values.dtype.newbyteorder("="))
+        elif isinstance(values, list) and values and type(values[0]) is int:
+            array = np.array(values)  # which NumPy reads five times as fast as torch
+            converted = array if array.dtype == np.int64 and array.ndim == 1 else values
         tensor = converted if isinstance(converted, Tensor) else torch.as_tensor(converted, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.") from error
@@ -358,10 +331,6 @@ def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 
     return tensor
 
 
-def _values_per_token(values: Tensor) -> str:
-    kind = "floating point" if values.is_floating_point() else "bool" if values.dtype == torch.bool else "integers"
-    return f"{kind} of shape {tuple(values.shape[1:])}"
-
-
-def _quote(names: Collection[str]) -> str:
+def quote(names: Collection[str]) -> str:
+    """Names for a message, in quotes."""
     return ", ".join(map(repr, names))

@@ -12,12 +12,13 @@ from torch.utils.data import Dataset
 from tritonpack.packing.bins import Algorithm, Packing, pack
 from tritonpack.packing.documents import (
     Length,
-    check_length_function,
     checked_length,
     cut,
     fetch,
     is_table,
     measure_lengths,
+    require_callable,
+    require_lengths,
     require_map_style,
 )
 from tritonpack.packing.lengths import Overlong, whole_lengths
@@ -46,7 +47,7 @@ class PackedDataset(Dataset):
 
     def __init__(self, dataset: Any, packing: Packing, *, length: Length | None = None) -> None:
         require_map_style(dataset)
-        check_length_function(length)
+        require_callable(length)
         if not isinstance(packing, Packing):
             raise ValueError(f"packing must be a Packing, as pack() returns it; got {type(packing).__name__}.")
         last = int(packing.items.max())
@@ -63,19 +64,19 @@ class PackedDataset(Dataset):
         return self.packing.num_bins
 
     def __getitem__(self, bin_index: int) -> list[Any]:
-        spans = self.packing.spans(bin_index)
-        documents = fetch(self.dataset, [number for number, _, _ in spans])
-        return [self._piece(document, *span) for document, span in zip(documents, spans, strict=True)]
-
-    def _piece(self, document: Any, number: int, start: int, stop: int) -> Any:
-        tokens = checked_length(document, number, self.length)
-        # A piece is as long as a bin, or it ends its document.
-        if stop > tokens or (stop < tokens and stop - start < self.packing.capacity):
-            raise ValueError(
-                f"document {number} has {tokens} tokens, but its tokens {start} to {stop} were packed. The lengths "
-                "belong to another dataset; measure them again."
-            )
-        return document if stop - start == tokens else cut(document, start, stop, tokens, number)
+        spans, pieces = self.packing.spans(bin_index), []
+        for document, (number, start, stop) in zip(
+            fetch(self.dataset, [number for number, _, _ in spans]), spans, strict=True
+        ):
+            tokens = checked_length(document, number, self.length)
+            # A piece is as long as a bin, or it ends its document.
+            if stop > tokens or (stop < tokens and stop - start < self.packing.capacity):
+                raise ValueError(
+                    f"document {number} has {tokens} tokens, but its tokens {start} to {stop} were packed. The lengths "
+                    "belong to another dataset; measure them again."
+                )
+            pieces.append(document if stop - start == tokens else cut(document, start, stop, tokens, number))
+        return pieces
 
 
 class BinDataset(Dataset):
@@ -161,12 +162,8 @@ def pack_dataset(
             "columns and jobs are for a datasets.Dataset without a transform, lengths and length, whose rows are "
             f"written; got columns={columns!r:.100}, jobs={jobs!r:.100} for {type(dataset).__name__}. Leave them out."
         )
-    if lengths is None:
-        lengths = measure_lengths(dataset, length)
-    else:
-        require_map_style(dataset)
-        lengths = whole_lengths(lengths)
-    if len(lengths) != len(dataset):
-        raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
+    require_map_style(dataset)
+    lengths = measure_lengths(dataset, length) if lengths is None else whole_lengths(lengths)
+    require_lengths(lengths, dataset)
     packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong)
     return PackedDataset(dataset, packing, length=length)

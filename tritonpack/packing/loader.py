@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.documents import TOKENS, NumberedDocuments, require_map_style
+from tritonpack.packing.documents import TOKENS, Numbered, require_map_style
 from tritonpack.packing.lengths import check_integer, count, fit_lengths
-from tritonpack.packing.measured import DocumentsOf, Measured, Resource
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
+from tritonpack.packing.reader import DocumentsOf, Reader, Resource
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import Words, are_documents
@@ -50,7 +49,7 @@ class PackedDataLoader(DataLoader):
 
     def __init__(
         self,
-        documents: CheckedDocuments,
+        documents: Reader,
         rows: MultipackDistributedBatchSampler,
         rank: int,
         collate: Callable[[Any], Any],
@@ -134,11 +133,13 @@ class PackedDataLoader(DataLoader):
         return self._done
 
     def __str__(self) -> str:
-        rows, measured = self.rows, self.documents.measured
-        plan, lengths, units = rows.plan, rows.lengths, measured.units
+        rows, reader = self.rows, self.documents
+        plan, units, is_plain = rows.plan, reader.units, are_documents(reader.units)
+        nouns = count(len(units), "document" if (units.squares == units.tokens**2).all() else "unit")
+        if (reader.counts > 1).any():
+            nouns = f"{count(len(units), 'unit')} of {count(reader.counts.sum(), 'document')}"
         lines = [
-            f"PackedDataLoader of {_described(measured)}, {count(units.tokens.sum(), 'token')} (lengths from "
-            f"{measured.source})",
+            f"PackedDataLoader of {nouns}, {count(units.tokens.sum(), 'token')} (lengths from {reader.source})",
             f"  epoch {self.epoch}: {count(plan.num_steps, 'step')} of {count(plan.num_ranks, 'rank')} with "
             f"{count(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
@@ -150,24 +151,22 @@ class PackedDataLoader(DataLoader):
             lines.append(f"  {plan.filler_rows:,} filler {repeats} a document in the last step")
         before = rows.tokens_per_step()[: -plan.num_steps or None]
         if len(before):
-            lines.append(
-                f"  trained on before, with other settings: {count(len(before), 'step')} of this epoch, "
-                f"{before.sum():,} tokens"
+            steps = count(len(before), "step")
+            lines.append(f"  trained on before, with other settings: {steps} of this epoch, {before.sum():,} tokens")
+        left_out = [str(rows.report)] if rows.report.documents else []
+        if cut := (units.tokens - rows.lengths)[rows.lengths > 0].sum():
+            left_out.append(f"{cut:,} tokens cut off by max_document_length")
+        if dropped := rows.dropped_documents:
+            left_out.append(
+                f"{count(dropped, 'document' if is_plain else 'unit')} of this epoch that fill no last step (tail)"
             )
-        dropped = rows.dropped_documents
-        cut = (units.tokens - lengths)[lengths > 0].sum()
-        noun = "document" if are_documents(units) else "unit"
-        left_out = [
-            *([str(rows.report)] if rows.report.documents else []),
-            *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
-            *([f"{count(dropped, noun)} of this epoch that fill no last step (tail)"] if dropped else []),
-        ]
         nothing = "no document" if rows._order is None else "no document of the order"
-        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
-        used, unused = self.documents.columns
-        own = isinstance(self.collate_fn, _OwnCollator)  # documents may then have different columns
-        columns = "columns of the first document" if own else "columns"
-        lines.append(f"  {columns}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
+        used, unused = reader.columns
+        own = " of the first document" if isinstance(self.collate_fn, _OwnCollator) else ""  # others may have others
+        lines += [
+            f"  left out: {'; '.join(left_out) or nothing}",
+            f"  columns{own}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}",
+        ]
         return "\n".join(lines)
 
 
@@ -276,42 +275,50 @@ def dataloader(
     with raise_faults_on_all_ranks("loader", num_replicas):
         require_map_style(dataset)
         tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-        _check_options(options, objective, labels, overlong)
-        packing = {
-            "objective": labels, "per_token": per_token, "max_document_length": max_document_length,
+        packing: dict[str, Any] = {
+            "labels": labels, "per_token": per_token, "max_document_length": max_document_length,
             "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
         }  # fmt: skip
-        collate = PackingCollator(**packing) if collate_fn is None else None  # type: ignore[arg-type]
-        if collate_fn is not None:
+        _check_options(options, objective, labels, overlong)
+        collate: PackingCollator | None = None
+        if collate_fn is None:
+            collate = PackingCollator(objective=packing.pop("labels"), **packing)
+        else:
             _check_collate_fn(collate_fn, packing)
         if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
             raise ValueError(
                 f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing "
                 f"past {tokens}. Make tokens a multiple of pad_to_multiple_of."
             )
-        checked = CheckedDocuments(
-            dataset, lengths, documents, resources, drop_columns, collate,
-            measure_by=getattr(collate_fn, "measure", None), budgets=budgets,
-        )  # fmt: skip
-        units = checked.measured.cut(max_document_length)
+        measure = getattr(collate_fn, "measure", None)
+        reader = Reader(dataset, lengths, documents, resources, drop_columns, collate, measure, budgets)
+        units = reader.cut(max_document_length)
         check_budgets(
             units,
             budgets,
             without="leave it out of resources",
             having="Pass resources= with it, a column or a function that says how much of it an example takes",
         )
-        _check_fit(units, tokens, budgets, overlong, can_cut=collate is not None)
+        drop = "pass overlong='drop', which leaves them out"
+        if are_documents(units):
+            first = f"pass max_document_length={tokens}, which trains on their first tokens"
+            cutting = "cut them before" if collate is None else first
+            fit_lengths(
+                units.tokens, tokens, overlong, name="row size", remedy=f"{drop}, or {cutting}", cutting=cutting
+            )
+        else:
+            fit_units(units, tokens, budgets, overlong, name="row size", remedy=drop)
         _, own_rank = place_in_world(num_replicas, rank, True, group)
         assert own_rank is not None
         check_flag(shard, "shard")
         own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
-        DataLoader(checked, collate_fn=own_collate, **options)  # raises for options that torch refuses
+        DataLoader(reader, collate_fn=own_collate, **options)  # raises for options that torch refuses
     rows = MultipackDistributedBatchSampler(
         tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
         lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
         budgets=budgets, epochs=epochs, shard=False, group=group,
     )  # fmt: skip
-    return PackedDataLoader(checked, rows, own_rank, own_collate, shard, **options)
+    return PackedDataLoader(reader, rows, own_rank, own_collate, shard, **options)
 
 
 class _OwnCollator:
@@ -320,7 +327,7 @@ class _OwnCollator:
     def __init__(self, collate: Any, tokens: int) -> None:
         self._collate, self._tokens = collate, tokens
 
-    def __call__(self, examples: NumberedDocuments) -> Any:
+    def __call__(self, examples: Numbered) -> Any:
         batch = self._collate(examples)
         ids = batch.get(TOKENS) if isinstance(batch, Mapping) else None
         if isinstance(ids, Tensor) and ids.numel() > self._tokens:
@@ -383,17 +390,6 @@ class _Rows(Sampler[list[int]]):
         self._rows.load_state_dict(state)
 
 
-def _check_fit(units: Units, tokens: int, budgets: Any, overlong: Any, *, can_cut: bool) -> None:
-    """ValueError for documents or units that don't fit into a row, with the remedies that the loader has."""
-    if not are_documents(units):
-        remedy = "pass overlong='drop', which leaves such units out"
-        fit_units(units, tokens, budgets, overlong, name="row size", remedy=remedy)
-        return
-    cutting = f"pass max_document_length={tokens}, which trains on their first tokens" if can_cut else "cut them before"
-    remedy = f"pass overlong='drop', which leaves them out, or {cutting}"
-    fit_lengths(units.tokens, tokens, overlong, name="row size", remedy=remedy, cutting=cutting)
-
-
 def _check_collate_fn(collate_fn: Any, packing: Mapping[str, Any]) -> None:
     """ValueError for a collator that can't be called, or beside options of PackingCollator."""
     if not callable(collate_fn):
@@ -403,9 +399,8 @@ def _check_collate_fn(collate_fn: Any, packing: Mapping[str, Any]) -> None:
             "collate_fn=PackingCollator(...) is what dataloader makes itself. Leave it out, and pass its options: "
             "labels (its objective), per_token, max_document_length, pad_to_multiple_of, pad_token_id."
         )
-    options = {"labels" if name == "objective" else name: value for name, value in packing.items()}
     defaults = inspect.signature(dataloader).parameters
-    if given := [name for name, value in options.items() if value != defaults[name].default]:
+    if given := [name for name, value in packing.items() if value != defaults[name].default]:
         raise ValueError(f"{given[0]} is an option of PackingCollator, in whose place collate_fn comes; leave one out.")
 
 
@@ -434,12 +429,3 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
             "overlong='split'."
         )
     check_choice(overlong, ("error", "drop"), "overlong")
-
-
-def _described(measured: Measured) -> str:
-    """How many documents there are, or units of documents."""
-    units = len(measured.units)
-    if (measured.counts > 1).any():
-        return f"{count(units, 'unit')} of {count(measured.counts.sum(), 'document')}"
-    one_each = (measured.units.squares == measured.units.tokens**2).all()
-    return count(units, "document" if one_each else "unit")

@@ -139,7 +139,7 @@ def _pieces(
         own = [name for name in read if name not in (*_KNOWN, _MASK)]
         for at, number in enumerate(numbers):  # which document it is, in the words of PackingCollator
             one = table.slice(at, 1)
-            read_feature(one.to_pylist()[0], place(number), "causal", own, None)
+            read_feature(one.to_pylist()[0], place(number), per_token=own)
             try:
                 _checked(one, kept)
             except (pa.ArrowException, ValueError) as wrong:

@@ -199,39 +199,7 @@ def test_to_moves_everything_but_ends():
     assert batch.gather(torch.empty(1, batch.num_tokens, device="meta"))[0].device.type == "meta"
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("sequences", "message"),
-        [
-            ([], "sequences is empty; pass at least one sequence"),
-            (5, "sequences must be a list with a row of integers for each sequence; got int 5"),
-            ([[1], []], "sequence 1 is empty; every sequence needs at least one token"),
-            ([[1], 3], "sequence 1 needs a row of integers as tokens"),
-            ([[1], [1.5]], r"sequence 1 needs a row of integers as tokens; got torch.float32 of shape \(1,\)"),
-            ([[1], [2, -1]], "sequence 1 has -1 at position 1 of tokens"),
-            ([{"input_ids": [1]}], "sequence 0 needs a row of integers as tokens"),
-        ],
-        ids=str,
-    )
-    def test_sequences(self, sequences, message):
-        with pytest.raises(ValueError, match=message):
-            pack_tree(sequences)
-
-    @pytest.mark.parametrize(
-        ("labels", "message"),
-        [
-            ([[1, 2]], "got 2 sequences but labels for 1"),
-            ([[1, 2], [3]], "sequence 1 has 2 tokens but 1 labels; give every token a label, -100"),
-            ([[1, 2], [3, -1]], "sequence 1 has the label -1; labels are token ids, or -100"),
-            ([[1, 2], [3, 0.5]], "sequence 1 needs a row of integers as labels"),
-            (3, "labels must be a list with a row of integers for each sequence; got int 3"),
-        ],
-        ids=str,
-    )
-    def test_labels(self, labels, message):
-        with pytest.raises(ValueError, match=message):
-            pack_tree([[1, 2], [1, 3]], labels=labels)
-
+class TestWrongValues:
     @pytest.mark.parametrize(
         "values", [torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3]], ids=str
     )
@@ -277,16 +245,6 @@ class TestCollator:
             assert batch.keys() == expected.keys()
             assert all(torch.equal(batch[name], value) for name, value in expected.items())
 
-    def test_labels_beside_a_mask(self):
-        """Labels may leave out more tokens than the mask, but not fewer, except for the first, which isn't a target."""
-        row = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}
-        batch = TreeCollator()([row | {"labels": [5, IGNORED, 7, IGNORED]}])
-        assert batch["labels"].tolist() == [[7]]
-        for name, message in (("completion_mask", "completion_mask is 0"), ("assistant_masks", "assistant_masks is 0")):
-            columns = {"input_ids": [5, 6, 7, 8], "labels": [IGNORED, 6, 7, 8], name: [0, 1, 0, 1]}
-            with pytest.raises(ValueError, match=f"document 1 has the label 7 at token 2, where its {message}"):
-                TreeCollator()([columns | {name: [1] * 4}, columns])
-
     def test_capacity(self):
         features = [{"input_ids": row} for row in GROUPS]
         assert pack_tree(GROUPS).num_tokens == 11
@@ -294,26 +252,6 @@ class TestCollator:
             TreeCollator(capacity=10)(features)
         with pytest.raises(ValueError, match="capacity must be an integer from 1 to 2147483647; got 0"):
             TreeCollator(capacity=0)
-
-    @pytest.mark.parametrize(
-        ("features", "message"),
-        [
-            ([], "TreeCollator needs at least one document"),
-            ({"input_ids": [[1]]}, "TreeCollator takes a list of documents"),
-            ([{"input_ids": [1]}, [1, 2]], "document 1 must be a mapping with 'input_ids'; got list"),
-            ([{"input_ids": [1]}, {"input_ids": []}], "document 1 is empty"),
-            ([{"input_ids": [1], "advantage": 0.5}], "document 0 has 'advantage', which TreeCollator doesn't.*gather"),
-            ([{"input_ids": [1], "token_type_ids": [0]}], "has 'token_type_ids', which TreeCollator doesn't take"),
-            ([{"input_ids": [1], "attention_mask": [0]}], "document 0 has an attention_mask that isn't 1"),
-            ([{"input_ids": [1, 2], "labels": [1]}], "document 0 has 2 input_ids but 1 labels"),
-            ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "document 0 has 'labels' and document 1 hasn't"),
-            ([{"input_ids": [1, 2], "labels": [1, -7]}], "sequence 0 has the label -7"),
-        ],
-        ids=str,
-    )  # fmt: skip
-    def test_refusals(self, features, message):
-        with pytest.raises(ValueError, match=message):
-            TreeCollator()(features)
 
     def test_warns_once_while_no_model_is_patched(self, monkeypatch):
         pytest.importorskip("transformers.modeling_utils")

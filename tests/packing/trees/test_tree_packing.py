@@ -93,18 +93,3 @@ def test_rows_become_batches():
     )
     with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
         packing[2]
-
-
-@pytest.mark.parametrize(
-    ("sequences", "capacity", "message"),
-    [
-        ([[1, 2], [1] * 9, [1] * 7], 6, r"document 1, 9 tokens\). Raise the capacity to at least 9, or cut"),
-        ([[1, 2]], 0, "capacity must be an integer from 1 to 2147483647; got 0"),
-        ([[1, 2], []], 6, "sequence 1 is empty"),
-        ([], 6, "sequences is empty"),
-    ],
-    ids=["overlong", "capacity", "empty", "none"],
-)  # fmt: skip
-def test_refusals(sequences, capacity, message):
-    with pytest.raises(ValueError, match=message):
-        pack_trees(sequences, capacity)

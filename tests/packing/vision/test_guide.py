@@ -53,7 +53,7 @@ def test_from_processor_to_training_step(given: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_rows_by_tokens_and_patches(given: dict[str, Any]) -> None:
     given = run(1, run(0, given))
-    units = given["loader"].documents.measured.units
+    units = given["loader"].documents.units
     assert sum(len(batch["pixel_values"]) for batch in given["loader"]) == units.resources["patches"].sum() > 0
 
 

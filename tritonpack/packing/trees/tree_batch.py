@@ -13,22 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tritonpack import notices
 from tritonpack.checks import check_flag, describe
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.tree import ROOT
-from tritonpack.packing.collator import documents_of, may_lack_a_patch
+from tritonpack.packing.collator import warn_if_unpatched
 from tritonpack.packing.columns import (
     IGNORED_LABEL,
     LABELS,
     LEARNED,
     LEFT_OUT,
     integers,
-    labels_of_tokens,
+    masked_labels,
     read_feature,
     require_same_columns,
 )
-from tritonpack.packing.documents import is_iterable
+from tritonpack.packing.documents import documents_of, is_iterable
 from tritonpack.packing.lengths import check_limit
 from tritonpack.packing.trees.prefixes import prefix_tree
 
@@ -269,8 +268,8 @@ class TreeCollator:
                 a mask, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
                 document.
         """
-        whole = documents_of(features, "TreeCollator")
-        for number, document in enumerate(whole):
+        whole, numbers = documents_of(features, "TreeCollator")
+        for number, document in zip(numbers, whole, strict=True):
             if other := [name for name in document if name not in _TAKEN] if isinstance(document, Mapping) else []:
                 raise ValueError(
                     f"document {number} has {other[0]!r}, which TreeCollator doesn't take; it takes "
@@ -280,21 +279,21 @@ class TreeCollator:
                 )
         documents = [
             document
-            for number, feature in enumerate(whole)
-            for document in read_feature(feature, number, "causal", (), None)
+            for number, feature in zip(numbers, whole, strict=True)
+            for document in read_feature(feature, number)
         ]
-        require_same_columns(documents, range(len(documents)))
+        require_same_columns(documents, numbers)
         batch = pack_tree(
             [columns["input_ids"] for columns in documents],
-            labels=[columns["labels"] if "labels" in columns else labels_of_tokens(columns) for columns in documents],
+            labels=[columns["labels"] if "labels" in columns else masked_labels(columns) for columns in documents],
         )
         if self.capacity is not None and batch.num_tokens > self.capacity:
             raise ValueError(
                 f"the row of these {len(documents)} documents has {batch.num_tokens} tokens, and the capacity is "
                 f"{self.capacity}. Pass fewer documents, or plan rows that fit: pack_trees(sequences, {self.capacity})."
             )
-        if len(documents) > 1 and may_lack_a_patch():
-            notices.say_once(
+        if len(documents) > 1:
+            warn_if_unpatched(
                 "unpatched-tree",
                 f"TreeCollator laid {len(documents)} documents into one tree, and no model is patched in this process. "
                 "Other models ignore tree_ends and let the documents see each other. Call tritonpack.patch(model) "

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonpack.packing.collator import PackingCollator, documents_of
-from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, labels_of_tokens, read_feature
-from tritonpack.packing.documents import NumberedDocuments
+from tritonpack.packing.collator import PackingCollator
+from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, masked_labels, quote, read_feature
+from tritonpack.packing.documents import documents_of
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
-from tritonpack.packing.vision.media import join_media, read_media
-from tritonpack.packing.vision.positions import ModelPositions
+from tritonpack.packing.vision.media import ModelPositions, join_media, read_media
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
+_CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
 _TEXT = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN)
 
 
@@ -75,7 +75,7 @@ their `get_rope_index` returns for the document alone |
     def __post_init__(self, model: Any) -> None:
         text = PackingCollator(self.pad_to_multiple_of, self.pad_token_id, per_token=self.per_token)
         config = _configuration(model)
-        positions = ModelPositions.of(model) if FAMILIES[config.model_type].own_positions else None
+        positions = ModelPositions(model) if FAMILIES[config.model_type].own_positions else None
         made = {"model_type": config.model_type, "_config": config, "_positions": positions, "_text": text}
         for name, value in made.items():
             object.__setattr__(self, name, value)
@@ -104,15 +104,14 @@ their `get_rope_index` returns for the document alone |
             ValueError: an unknown column, images without tokens or tokens without images, columns that contradict each
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
-        whole = documents_of(features, type(self).__name__)
-        known = features.names() if isinstance(features, NumberedDocuments) else range(len(whole))
-        numbers, texts, media = list(known), [], []
+        whole, numbers = documents_of(features, type(self).__name__)
+        texts, media = [], []
         for number, example in zip(numbers, whole, strict=True):
             text, own = self._read(example, number)
             texts.append(text)
             media.append(own)
         self._complete(texts)
-        batch: dict[str, Any] = self._text._collate(NumberedDocuments(texts, numbers), type(self).__name__)
+        batch: dict[str, Any] = self._text._join(texts, numbers, type(self).__name__)
         if self._positions is not None:
             padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
             parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
@@ -142,23 +141,22 @@ their `get_rope_index` returns for the document alone |
             raise ValueError(
                 f"document {number} must be a mapping, as the processor returns it; got {type(example).__name__}."
             )
-        family, taken = self.family, (*_TEXT, *self.per_token)
         example = {name: values for name, values in example.items() if values is not None}
+        placeholders, per_token = tuple(self._placeholders().values()), tuple(self.per_token)
+        taken = (*_TEXT, *per_token, *self.family.columns)
         try:
-            unknown = sorted(str(name) for name in example if name not in taken and name not in family.columns)
-            if unknown:
+            if unknown := sorted(str(name) for name in example if name not in taken):
                 raise ValueError(
-                    f"has {', '.join(map(repr, unknown))}, which VisionPackingCollator can't pack for model type "
-                    f"{self.model_type!r}; it takes {', '.join(map(repr, (*taken, *family.columns)))}. Remove "
-                    "other columns first (dataset.remove_columns)."
+                    f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type "
+                    f"{self.model_type!r}; it takes {quote(taken)}. Remove other columns first "
+                    "(dataset.remove_columns)."
                 )
-            media = read_media(family, example)
+            media = read_media(self.family, example)
             tokens = {name: _row(example[name], name) for name in _TEXT if name in example}
-            tokens |= {name: example[name] for name in self.per_token if name in example}
+            tokens |= {name: example[name] for name in per_token if name in example}
         except ValueError as error:
             raise ValueError(f"document {number} {error}") from error
-        placeholders = tuple(self._placeholders().values())
-        (text,) = read_feature(tokens, number, "causal", tuple(self.per_token), None, never_learned=placeholders)
+        (text,) = read_feature(tokens, number, per_token=per_token, never_learned=placeholders)
         try:
             self._check_tokens(text, media)
         except ValueError as error:
@@ -173,7 +171,7 @@ their `get_rope_index` returns for the document alone |
                 f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
             )
         kinds, placeholders = self._kinds(text, media), self._placeholders()
-        for kind, code in ((IMAGES, 1), (VIDEOS, 2)):
+        for kind, code in _CODES.items():
             expected = self._size(kind, media)[0]
             found = int((kinds == code).sum())
             if found == expected:
@@ -184,7 +182,7 @@ their `get_rope_index` returns for the document alone |
                     f"has {found} tokens of {kind} (token {placeholders[kind]}) in input_ids, and no {names[0]!r}. "
                     "Pass all columns that the processor returns, or leave the images out of the text."
                 )
-            given = ", ".join(repr(name) for name in names if name in media)
+            given = quote([name for name in names if name in media])
             raise ValueError(
                 f"has {found} tokens of {kind} (token {placeholders.get(kind)}) in input_ids, but its {given} take "
                 f"{expected}. Don't truncate input_ids, which cuts images, and process the text and the images of an "
@@ -195,9 +193,9 @@ their `get_rope_index` returns for the document alone |
         """(n,) the modality of each token, by the tokens, or by the column of types that the model reads."""
         ids, kinds = text["input_ids"], torch.zeros_like(text["input_ids"])
         placeholders = self._placeholders()
-        for kind, code in ((VIDEOS, 2), (IMAGES, 1)):
+        for kind in (VIDEOS, IMAGES):
             if kind in placeholders:
-                kinds[ids == placeholders[kind]] = code
+                kinds[ids == placeholders[kind]] = _CODES[kind]
         types = self.family.types
         if types is None or not bool(kinds.any()):
             return kinds
@@ -211,9 +209,7 @@ their `get_rope_index` returns for the document alone |
             )
         shared = len(set(placeholders.values())) < len(placeholders)  # GLM-4V marks frames by the token of images
         if not torch.equal(given != 0 if shared else given, kinds != 0 if shared else kinds):
-            codes = zip((IMAGES, VIDEOS), (1, 2), strict=True)
-            wanted = [f"{code} exactly for tokens of {kind} ({placeholders[kind]})" for kind, code in codes
-                      if kind in placeholders]  # fmt: skip
+            wanted = [f"{_CODES[kind]} exactly for tokens of {kind} ({token})" for kind, token in placeholders.items()]
             raise ValueError(
                 f"has {types} that aren't {' and '.join(wanted)}; pass both columns of one call of the processor."
             )
@@ -228,7 +224,7 @@ their `get_rope_index` returns for the document alone |
         if any("labels" in text for text in texts):
             return
         for text in texts:
-            labels = labels_of_tokens(text)
+            labels = masked_labels(text)
             labels[torch.isin(labels, torch.tensor(list(self._placeholders().values()), device="cpu"))] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
                 labels[text["token_type_ids"] == 0] = IGNORED_LABEL

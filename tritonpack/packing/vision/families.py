@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +28,8 @@ class Column:
     Attributes:
         axes: what the axes of one example are, for messages.
         kind: IMAGES or VIDEOS.
-        padded: axes that are padded at their end to the largest example. The model leaves out this padding by another
-            column. On all other axes examples must have one size.
-        filling: the value of the padding.
+        padded: axes that are padded with zeros at their end to the largest example. The model leaves out this padding
+            by another column. On all other axes examples must have one size.
         optional: whether a processor may leave it out.
         of_rows: whether the model takes the column with one more axis in front, of the rows of a batch.
         promoted: whether examples may have different dtypes, such as the integer 1 beside 0.5. Their common dtype is
@@ -39,7 +39,6 @@ class Column:
     axes: tuple[str, ...]
     kind: str = IMAGES
     padded: tuple[int, ...] = ()
-    filling: int = 0
     optional: bool = False
     of_rows: bool = False
     promoted: bool = False
@@ -112,18 +111,22 @@ PLACED = {
     "num_frames_per_video": Column((VIDEOS,), VIDEOS),
 }
 
-_QWEN2_VL = Family(PATCHES, sizes.of_image_grids, sizes.of_video_grids, own_positions=True, types=MODALITIES)
+_IMAGE_GRIDS = partial(sizes.of_grids, pixels="pixel_values", grids="image_grid_thw")
+_VIDEO_GRIDS = partial(sizes.of_grids, pixels="pixel_values_videos", grids="video_grid_thw")
+_IMAGE_PLACES = partial(sizes.of_places, pixels_name="pixel_values", name="image_position_ids")
+_VIDEO_PLACES = partial(sizes.of_places, pixels_name="pixel_values_videos", name="video_position_ids")
+_QWEN2_VL = Family(PATCHES, _IMAGE_GRIDS, _VIDEO_GRIDS, own_positions=True, types=MODALITIES)
 _QWEN2_5_VL = replace(_QWEN2_VL, columns=PATCHES | TIMED)
 _GLM4V = replace(_QWEN2_VL, video_token="image_token_id", both_kinds=False)
-_IDEFICS3 = Family(ROWS, sizes.of_shuffled_rows)
+_IDEFICS3 = Family(ROWS, sizes.of_rows)
 
 # By the model type of the whole model's configuration.
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(TILES, sizes.of_pooled_images, types="token_type_ids"),
-    "gemma4": Family(PLACED, sizes.of_placed_images, sizes.of_placed_videos, types=MODALITIES),
+    "gemma4": Family(PLACED, _IMAGE_PLACES, _VIDEO_PLACES, types=MODALITIES),
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
-    "idefics2": Family(PADDED_ROWS, sizes.of_resampled_rows),
+    "idefics2": Family(PADDED_ROWS, sizes.of_rows),
     "idefics3": _IDEFICS3,
     "internvl": Family(TILES, sizes.of_shuffled_tiles),
     "llama4": Family(TILES, sizes.of_shuffled_tiles),

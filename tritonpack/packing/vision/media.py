@@ -1,17 +1,20 @@
-"""The columns of images and videos of examples: read, checked, and joined to those of one row."""
+"""The columns of images and videos of examples, read, checked and joined; and the positions of their tokens."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tritonpack.packing.columns import Columns, as_tensor
+from tritonpack.packing.columns import Columns, as_tensor, quote
 from tritonpack.packing.vision.families import IMAGES, VIDEOS, Column, Family
+
+_ROPE = "get_rope_index"  # transformers' name for the method that makes positions of three axes
 
 
 def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
@@ -25,18 +28,12 @@ def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
         if name in example and (tensor := _read(example[name], name, column)).numel():
             media[name] = tensor
     for kind in (IMAGES, VIDEOS):
-        present = [name for name in media if family.columns[name].kind == kind]
-        absent = [
-            name
-            for name, column in family.columns.items()
-            if column.kind == kind and not column.optional and name not in media
-        ]
+        columns = {name: column for name, column in family.columns.items() if column.kind == kind}
+        present = [name for name in media if name in columns]
+        absent = [name for name, column in columns.items() if not column.optional and name not in media]
         if present and absent:
-            raise ValueError(
-                f"has {present[0]!r} but no {', '.join(map(repr, absent))}; pass all columns that the processor "
-                "returns."
-            )
-        counts = {name: len(media[name]) for name in present if family.columns[name].axes[0] == kind}
+            raise ValueError(f"has {present[0]!r} but no {quote(absent)}; pass all columns that the processor returns.")
+        counts = {name: len(media[name]) for name in present if columns[name].axes[0] == kind}
         if len(set(counts.values())) > 1:
             raise ValueError(f"has columns of different numbers of {kind}: {counts}; pass those of one call.")
     return media
@@ -44,7 +41,7 @@ def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
 
 def _read(values: Any, name: str, column: Column) -> Tensor:
     """A column as a tensor with the axes of one example, or without elements."""
-    if isinstance(values, (list, tuple)) and any(isinstance(one, Tensor) or hasattr(one, "dtype") for one in values):
+    if isinstance(values, (list, tuple)) and any(hasattr(one, "dtype") for one in values):
         parts = [as_tensor(one, name, "arrays") for one in values]
         if len({part.shape for part in parts}) > 1:
             shapes = [tuple(part.shape) for part in parts]
@@ -71,39 +68,82 @@ def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int |
     for name, column in family.columns.items():
         with_kind = [i for i, own in enumerate(media) if any(family.columns[x].kind == column.kind for x in own)]
         own = [i for i in with_kind if name in media[i]]
-        if not own:
-            continue
-        if lacking := [i for i in with_kind if i not in own]:
+        if own and len(own) < len(with_kind):
+            lacking = next(i for i in with_kind if i not in own)
             raise ValueError(
-                f"document {numbers[own[0]]} has {name!r} and document {numbers[lacking[0]]} hasn't; give every "
+                f"document {numbers[own[0]]} has {name!r} and document {numbers[lacking]} hasn't; give every "
                 f"example with {column.kind} the same columns."
             )
-        joined[name] = _join([media[i][name] for i in own], name, column, [numbers[i] for i in own])
+        if own:
+            joined[name] = _join([media[i][name] for i in own], name, column, [numbers[i] for i in own])
     return joined
 
 
 def _join(values: Sequence[Tensor], name: str, column: Column, numbers: Sequence[int | str]) -> Tensor:
-    fixed = [axis for axis in range(1, values[0].ndim) if axis not in column.padded]
+    first, fixed = values[0], [axis for axis in range(1, values[0].ndim) if axis not in column.padded]
     if column.promoted:
         dtype = reduce(torch.promote_types, [one.dtype for one in values])
         values = [one.to(dtype) for one in values]
-    sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
+        first = values[0]
     for number, one in zip(numbers, values, strict=True):
-        if one.dtype != values[0].dtype or any(one.shape[axis] != values[0].shape[axis] for axis in fixed):
+        if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
+            sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
             raise ValueError(
-                f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {values[0].dtype} of "
-                f"shape {tuple(values[0].shape)} in document {numbers[0]}; the model takes one dtype{sizes} in a call. "
+                f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
+                f"shape {tuple(first.shape)} in document {numbers[0]}; the model takes one dtype{sizes} in a call. "
                 "Process all examples alike, or pack them in different rows."
             )
-    most = {axis: max(one.shape[axis] for one in values) for axis in column.padded}
-    filled = [_fill(one, most, column.filling) for one in values]
+    most = [max(one.shape[axis] for one in values) for axis in range(first.ndim)]
+    filled = []
+    for one in values:
+        sides = [(0, most[axis] - one.shape[axis] if axis in column.padded else 0) for axis in range(one.ndim)]
+        filled.append(pad(one, [side for axis in reversed(sides) for side in axis]))
     row = torch.cat(filled)
     return row[None] if column.of_rows else row
 
 
-def _fill(values: Tensor, most: Mapping[int, int], filling: int) -> Tensor:
-    """Values with padding at the end of some axes."""
-    sides = [0] * (2 * values.ndim)
-    for axis, size in most.items():
-        sides[2 * (values.ndim - 1 - axis) + 1] = size - values.shape[axis]
-    return pad(values, sides, value=filling) if any(sides) else values
+class ModelPositions:
+    """Positions of three axes (time, height, width) of one example, by the model's own `get_rope_index`.
+
+    The method reads the configuration and a few settings of its module. So a second module of its class gets these,
+    and no weights, no submodules, and nothing that a patch puts on the model.
+
+    Raises:
+        ValueError: no part of the model has the method.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        module = next((each for each in model.modules() if hasattr(type(each), _ROPE)), None)
+        if module is None:
+            raise ValueError(
+                f"{type(model).__name__} has no {_ROPE}, by which its family makes positions; pass the whole model."
+            )
+        plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        self._module = object.__new__(type(module))
+        nn.Module.__init__(self._module)
+        for name, value in plain.items():
+            if not callable(value) and not isinstance(value, Tensor):
+                object.__setattr__(self._module, name, value)
+        self._names = tuple(inspect.signature(getattr(self._module, _ROPE)).parameters)
+
+    def __call__(self, text: Columns, media: Columns, number: int | str) -> Tensor:
+        """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its number is for messages.
+
+        Raises:
+            ValueError: the method fails, or returns positions of another shape.
+        """
+        ids = text["input_ids"]
+        types = text.get("mm_token_type_ids", torch.zeros_like(ids))
+        arguments: dict[str, Any] = {"input_ids": ids[None], **media, "mm_token_type_ids": types[None]}
+        try:
+            taken = {name: arguments[name] for name in self._names if name in arguments}
+            with torch.device("cpu"):  # where the columns lie, whatever the default device is
+                positions: Tensor = getattr(self._module, _ROPE)(**taken)[0]
+            if positions.shape != (3, 1, len(ids)):
+                raise ValueError(f"it returned positions of shape {tuple(positions.shape)}")
+        except Exception as error:
+            raise ValueError(
+                f"document {number} has images or videos for which {type(self._module).__name__}.{_ROPE} makes no "
+                f"positions ({type(error).__name__}: {error}). Pass all columns of one call of the processor."
+            ) from error
+        return positions[:, 0]

@@ -23,17 +23,8 @@ class Size(NamedTuple):
     patches: int
 
 
-def of_image_grids(config: Any, media: Media) -> Size:
-    """Rows of patches, with the grid of each image (Qwen-VL)."""
-    return _of_grids(config, media, "pixel_values", "image_grid_thw")
-
-
-def of_video_grids(config: Any, media: Media) -> Size:
-    """Rows of patches, with the grid of each video."""
-    return _of_grids(config, media, "pixel_values_videos", "video_grid_thw")
-
-
-def _of_grids(config: Any, media: Media, pixels: str, grids: str) -> Size:
+def of_grids(config: Any, media: Media, pixels: str, grids: str) -> Size:
+    """Rows of patches, with the grid of each image or video (Qwen-VL)."""
     merge, grid, rows = config.vision_config.spatial_merge_size, media[grids], len(media[pixels])
     if grid.shape[1] != 3 or bool((grid < 1).any()) or bool((grid[:, 1:] % merge).any()):
         raise ValueError(
@@ -152,20 +143,11 @@ def of_pooled_videos(config: Any, media: Media) -> Size:
     return Size(videos * (frames * math.ceil(side / 2) ** 2 + 1), videos * frames * side**2)
 
 
-def of_resampled_rows(config: Any, media: Media) -> Size:
-    """Images of any size, masked, and resampled to a fixed number of tokens (Idefics 2)."""
-    images, patches = _real_images(config, media)
-    return Size(images * config.perceiver_config.resampler_n_latents, images * patches)
+def of_rows(config: Any, media: Media) -> Size:
+    """Images resampled to a fixed number of tokens (Idefics 2), or with several patches a token (Idefics 3, SmolVLM).
 
-
-def of_shuffled_rows(config: Any, media: Media) -> Size:
-    """Images of one size; several neighbouring patches become one token (Idefics 3, SmolVLM)."""
-    images, patches = _real_images(config, media)
-    return Size(images * (patches // config.scale_factor**2), images * patches)
-
-
-def _real_images(config: Any, media: Media) -> tuple[int, int]:
-    """The number of images that aren't zero everywhere, which the model takes for padding; the patches of one."""
+    Images that are zero everywhere are padding for these models.
+    """
     pixels, mask, side = (
         media["pixel_values"],
         media.get("pixel_attention_mask"),
@@ -176,23 +158,17 @@ def _real_images(config: Any, media: Media) -> tuple[int, int]:
             f"has a pixel_attention_mask of shape {tuple(mask.shape)} for pixel_values of shape {tuple(pixels.shape)}."
         )
     height, width = pixels.shape[2:]
-    return int((pixels != 0).flatten(1).any(1).sum()), (height // side) * (width // side)
+    images, patches = int((pixels != 0).flatten(1).any(1).sum()), (height // side) * (width // side)
+    resampled = getattr(config, "perceiver_config", None)
+    tokens = patches // config.scale_factor**2 if resampled is None else resampled.resampler_n_latents
+    return Size(images * tokens, images * patches)
 
 
-def of_placed_images(config: Any, media: Media) -> Size:
-    """Images of patches with a position each, padded; squares of patches are pooled (Gemma 4)."""
-    return _of_places(config, media["pixel_values"], media["image_position_ids"], "image_position_ids")
-
-
-def of_placed_videos(config: Any, media: Media) -> Size:
-    """Frames of all videos of patches with a position each, and the number of frames of each video."""
-    frames, counts = media["pixel_values_videos"], media["num_frames_per_video"]
-    if int(counts.sum()) != len(frames):
-        raise ValueError(f"has num_frames_per_video {counts.tolist()!r:.100} for {len(frames)} frames.")
-    return _of_places(config, frames, media["video_position_ids"], "video_position_ids")
-
-
-def _of_places(config: Any, pixels: Tensor, places: Tensor, name: str) -> Size:
+def of_places(config: Any, media: Media, pixels_name: str, name: str) -> Size:
+    """Images, or frames of all videos, of patches with a position each, padded; patches are pooled (Gemma 4)."""
+    pixels, places, counts = media[pixels_name], media[name], media.get("num_frames_per_video")
+    if pixels_name == "pixel_values_videos" and counts is not None and int(counts.sum()) != len(pixels):
+        raise ValueError(f"has num_frames_per_video {counts.tolist()!r:.100} for {len(pixels)} frames.")
     if places.shape != (*pixels.shape[:2], 2):
         raise ValueError(f"has {name} of shape {tuple(places.shape)} for pixels of shape {tuple(pixels.shape)}.")
     used = (places != -1).all(-1).sum(-1)

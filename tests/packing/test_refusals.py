@@ -1,0 +1,354 @@
+"""What packing refuses: for each way into it a table of wrong values, and the words that the message must hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tritonpack import (
+    BinDataset,
+    PackedDataset,
+    PackingCollator,
+    TreeCollator,
+    dataloader,
+    pack,
+    pack_dataset,
+    pack_stream,
+    pack_tree,
+    pack_trees,
+)
+
+DOCUMENTS = [{"input_ids": [5, 6, 7]}] * 6
+A = {"input_ids": [5, 6]}
+IDS = {"input_ids": [[1, 2], [3]]}
+PAIRS = [{"prompt_ids": [n, 7, 7], "chosen_ids": [8] * 9, "rejected_ids": [9] * (n + 1)} for n in range(10)]
+IMAGES = [{"input_ids": [number, 5], "num_patches": number % 3 * 16} for number in range(60)]
+
+
+def documents_of_pair(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"input_ids": pair["prompt_ids"] + pair[name]} for name in ("chosen_ids", "rejected_ids")]
+
+
+def patches(example: dict[str, Any]) -> Any:
+    return torch.tensor(example["num_patches"])
+
+
+def own(examples: Any) -> dict[str, Any]:
+    return {"input_ids": torch.ones(1, len(examples))}
+
+
+def load(**options: Any) -> list[Any]:
+    defaults = {"dataset": DOCUMENTS, "tokens": 96, "num_replicas": 1, "rank": 0, "seed": 0}
+    return list(dataloader(**{**defaults, **options}))
+
+
+def load_images(options: dict[str, Any]) -> list[Any]:
+    return load(**{"dataset": IMAGES, "drop_columns": ("num_patches",), **options})
+
+
+def pack_table(columns: dict[str, Any], options: dict[str, Any]) -> Any:
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    return pack_dataset(datasets.Dataset(pyarrow.table(columns)), 8, **options)
+
+
+def stream(rows: Any, options: dict[str, Any]) -> list[Any]:
+    return list(pack_stream(rows, **{"capacity": 8, **options}))
+
+
+UNITS = [documents_of_pair(pair) for pair in PAIRS]
+# What is called with the values of each row but the last, which is the message.
+CALLS: dict[str, Any] = {
+    "collate": lambda features, settings: PackingCollator(**settings)(features),
+    "settings": lambda settings: PackingCollator(**settings),
+    "dataloader": lambda options: load(**options),
+    "dataloader of pairs": lambda options: load(**{"dataset": PAIRS, **options}),
+    "dataloader of images": load_images,
+    "collate_fn": lambda options: load(**{"dataset": IMAGES, "collate_fn": own, **options}),
+    "pack_dataset of a table": pack_table,
+    "pack_dataset": lambda dataset, options: pack_dataset(dataset, 10, **options),
+    "PackedDataset": lambda dataset, lengths: list(PackedDataset(dataset, pack(lengths, 10, overlong="split"))),
+    "BinDataset": BinDataset,
+    "pack_stream": stream,
+    "pack_tree": lambda sequences, labels: pack_tree(sequences, labels=labels),
+    "TreeCollator": lambda features: TreeCollator()(features),
+    "pack_trees": pack_trees,
+}
+REFUSED: dict[str, list[Any]] = {
+    "collate": [
+        ([], {}, "at least one document; got an empty list"),
+        ([{"labels": [1]}], {}, r"document 0 must be a mapping with 'input_ids'; got the keys \['labels'\]"),
+        ([[1, 2]], {}, "document 0 must be a mapping .* got list"),
+        ([{"input_ids": [1]}, {"input_ids": []}], {}, "document 1 is empty"),
+        ([{"input_ids": [1, 2], "labels": [1]}], {}, "document 0 has 2 input_ids but 1 labels"),
+        ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], {}, r"isn't 1 .*\(length 2, sum 1\).*padding=False"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], {}, "attention_mask that isn't 1"),
+        (5, {}, r"takes a list of documents.* got int"),
+        ({"input_ids": [[1, 2], [3]]}, {}, r"got dict.*dataset\[i\] for i in range.*not as dataset\[:8\]"),
+        ([{"input_ids": [1.0]}], {}, "document 0 needs a row of integers as input_ids; got torch.float32"),
+        ([{"input_ids": [True]}], {}, "got torch.bool"),
+        ([{"input_ids": [[1, 2]]}], {}, r"of shape \(1, 2\)"),
+        ([{"input_ids": 5}], {}, r"of shape \(\)"),
+        ([{"input_ids": "text"}], {}, "needs a row of integers as input_ids; got 'text'"),
+        ([{"input_ids": [1], "labels": None}], {}, "needs a row of integers as labels; got None"),
+        ([{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}], {},
+         "document 0 has input_ids on meta; collate in host memory"),
+        ([A | {"id": "x", "text": "..."}], {}, r"document 0 has 'id', 'text', which .* takes 'input_ids', .*per_token"),
+        ([A | {"seq_idx": [0, 1]}], {}, "'seq_idx', which .*it makes 'seq_idx' itself"),
+        ([A | {"position_ids": [1, 2]}], {}, "has 2 position_ids for 2 input_ids that don't count from 0 in each"),
+        ([A | {"position_ids": [0, 2]}], {}, "that don't count from 0 in each document; .*Remove the column"),
+        ([A | {"position_ids": [0]}], {}, "has 1 position_ids for 2 input_ids"),
+        ([A | {"seq_lengths": [1, 2]}], {}, r"has 2 input_ids, but its seq_lengths are \[1, 2\], which add up to 3"),
+        ([A | {"seq_lengths": [2, 0]}], {}, r"seq_lengths are \[2, 0\], .*the length of each document .*at least 1"),
+        ([A | {"seq_lengths": []}], {}, r"has 2 input_ids, but its seq_lengths are \[\], which add up to 0"),
+        ([A | {"seq_lengths": [2], "position_ids": [0, 0]}], {}, r"\[2\] tokens by its seq_lengths, but of \[1, 1\]"),
+        ([A | {"seq_lengths": [1, 1], "label": [1, 0, 1]}], {"objective": "documents"},
+         r"document 0 holds 2 documents, but its labels have the shape \(3,\)"),
+        ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs only tokens.*processor's own collator"),
+        ([A | {"image_grid_thw": [1, 2, 2]}], {}, "packs only tokens"),
+        ([A | {"labels": 1}], {}, "document 0 has one number as labels, 1, .*'causal'.*Pass objective='documents'"),
+        ([A | {"label": 1}], {"objective": "tokens"}, "has one number as label, 1, .*'tokens'"),
+        ([A | {"labels": [1, 2], "label": 1}], {}, "document 0 has 'labels', 'label', which all name its labels"),
+        ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "needs a row of integers as labels; got .*float32"),
+        ([A | {"labels": "yes"}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got 'yes'"),
+        ([A | {"labels": None}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got None"),
+        ([A | {"labels": 1j}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got 1j"),
+        ([A | {"token_type_ids": [0]}], {}, "document 0 has 2 input_ids but 1 token_type_ids"),
+        ([A | {"token_type_ids": [0.0, 1.0]}], {}, "document 0 needs a row of integers as token_type_ids; got"),
+        ([A | {"completion_mask": None}], {}, "needs a row of integers as completion_mask; got None"),
+        ([A | {"w": [0.5]}], {"per_token": ["w"]}, "document 0 has 2 input_ids but 1 w; give every token one value"),
+        ([A | {"w": 0.5}], {"per_token": ["w"]}, "needs one number, or one row of numbers, per token as w; got 0.5"),
+        ([A | {"w": ["a", "b"]}], {"per_token": ["w"]}, r"or one row of numbers, per token as w; got \['a', 'b'\]"),
+        ([A], {"per_token": ["w"]}, "document 0 has no 'w', which per_token names; got 'input_ids'"),
+        ([A | {"labels": [1, 2]}, A], {"objective": "tokens"}, "document 0 has 'labels' and document 1 hasn't"),
+        ([A | {"labels": [1, 2]}, A], {}, "document 0 has 'labels' and document 1 hasn't"),
+        ([A, A | {"label_ids": [1, 2]}], {}, "document 1 has 'labels' and document 0 hasn't"),
+        ([A | {"completion_mask": [0, 2]}], {}, r"document 0 needs only 0 and 1 in completion_mask; got \[0, 2\]"),
+        ([A | {"assistant_masks": [-1, 0]}], {}, "document 0 has -1 at position 0 of assistant_masks"),
+        ([A, {"input_ids": [5, -100, 7]}], {},
+         "document 1 has -100 at position 1 of input_ids, which holds numbers of at least 0. Only labels may be"),
+        ([A | {"token_type_ids": [0, -1]}], {}, "document 0 has -1 at position 1 of token_type_ids"),
+        ([A | {"w": np.ones(2, np.float16)}, A | {"w": [70000, 1]}], {"per_token": ["w"]},
+         "w holds integers .* in document 1 and floating point .* in document 0; give every document .* of one kind"),
+        ([A | {"w": [True, False]}, A | {"w": [1, 0]}], {"per_token": ["w"]}, "in document 1 and bool .* in document"),
+        ([{"input_ids": torch.tensor([2**63 + 5, 1], dtype=torch.uint64)}], {},
+         r"needs a row of integers as input_ids; got uint64 values of 2\*\*63 or more"),
+        ([{"input_ids": np.array([2**63 + 5, 1], np.uint64)}], {}, r"got uint64 values of 2\*\*63 or more"),
+        ([{"input_ids": torch.tensor([1, 2]).to_sparse()}], {}, "needs a row of integers as input_ids; got tensor"),
+        ([A, A | {"label": 1}], {"objective": "documents"}, "document 1 has 'labels' and document 0 hasn't"),
+        ([A, A | {"token_type_ids": [0, 0]}], {}, "document 1 has 'token_type_ids' and document 0 hasn't"),
+        ([A | {"label": [1, 2]}, A | {"label": [1]}], {"objective": "documents"}, r"shape \(1,\) in document 1 and "),
+        ([A | {"bbox": [[1, 2]] * 2}, A | {"bbox": [[1]] * 2}], {"per_token": ["bbox"]},
+         r"bbox holds integers of shape \(1,\) in document 1 and integers of shape \(2,\) in document 0"),
+        ([{"input_ids": [2**70]}], {}, "document 0 needs a row of integers as input_ids"),
+        ([{"input_ids": np.array([2**63], dtype=np.uint64)}], {}, "document 0 needs a row of integers as input_ids"),
+        ([{"input_ids": np.array(["a"])}], {}, "document 0 needs a row of integers as input_ids"),
+    ],
+    "settings": [
+        ({"pad_to_multiple_of": 8}, "go together.*got pad_to_multiple_of=8 and pad_token_id=None"),
+        ({"pad_token_id": 0}, "go together.*got pad_to_multiple_of=None and pad_token_id=0"),
+        ({"pad_to_multiple_of": 0, "pad_token_id": 0}, "pad_to_multiple_of must be an integer from 1 to .* got 0"),
+        ({"pad_to_multiple_of": 8.0, "pad_token_id": 0}, "got 8.0"),
+        ({"pad_to_multiple_of": True, "pad_token_id": 0}, "got True"),
+        ({"pad_to_multiple_of": 8, "pad_token_id": -100}, "pad_token_id must be an integer from 0 to .* got -100"),
+        ({"pad_to_multiple_of": 8, "pad_token_id": 2**70},
+         f"pad_token_id must be an integer from 0 to 2147483647; got {2**70}"),
+        ({"pad_to_multiple_of": 8, "pad_token_id": "<pad>"}, "got '<pad>'"),
+        ({"objective": "mlm"}, "objective must be one of 'causal', 'tokens', 'documents'; got 'mlm'"),
+        ({"objective": ["causal"]}, r"got \['causal'\]"),
+        ({"max_document_length": 0}, "max_document_length must be an integer from 1 to .* got 0"),
+        ({"max_document_length": 8.5}, "got 8.5"),
+        ({"per_token": "bbox"}, r"per_token must be a collection of column names, such as \('bbox',\); got 'bbox'"),
+        ({"per_token": [1]}, r"got \[1\]"),
+        ({"per_token": ["labels"]}, "per_token names 'labels', which PackingCollator knows already"),
+        ({"per_token": ["seq_idx"]}, "per_token names 'seq_idx', which"),
+    ],
+    "dataloader": [
+        ({"batch_size": 4}, "batch_size can't be passed: tokens decides"),
+        ({"collate_fn": 5}, "collate_fn must be a function of a list of examples; got 5"),
+        ({"collate_fn": PackingCollator()}, "is what dataloader makes itself.*pass its options"),
+        ({"collate_fn": list, "pad_token_id": 0}, "pad_token_id is an option of PackingCollator, in whose place"),
+        ({"num_wokers": 4}, "there is no option 'num_wokers'.*num_workers"),
+        ({"objective": "tokens"}, "objective is what ranks get equal shares of.*pass labels='tokens'"),
+        ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),
+        ({"overlong": "none"}, "overlong must be one of 'error', 'drop'; got 'none'"),
+        ({"overlong": "split"}, "no overlong='split'.*pass max_document_length; .* pack_dataset"),
+        ({"overlong": "truncate"}, "no overlong='truncate'. To train on the first tokens .* pass max_document_length"),
+        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "or pass max_document_length=1,"),
+        ({"drop_columns": ("input_ids",)}, "input_ids can't be dropped"),
+        ({"tokens": 0}, "tokens must be an integer from 1"),
+        ({"dataset": []}, "the dataset has no document to pack"),
+        ({"dataset": [{"text": "a"}]}, r"must be a mapping with 'input_ids'; got the keys \['text'\].*Tokenize"),
+        ({"dataset": [[1, 2]]}, "must be a mapping with 'input_ids'; got list"),
+        ({"dataset": [{"input_ids": []}]}, "document 0 is empty; every document needs at least one token"),
+        ({"dataset": [{"input_ids": [1]}, {"input_ids": []}]}, "document 1 has 0"),
+        ({"dataset": iter(DOCUMENTS)}, "must have a length and be indexed by document"),
+    ],
+    "dataloader of pairs": [
+        ({"documents": lambda pair: [{"input_ids": pair["prompt"]}]},
+         "documents failed on example 0, which has the columns 'chosen_ids', .*: KeyError: 'prompt'"),
+        ({"documents": "chosen"}, "documents must be a function that returns the documents of an example; got 'chos"),
+        ({"documents": lambda pair: []}, r"documents\(\.\.\.\) of example 0 must be a list of documents, .*got \[\]"),
+        ({"documents": lambda pair: pair}, r"documents\(\.\.\.\) of example 0 must be a list of documents"),
+        ({"documents": lambda pair: [{"input_ids": pair["chosen_ids"]}, {"input_ids": pair["chosen_ids"][9:]}]},
+         r"every document needs at least one token, .*; document 1 of example \d+ has 0"),
+        ({"dataset": [UNITS[0], []]}, r"example 1 must be a list of documents.* at least one; got \[\]"),
+        ({"documents": None}, r"got the keys \['chosen_ids'.*as preference pairs do, pass documents=, a function of"),
+        ({"dataset": [[{"ids": [1]}]]}, "must be a mapping with 'input_ids'; got the keys"),
+        ({"tokens": 20, "documents": documents_of_pair}, r"units take more than a row has .*row size is 20"),
+        ({"dataset": UNITS, "lengths": [sum(len(each["input_ids"]) for each in unit) for unit in UNITS]},
+         r"example 0 has documents of \[\d+, \d+\] tokens, but others by the argument lengths. .*Units.of_seq"),
+    ],
+    "dataloader of images": [
+        ({"resources": {"patches": "patch"}}, "names the column 'patch', which example 0 hasn't: it has the columns"),
+        ({"resources": {"patches": "num_patch"}, "drop_columns": ()},
+         r"resources\['patches'\] names the column 'num_patch', which example 0 hasn't: .*'num_patches'"),
+        ({"resources": {"patches": lambda example: example["x"]}}, r"resources\['patches'\] failed on example 0.*'x'"),
+        ({"resources": {"patches": lambda example: 1.5}}, "patches of example 0 must be an integer .*; got 1.5"),
+        ({"resources": {"patches": lambda example: -1}}, "patches of example 0 must be an integer .*; got -1"),
+        ({"resources": {"patches": lambda example: True}}, "patches of example 0 must be an integer .*; got True"),
+        ({"resources": {"patches": [1, 2]}}, "resource 'patches' must be 60 integers"),
+        ({"resources": ["patches"]}, r"resources must be a mapping from names .*; got \['patches'\]"),
+        ({"resources": {"patches": patches}},
+         r"resource 'patches', and budgets={} doesn't say how much.*budgets=\{'patches'.* out of resources"),
+        ({"budgets": {"patches": 3}}, "budgets has 'patches', which isn't a resource.* Pass resources= with it"),
+        ({"resources": {"patches": [2**62] * 60}, "budgets": {"patches": 3}},
+         r"resource 'patches' must be integers from 0 to 2\*\*62 - 1; unit 0 has"),
+        ({"resources": {"patches": [4] * 60}, "budgets": {"patches": 3}},
+         "or pass overlong='drop', which leaves them out"),
+    ],
+    "collate_fn": [
+        ({"labels": "tokens"}, "labels is an option of PackingCollator"),
+        ({"max_document_length": 5}, "max_document_length is an option of PackingCollator"),
+        ({"dataset": [{"text": "a"}]}, "document 0 must be a row of tokens .*; got the keys"),
+    ],
+    "pack_dataset of a table": [
+        ({"text": ["a"]}, {}, "the dataset has no column 'input_ids'; it has 'text'. Tokenize the text first"),
+        (IDS | {"text": ["a", "b"], "labels": [[1, 2], [3]]}, {}, "such as columns=input_ids,labels, or remove"),
+        (IDS | {"seq_lengths": [[1, 1], [1]]}, {}, "'seq_lengths', .* Rows of several documents are packed already"),
+        (IDS, {"columns": ["input_ids", "labels"]}, "columns names 'labels', which isn't there, .* are 'input_ids'"),
+        (IDS | {"labels": [[1, 2], [3]]}, {"columns": ["labels"]}, "columns are labels; name input_ids"),
+        (IDS, {"columns": ["input_ids", "input_ids"]}, "each column once"),
+        (IDS, {"columns": "input_ids"}, r"columns must be a list of names, .*; got 'input_ids'"),
+        (IDS, {"jobs": 0}, "jobs must be an integer from 1"),
+        (IDS | {"position_ids": [[0, 1], [0]]}, {"columns": ["input_ids", "position_ids"]}, "names 'position_ids', wh"),
+        (IDS | {"labels": IDS["input_ids"], "label": IDS["input_ids"]}, {}, "at most one of labels"),
+        (IDS | {"label": [0, 1]}, {}, "document 0 has one number as label"),
+        (IDS | {"attention_mask": [[1, 1], [0]]}, {}, "document 1 has an attention_mask that isn't 1 for each of its"),
+        (IDS | {"completion_mask": [[1, 2], [0]]}, {}, "document 0 needs only 0 and 1 in completion_mask; got"),
+        (IDS | {"special_tokens_mask": [[1, 200], [0]]}, {}, "document 0 Integer value 200 not in range"),
+        ({"input_ids": [["a"], ["b"]]}, {}, "document 0 needs a row of integers as input_ids; got"),
+        ({"input_ids": [[True], [False]]}, {}, "document 0 needs a row of integers as input_ids; got"),
+        ({"input_ids": ["ab", "c"]}, {}, "document 0 needs a row of integers as input_ids; got 'ab'"),
+        ({"input_ids": [[1], []]}, {}, "document 1 is empty; every document needs at least one token"),
+        ({"input_ids": [[1], None]}, {}, "document 1 needs a row of integers as input_ids; got None"),
+        ({"input_ids": [[1], [2, None]]}, {}, r"document 1 needs a row of integers as input_ids; got \[2, None\]"),
+        ({"input_ids": [[1], [2, -7]]}, {}, "document 1 has -7 at position 1 of input_ids, .*at least 0"),
+        ({"input_ids": [[1], [2**31]]}, {}, "document 1 Integer value 2147483648 not in range"),
+        ({"input_ids": [[1], [2.5]]}, {}, "document 0 needs a row of integers as input_ids; got torch.float"),
+        (IDS | {"labels": [[1, 2], [3, 4]]}, {}, "document 1 has 1 input_ids but 2 labels; give every token one"),
+        (IDS | {"labels": [[1, 2], None]}, {}, "document 1 needs a row of integers as labels; got None"),
+        (IDS | {"box": [[1, 2], [3, 4]]}, {"columns": ["input_ids", "box"]}, "document 1 has 1 input_ids but 2 box"),
+        ({"input_ids": []}, {}, "the dataset holds no document"),
+        (IDS | {"text": ["a", "b"]}, {}, r"has the columns 'text', .*remove the others .*remove_columns"),
+        ({"input_ids": [[1] * 9]}, {}, r"1 of 1 document is longer .* The longest is document 0: 9 tokens\."),
+    ],
+    "pack_dataset": [
+        (DOCUMENTS, {"lengths": [3] * 5}, "5 lengths for a dataset of 6 documents"),
+        (iter(DOCUMENTS), {}, "got list_iterator. Pack iterables with pack_stream"),
+        ({"input_ids": [[1]]}, {}, "got dict"),
+        ([[1], []], {}, "document 1 has 0"),
+        (torch.utils.data.TensorDataset(torch.ones(2, 7)), {}, "document 0 must be a row of tokens"),
+        (DOCUMENTS, {"length": 3}, "length must be a function that returns the number of a document's tokens"),
+        (DOCUMENTS, {"columns": ["input_ids"]},
+         r"columns and jobs are for a datasets\.Dataset .* for list\. Leave them"),
+        (DOCUMENTS, {"jobs": 2}, r"columns and jobs are for a datasets\.Dataset .* for list\. Leave them"),
+    ],
+    "PackedDataset": [
+        (DOCUMENTS[:3], [3] * 4, "the packing has a document 3, but the dataset only 3 documents"),
+        ([[1] * 7], [8], "document 0 has 7 tokens, but its tokens .* were packed"),
+        ([[1] * 9], [8], "document 0 has 9 tokens, but its tokens .* were packed"),
+        ([[1] * 30], [8], "document 0 has 30 tokens, but its tokens .* were packed"),
+        ([[1] * 8], [30], "document 0 has 8 tokens, but its tokens .* were packed"),
+        ([[1] * 15], [30], "document 0 has 15 tokens, but its tokens .* were packed"),
+    ],
+    "BinDataset": [
+        (iter(DOCUMENTS), "must have a length and be indexed by document"),
+    ],
+    "pack_stream": [
+        ([[1], []], {}, "document 1 has 0"),
+        ([[1] * 9], {}, r"document 0 has 9 tokens, longer than the capacity of 8.*overlong="),
+        (["text"], {}, "document 0 must be a row of tokens.*got str. Tokenize text first"),
+        ([7], {}, "document 0 must be a row of tokens.*got int"),
+        ([{"text": "words"}], {}, r"document 0 must be .*got the keys \['text'\]"),
+        ([{"input_ids": "words"}], {}, "got 'input_ids' of str"),
+        ([{"input_ids": torch.ones(1, 4)}], {}, r"'input_ids' of shape \(1, 4\)"),
+        ([np.ones((2, 3))], {}, r"got shape \(2, 3\)"),
+        ([[1]], {"length": lambda document: 1.5}, "document 0 has 1.5"),
+        ([[1]], {"length": lambda document: True}, "document 0 has True"),
+        ([{"input_ids": [1] * 9, "text": "words", "id": 3, "labels": [1] * 8}], {"overlong": "split"},
+         "document 0 has 9 tokens and must be cut, but 'id', 'labels', 'text' isn't a row of one value per token"),
+        ([[1]], {"capacity": 0}, "capacity must be an integer from 1 .*got 0"),
+        ([[1]], {"capacity": True}, "got True"),
+        ([[1]], {"window": 0}, "window must be an integer from 1 .*got 0"),
+        ([[1]], {"window": 2.5}, "window must be .*got 2.5"),
+        ([[1]], {"max_items": 0}, "max_items must be .*got 0"),
+        ([[1]], {"overlong": "cut"}, "overlong must be one of .*got 'cut'"),
+        ([[1]], {"carry_threshold": 1.5}, "carry_threshold must be a number from 0 to 1.*got 1.5"),
+        ([[1]], {"carry_threshold": float("nan")}, "carry_threshold must be a number from 0 to 1.*got nan"),
+        ([[1]], {"carry_threshold": "all"}, "carry_threshold must be a number.*got 'all'"),
+        ({"input_ids": [[1]]}, {}, "documents must be an iterable of documents.*got dict"),
+        (7, {}, "documents must be an iterable.*got int"),
+        ([[1]], {"num_replicas": 0}, "num_replicas must be .*got 0"),
+        ([[1]], {"num_replicas": 3}, "num_replicas=3 doesn't say which rank this process is"),
+        ([[1]], {"num_replicas": 3, "rank": 3}, "rank must be an integer from 0 to 2"),
+        ([[1]], {"shard": 1}, "shard must be True or False"),
+        ([[1]], {"divide": "tokens"}, "divide must be one of 'bins', 'documents'; got 'tokens'"),
+        ([[1]], {"divide": "documents", "shard": False}, "shard=False yields the bins of all ranks"),
+        (lambda: None, {}, "the function must return an iterable of documents .* returned None"),
+    ],
+    "pack_tree": [
+        ([], None, "sequences is empty; pass at least one sequence"),
+        (5, None, "sequences must be a list with a row of integers for each sequence; got int 5"),
+        ([[1], []], None, "sequence 1 is empty; every sequence needs at least one token"),
+        ([[1], 3], None, "sequence 1 needs a row of integers as tokens"),
+        ([[1], [1.5]], None, r"sequence 1 needs a row of integers as tokens; got torch.float32 of shape \(1,\)"),
+        ([[1], [2, -1]], None, "sequence 1 has -1 at position 1 of tokens"),
+        ([{"input_ids": [1]}], None, "sequence 0 needs a row of integers as tokens"),
+        ([[1, 2], [1, 3]], [[1, 2]], "got 2 sequences but labels for 1"),
+        ([[1, 2], [1, 3]], [[1, 2], [3]], "sequence 1 has 2 tokens but 1 labels; give every token a label, -100"),
+        ([[1, 2], [1, 3]], [[1, 2], [3, -1]], "sequence 1 has the label -1; labels are token ids, or -100"),
+        ([[1, 2], [1, 3]], [[1, 2], [3, 0.5]], "sequence 1 needs a row of integers as labels"),
+        ([[1, 2], [1, 3]], 3, "labels must be a list with a row of integers for each sequence; got int 3"),
+    ],
+    "TreeCollator": [
+        ([], "TreeCollator needs at least one document"),
+        ({"input_ids": [[1]]}, "TreeCollator takes a list of documents"),
+        ([{"input_ids": [1]}, [1, 2]], "document 1 must be a mapping with 'input_ids'; got list"),
+        ([{"input_ids": [1]}, {"input_ids": []}], "document 1 is empty"),
+        ([{"input_ids": [1], "advantage": 0.5}], "document 0 has 'advantage', which TreeCollator doesn't.*gather"),
+        ([{"input_ids": [1], "token_type_ids": [0]}], "has 'token_type_ids', which TreeCollator doesn't take"),
+        ([{"input_ids": [1], "attention_mask": [0]}], "document 0 has an attention_mask that isn't 1"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "document 0 has 2 input_ids but 1 labels"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "document 0 has 'labels' and document 1 hasn't"),
+        ([{"input_ids": [1, 2], "labels": [1, -7]}], "sequence 0 has the label -7"),
+    ],
+    "pack_trees": [
+        ([[1, 2], [1] * 9, [1] * 7], 6, r"document 1, 9 tokens\). Raise the capacity to at least 9, or cut"),
+        ([[1, 2]], 0, "capacity must be an integer from 1 to 2147483647; got 0"),
+        ([[1, 2], []], 6, "sequence 1 is empty"),
+        ([], 6, "sequences is empty"),
+    ],
+}  # fmt: skip
+CASES = [
+    pytest.param(way, row, id=f"{way}-{number}") for way, rows in REFUSED.items() for number, row in enumerate(rows)
+]
+
+
+@pytest.mark.parametrize(("way", "row"), CASES, ids=[way for way, _ in CASES])
+def test_refused(way: str, row: Any) -> None:
+    *values, message = row
+    with pytest.raises(ValueError, match=message):
+        CALLS[way](*values)

@@ -1,1 +1,0 @@
-"""Bins from streams of documents."""
