@@ -99,7 +99,7 @@ class BaseForward(Pipeline):
             output = self.inner(**arguments)
         finally:
             self.context.enter(outer)
-        counted = packed_batch is not None and packed_batch.counted and isinstance(output, dict)
+        counted = self.outermost and packed_batch is not None and packed_batch.counted and isinstance(output, dict)
         if counted and (cache := cache_of(output)) is not None:
             setattr(cache, COUNTED, True)
         for placement in placements:
