@@ -386,18 +386,12 @@ class TestOperations:
             ([0, 0], [1, 4], r"row 1 of the mask sees keys \[0, 4\), which reaches outside the 3 keys"),
             ([-1, 0], [1, 2], r"row 0 of the mask sees keys \[-1, 1\), which reaches outside"),
             ([0, 2], [1, 1], r"row 1 of the mask sees keys \[2, 1\), which ends before it begins"),
-            (
-                [1, 0],
-                [1, 2],
-                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row",
-            ),
-            (
-                [0, 0],
-                [3, 2],
-                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row",
-            ),
+            ([1, 0], [1, 2],
+             r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row"),
+            ([0, 0], [3, 2],
+             r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row"),
         ],
-    )
+    )  # fmt: skip
     def test_validate_names_the_first_bad_row(self, start: list[int], stop: list[int], message: str) -> None:
         bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (start, stop))
         mask = BlockDiagonalMask(*bounds, 3, trusted=True)

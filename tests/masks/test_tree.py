@@ -188,15 +188,13 @@ class TestRefusals:
         [
             ({"query_stop": None}, "query_stop must be a one-dimensional int32 tensor; got NoneType"),
             ({"query_start": torch.zeros(2)}, "query_start must be a one-dimensional int32"),
-            ({"query_stop": torch.zeros(3, dtype=torch.int32)}, "query_start and query_stop must have the same length"),
+            ({"query_stop": torch.zeros(3, dtype=torch.int32)}, "query_stop must hold a number for each of the 2 keys"),
             ({"key_places": torch.zeros(2)}, "key_places must be a one-dimensional int32"),
-            ({"key_places": torch.zeros(3, dtype=torch.int32)}, r"key_places must hold a place for each of the 2 keys"),
-            (
-                {"query_stop": torch.tensor([1, 5], dtype=torch.int32)},
-                r"key 1 of the mask has queries \[0, 5\), which reaches outside the 2",
-            ),
+            ({"key_places": torch.zeros(3, dtype=torch.int32)}, "key_places must hold a number for each of the 2 keys"),
+            ({"query_stop": torch.tensor([1, 5], dtype=torch.int32)},
+             r"key 1 of the mask has queries \[0, 5\), which reaches outside the 2"),
         ],
-    )
+    )  # fmt: skip
     def test_bounds_of_keys(self, changed: dict[str, Any], message: str) -> None:
         bounds = torch.tensor([0, 0], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
         sides = dict(zip(("query_start", "query_stop"), bounds, strict=True)) | changed

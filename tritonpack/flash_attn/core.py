@@ -13,35 +13,6 @@ from tritonpack.attention import varlen_attention
 from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, plain_int
 from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
 
-# Arguments of FlashAttention that tritonpack doesn't support -> what it supports instead.
-_PAGES = (
-    "keys and values end to end, (total_k, heads, headdim) with cu_seqlens_k, and seqused_k for documents that fill "
-    "only a part of their place"
-)
-_DESCALE = "bfloat16, float16, float32 and float64"
-_ANY_MASK = (
-    "documents, causal masks and windows, and any mask with one interval of keys per query through "
-    "tritonpack.varlen_attention"
-)
-_ANY_SCORE = "softcap, ALiBi slopes and sinks"
-_QV = "the same as one product of torch.cat([q, qv], -1) and torch.cat([k, v], -1), up to 512 wide"
-REMEDIES = {
-    **dict.fromkeys(("aux_scalars", "aux_tensors", "score_mod", "score_mod_bwd"), _ANY_SCORE),
-    **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd", "gather_kv_indices", "mask_mod"), _ANY_MASK),
-    **dict.fromkeys(("block_table", "page_table"), _PAGES),
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _DESCALE),
-    "qv": _QV,
-}
-
-
-def refuse(**given: Any) -> None:
-    """Raise ValueError for the first argument that isn't None; the message says what is supported instead."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} isn't supported by tritonpack.flash_attn; got {describe(value)}. Supported: {REMEDIES[name]}."
-            )
-
 
 def flash_attention(
     q: Tensor,
@@ -58,7 +29,6 @@ def flash_attention(
     max_seqlen_k: int | Tensor | None = None,
     attention_chunk: int | None = None,
     softcap: float | None = 0.0,
-    alibi_slopes: Tensor | None = None,
     return_probabilities: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +44,6 @@ def flash_attention(
         max_seqlen_q, max_seqlen_k: the longest document. They are checked if that doesn't wait for a device.
         attention_chunk: keys per chunk; 0 or None means no chunks.
         softcap: 0 or None means no cap.
-        alibi_slopes: (H,) or (B, H).
         return_probabilities: whether to compute the probabilities, for tests.
         **options: the other options of `varlen_attention`.
 
@@ -85,10 +54,12 @@ def flash_attention(
     Raises:
         ValueError: shapes, devices or options that don't fit.
     """
-    window, chunk_size = read_window(window_size), _read_chunk(attention_chunk)
-    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    for name, numbers in {**offsets, "seqused_q": seqused_q, "seqused_k": seqused_k}.items():
-        _check_tensor(numbers, name, q)
+    window, chunk = read_window(window_size), 0 if attention_chunk is None else plain_int(attention_chunk)
+    if not is_length(chunk):
+        raise ValueError(f"attention_chunk must be a positive integer, or 0 for no chunks; got {attention_chunk!r}.")
+    numbers = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, values in {**numbers, "seqused_q": seqused_q, "seqused_k": seqused_k}.items():
+        _check_tensor(values, name, q)
     check_flag(causal, "causal")
     _check_longest(cu_seqlens_q if seqused_q is None else None, max_seqlen_q, "max_seqlen_q")
     _check_longest(cu_seqlens_k if seqused_k is None else None, max_seqlen_k, "max_seqlen_k")
@@ -96,16 +67,15 @@ def flash_attention(
     q, cu_q = _stream(q, cu_seqlens_q, "q")
     v, _ = _stream(v, cu_seqlens_k, "v")
     k, cu_k = _stream(k, cu_seqlens_k, "k")
-    documents = cu_q.shape[0] - 1
-    if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2 and alibi_slopes.shape[0] != documents:
+    slopes, documents = options.get("alibi_slopes"), cu_q.shape[0] - 1
+    if isinstance(slopes, Tensor) and slopes.ndim == 2 and slopes.shape[0] != documents:
         raise ValueError(
-            f"alibi_slopes must be (heads,) or (documents, heads) with {documents} documents; got "
-            f"{describe(alibi_slopes)}."
+            f"alibi_slopes must be (heads,) or (documents, heads) with {documents} documents; got {describe(slopes)}."
         )
     mask = mask_from_offsets(
-        cu_q, cu_k, q.shape[0], k.shape[0], seqused_q, seqused_k, causal=causal, window=window, chunk_size=chunk_size
+        cu_q, cu_k, q.shape[0], k.shape[0], seqused_q, seqused_k, causal=causal, window=window, chunk_size=chunk or None
     )
-    options |= {"softcap": 0.0 if softcap is None else softcap, "alibi_slopes": alibi_slopes}
+    options["softcap"] = 0.0 if softcap is None else softcap
     if return_probabilities and options["dropout_p"]:
         options["dropout_seed"] = torch.randint(2**62, (), device=q.device)
     out, lse = varlen_attention(q, k, v, mask, return_lse=True, **options)
@@ -141,14 +111,6 @@ def read_window(window_size: Iterable[Any]) -> Window:
     return left, right
 
 
-def _read_chunk(attention_chunk: Any) -> int | None:
-    """Keys per chunk; None for no chunks."""
-    chunk = 0 if attention_chunk is None else plain_int(attention_chunk)
-    if not is_length(chunk):
-        raise ValueError(f"attention_chunk must be a positive integer, or 0 for no chunks; got {attention_chunk!r}.")
-    return chunk or None
-
-
 def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """The rows as one stream, and the offsets of its documents."""
     shape = "(total, heads, headdim)" if cu is not None else "(batch, seqlen, heads, headdim)"
@@ -180,8 +142,7 @@ def _check_longest(cu: Tensor | None, longest: Any, name: str) -> None:
     longest = plain_int(longest)
     if not is_length(longest):
         raise ValueError(f"{name} must be an integer of at least 0, an integer tensor or None; got {longest!r:.100}.")
-    if cu is None or torch.compiler.is_compiling() or cu.device.type != "cpu" or cu.shape[0] < 2:
-        return
-    actual = int(cu.diff().max())
-    if actual > longest:
-        raise ValueError(f"{name} is {longest}, but a document has {actual} tokens; pass {actual}, or None.")
+    if cu is not None and not torch.compiler.is_compiling() and cu.device.type == "cpu" and cu.shape[0] > 1:
+        actual = int(cu.diff().max())
+        if actual > longest:
+            raise ValueError(f"{name} is {longest}, but a document has {actual} tokens; pass {actual}, or None.")

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_number
-from tritonpack.flash_attn.core import flash_attention, refuse
+from tritonpack.flash_attn.core import flash_attention
+from tritonpack.flash_attn.spelling import spelled
 
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 WindowSize = Sequence[int] | Tensor
@@ -44,22 +45,32 @@ __all__ = [
 ]
 
 
+def _call(*, return_attn_probs: bool, dropout_p: float, **arguments: Any) -> Returned:
+    for name, count in (("qkv", 3), ("kv", 2)):
+        if name in arguments:
+            parts = _unpacked(arguments.pop(name), name, count, 4 if "cu_seqlens_q" in arguments else 5)
+            arguments.update(zip("qkv"[-count:], parts, strict=True))
+    check_flag(return_attn_probs, "return_attn_probs")
+    want = return_attn_probs and is_number(dropout_p) and dropout_p > 0
+    out, lse, probabilities = flash_attention(return_probabilities=want, dropout_p=dropout_p, **arguments)
+    return (out, lse.masked_fill(lse.isneginf(), float("inf")), probabilities) if return_attn_probs else out
+
+
+def _unpacked(x: Any, name: str, count: int, ndim: int) -> tuple[Tensor, ...]:
+    if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != count:
+        shape = f"({'total' if ndim == 4 else 'batch, seqlen'}, {count}, heads, headdim)"
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be {shape}; got {given}.")
+    return x.unbind(-3)
+
+
+@spelled(_call)
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
     backend: Backend = "auto",
-) -> Returned:
+) -> Returned:  # fmt: skip
     """Attention over a batch of rows of one length.
 
     Args:
@@ -69,85 +80,38 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, nheads, headdim of v), or (out, softmax_lse, S_dmask).
-
-    Raises:
-        ValueError: see the module.
     """
-    return _returned(
-        return_attn_probs, q, k, v, None, None,
-        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
-    )  # fmt: skip
 
 
+@spelled(_call)
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
     backend: Backend = "auto",
-) -> Returned:
+) -> Returned:  # fmt: skip
     """`flash_attn_func` of one tensor qkv (batch, seqlen, 3, nheads, headdim)."""
-    q, k, v = _unpacked(qkv, "qkv", 3, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, s_aux=s_aux, backend=backend,
-    )  # fmt: skip
 
 
+@spelled(_call)
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
     backend: Backend = "auto",
-) -> Returned:
+) -> Returned:  # fmt: skip
     """`flash_attn_func` of q and one tensor kv (batch, seqlen_k, 2, nheads_k, headdim)."""
-    k, v = _unpacked(kv, "kv", 2, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, s_aux=s_aux, backend=backend,
-    )  # fmt: skip
 
 
+@spelled(_call)
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-    *,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Returned:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: Tensor | None = None, *, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Returned:  # fmt: skip
     """Attention over documents laid end to end.
 
     Args:
@@ -161,71 +125,28 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, nheads, headdim of v), or (out, softmax_lse, S_dmask).
-
-    Raises:
-        ValueError: see the module.
     """
-    refuse(block_table=block_table)
-    return _returned(
-        return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
-        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
-    )  # fmt: skip
 
 
+@spelled(_call)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Returned:
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False, *,
+    s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Returned:  # fmt: skip
     """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
-    q, k, v = _unpacked(qkv, "qkv", 3, 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs, s_aux=s_aux, backend=backend,
-    )  # fmt: skip
 
 
+@spelled(_call)
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Returned:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Returned:  # fmt: skip
     """`flash_attn_varlen_func` of q and one tensor kv (total_k, 2, nheads_k, headdim)."""
-    k, v = _unpacked(kv, "kv", 2, 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-        seqused_q=seqused_q, seqused_k=seqused_k, s_aux=s_aux, backend=backend,
-    )  # fmt: skip
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
@@ -238,20 +159,3 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
         "flash_attn_with_kvcache isn't supported by tritonpack.flash_attn, which is for training. Use "
         "flash_attn_varlen_func with seqused_k for a cache that is written already, or FlashAttention for inference."
     )
-
-
-def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
-    check_flag(return_attn_probs, "return_attn_probs")
-    want = return_attn_probs and is_number(keywords["dropout_p"]) and keywords["dropout_p"] > 0
-    out, lse, probabilities = flash_attention(*args, return_probabilities=want, **keywords)
-    if not return_attn_probs:
-        return out
-    return out, lse.masked_fill(lse.isneginf(), float("inf")), probabilities
-
-
-def _unpacked(x: Tensor, name: str, count: int, ndim: int) -> tuple[Tensor, ...]:
-    if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != count:
-        shape = f"({'total' if ndim == 4 else 'batch, seqlen'}, {count}, heads, headdim)"
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be {shape}; got {given}.")
-    return x.unbind(-3)

@@ -4,7 +4,8 @@ They differ from FlashAttention-2's: there is no dropout and no ALiBi, and `retu
 (out, softmax_lse), with softmax_lse -inf in rows that see nothing. `num_splits`, `pack_gqa`, `sm_margin` and
 `deterministic` don't change results and are ignored. `attention_chunk` limits a query to the chunk of its own place,
 counted from its document's first key. `qv` and the descale factors of 8-bit inputs aren't supported. `s_aux` (sinks)
-and `backend`, only by keyword, are as in `tritonpack.flash_attn`.
+and `backend`, only by keyword, are as in `tritonpack.flash_attn`. They raise ValueError for shapes, dtypes, devices or
+options that don't fit or aren't supported.
 
 Source: https://github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 0251105.
 """
@@ -18,83 +19,22 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, describe, is_int
-from tritonpack.flash_attn.core import flash_attention, refuse
+from tritonpack.flash_attn.core import flash_attention
 from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
+from tritonpack.flash_attn.spelling import spelled
 
 Returned = Tensor | tuple[Tensor, Tensor]
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Returned:
-    """Attention over a batch of rows of one length.
-
-    Args:
-        q: (batch, seqlen_q, nheads, headdim).
-        k, v: (batch, seqlen_k, nheads_k, headdim), (batch, seqlen_k, nheads_k, headdim_v).
-        softmax_scale, ..., backend: see the module.
-
-    Returns:
-        out (batch, seqlen_q, nheads, headdim_v), or (out, softmax_lse (batch, nheads, seqlen_q)).
-
-    Raises:
-        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
-    """
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    return _returned(
-        return_attn_probs, q, k, v,
-        scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sinks=s_aux,
-        attention_chunk=attention_chunk, backend=backend,
-    )  # fmt: skip
+def _call(*, return_attn_probs: bool, **arguments: Any) -> Returned:
+    check_flag(return_attn_probs, "return_attn_probs")
+    out, lse, _ = flash_attention(**arguments)
+    return (out, lse) if return_attn_probs else out
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Returned:
-    """`flash_attn_func` of one tensor.
-
-    Args:
-        qkv: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of
-            q, then of k, then of v.
-        num_heads_q: the number of q's heads in the second shape.
-        softmax_scale, ..., backend: see `flash_attn_func`.
-    """
+def _call_packed(*, qkv: Tensor, num_heads_q: int | None, **arguments: Any) -> Returned:
     shape = qkv.shape if isinstance(qkv, Tensor) else torch.Size()
     heads = num_heads_q if is_int(num_heads_q) else 0
     if len(shape) == 5 and shape[2] == 3:
@@ -107,40 +47,56 @@ def flash_attn_qkvpacked_func(
             "qkv must be (batch, seqlen, 3, heads, headdim), or (batch, seqlen, num_heads_q + 2 * kv_heads, headdim) "
             f"with num_heads_q; got {describe(qkv)} and num_heads_q={num_heads_q!r}."
         )
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-        return_attn_probs=return_attn_probs, s_aux=s_aux, backend=backend,
-    )  # fmt: skip
+    return _call(q=q, k=k, v=v, **arguments)
 
 
+@spelled(_call)
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: WindowSize = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Returned:  # fmt: skip
+    """Attention over a batch of rows of one length.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k, v: (batch, seqlen_k, nheads_k, headdim), (batch, seqlen_k, nheads_k, headdim_v).
+        softmax_scale, ..., backend: see the module.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim_v), or (out, softmax_lse (batch, nheads, seqlen_q)).
+    """
+
+
+@spelled(_call_packed)
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Returned:  # fmt: skip
+    """`flash_attn_func` of one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of
+            q, then of k, then of v.
+        num_heads_q: the number of q's heads in the second shape.
+        softmax_scale, ..., backend: see the module.
+    """
+
+
+@spelled(_call)
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-    backend: Backend = "auto",
-) -> Returned:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: WindowSize = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Returned:  # fmt: skip
     """Attention over documents laid end to end.
 
     Args:
@@ -154,20 +110,4 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q)).
-
-    Raises:
-        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
     """
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    return _returned(
-        return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
-        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sinks=s_aux,
-        attention_chunk=attention_chunk, backend=backend,
-    )  # fmt: skip
-
-
-def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
-    check_flag(return_attn_probs, "return_attn_probs")
-    out, lse, _ = flash_attention(*args, **keywords)
-    return (out, lse) if return_attn_probs else out

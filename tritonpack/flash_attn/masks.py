@@ -9,6 +9,7 @@ assertion there stops the program.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,17 +37,18 @@ class Kept(NamedTuple):
     """A mask, and for each tensor that it was built from the object, its version and its values."""
 
     mask: BlockDiagonalMask
-    sources: tuple[tuple[weakref.ref[Tensor], int, Tensor], ...]
+    sources: list[tuple[weakref.ref[Tensor], int, Tensor]]
 
-    def fits(self, sources: tuple[Tensor, ...]) -> bool:
+    def fits(self, tensors: Mapping[int, Tensor]) -> bool:
         """Whether the mask belongs to these tensors and their present values."""
-        if [(id(ref()), version) for ref, version, _ in self.sources] != [(id(x), x._version) for x in sources]:
+        pairs = list(zip(self.sources, tensors.values(), strict=True))
+        if any(ref() is not x or v != x._version or value.shape != x.shape for (ref, v, value), x in pairs):
             return False
-        for (_, _, value), x in zip(self.sources, sources, strict=True):
-            if value.shape != x.shape or (x.device.type == "cpu" and not torch.equal(value, x)):
-                return False
+        for (_, _, value), x in pairs:
             if x.device.type != "cpu":
                 require((value == x).all(), _OUTDATED)
+            elif not torch.equal(value, x):
+                return False
         return True
 
 
@@ -76,27 +78,27 @@ def mask_from_offsets(
         ValueError: as in `BlockDiagonalMask.from_cu_seqlens`; used lengths of another shape, or (in host memory)
             negative or longer than their documents.
     """
+    options |= {"total_q": total_q, "total_k": total_k}
     roles = (cu_q, cu_k, used_q, used_k)
-    sources = tuple({id(x): x for x in roles if x is not None}.values())
-    if not _eager() or not _lasts(sources):
-        return _build(*roles, total_q, total_k, options)
+    if not _keeps(cu_q.device) or any(x is not None and (type(x) is not Tensor or x.is_inference()) for x in roles):
+        return _build(*roles, options)
+    tensors = {id(x): x for x in roles if x is not None}
     # Inference tensors and others mustn't meet in one mask.
-    numbers = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in roles)
-    key = (total_q, total_k, *options.items(), numbers, torch.is_inference_mode_enabled())
+    key = (*options.items(), *map(id, roles), torch.is_inference_mode_enabled())
     masks = _kept.setdefault(cu_q, {})
-    if key in masks and masks[key].fits(sources):
-        return masks[key].mask
-    mask = _build(*roles, total_q, total_k, options)
-    masks.pop(key, None)
+    kept = masks.pop(key, None)
+    if kept is None or not kept.fits(tensors):
+        sources = [(weakref.ref(x), x._version, x.clone()) for x in tensors.values()]
+        kept = Kept(_build(*roles, options), sources)
     while len(masks) >= MASKS_PER_OFFSETS:
         del masks[next(iter(masks))]
-    masks[key] = Kept(mask, tuple((weakref.ref(x), x._version, x.clone()) for x in sources))
-    return mask
+    masks[key] = kept
+    return kept.mask
 
 
 def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
     """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same arguments."""
-    return (_regular_offsets if _eager() and not is_capturing(device) else _new_offsets)(batch, seqlen, device)
+    return (_kept_offsets if _keeps(device) else _new_offsets)(batch, seqlen, device)
 
 
 def _new_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
@@ -104,32 +106,20 @@ def _new_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
+def _kept_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return _new_offsets(batch, seqlen, device)
 
 
-def _lasts(sources: tuple[Tensor, ...]) -> bool:
-    """Whether a mask can be kept for these tensors: they count writes and don't belong to a CUDA graph."""
-    plain = all(type(x) is Tensor and x.device.type in ("cpu", "cuda") and not x.is_inference() for x in sources)
-    return plain and not is_capturing(sources[0].device)
-
-
-def _eager() -> bool:
-    """Whether no tracer runs. A tracer's tensors must not be kept, and kept tensors must not get into its graph."""
-    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+def _keeps(device: torch.device) -> bool:
+    """Whether tensors may be kept for later calls: no tracer runs and no CUDA graph is captured."""
+    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return not traced and device.type in ("cpu", "cuda") and not is_capturing(device)
 
 
 def _build(
-    cu_q: Tensor,
-    cu_k: Tensor,
-    used_q: Tensor | None,
-    used_k: Tensor | None,
-    total_q: int,
-    total_k: int,
-    options: dict[str, Any],
+    cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None, options: dict[str, Any]
 ) -> BlockDiagonalMask:
-    options = {**options, "total_q": total_q, "total_k": total_k}
     if used_q is None and used_k is None:
         return BlockDiagonalMask.from_cu_seqlens(cu_q, None if cu_k is cu_q else cu_k, **options)
     # Each document becomes three: its used rows, the other queries without keys, the other keys without queries.

@@ -13,29 +13,14 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 @torch.no_grad()
 def probabilities_of(
-    q: Tensor,
-    k: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    mask: BlockDiagonalMask,
-    max_q: int | Tensor | None,
-    max_k: int | Tensor | None,
-    **options: Any,
-) -> Tensor:
-    """Each pair's probability before dropout, negative if dropout drops the pair.
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, mask: BlockDiagonalMask, max_q: int | Tensor | None,
+    max_k: int | Tensor | None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Each pair's probability before dropout, negative if dropout drops the pair: (B, H, max_q, max_k) in q's dtype.
 
     They are the outputs of attention with unit vectors as values: once without dropout, and once with it to find the
-    pairs that are left.
-
-    Args:
-        q, k: (T_q, H, D), (T_k, H_kv, D).
-        cu_q, cu_k: (B + 1,) offsets.
-        mask: the mask of these offsets.
-        max_q, max_k: the longest document; None reads it from the offsets and waits.
-        **options: the call's options.
-
-    Returns:
-        (B, H, max_q, max_k) in q's dtype.
+    pairs that are left. q is (T_q, H, D), k (T_k, H_kv, D); the offsets (B + 1,) are the mask's, the options the
+    call's. A longest document of None is read from the offsets, which waits.
     """
     max_q, max_k = (int(cu.diff().max()) if m is None else int(m) for cu, m in ((cu_q, max_q), (cu_k, max_k)))
     (document, row), (_, column) = (_places(cu, x.shape[0]) for cu, x in ((cu_q, q), (cu_k, k)))
@@ -45,8 +30,7 @@ def probabilities_of(
         columns = torch.arange(first, min(first + MAX_HEAD_DIM, max_k), device=q.device)
         units = (column[:, None] == columns).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
         p = varlen_attention(q, k, units, mask, **{**options, "dropout_p": 0.0, "dropout_seed": None})
-        if options["dropout_p"]:
-            p = torch.where(varlen_attention(q, k, units, mask, **options) > 0, p, -p)
+        p = torch.where(varlen_attention(q, k, units, mask, **options) > 0, p, -p)
         result[document[within], :, row[within], first : first + columns.shape[0]] = p[within]
     return result
 

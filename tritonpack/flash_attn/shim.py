@@ -7,10 +7,11 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from os import PathLike
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from tritonpack.checks import check_flag
@@ -20,15 +21,8 @@ NAME = "flash_attn"
 DISTRIBUTION = "flash-attn"
 VERSION = "2.8.3"  # the release whose functions these are
 
-# Module -> its contents.
-_MODULES: dict[str, dict[str, Any]] = {
-    NAME: {"__version__": VERSION, **{name: getattr(fa2, name) for name in fa2.__all__}},
-    f"{NAME}.flash_attn_interface": {name: getattr(fa2, name) for name in fa2.__all__},
-    f"{NAME}.bert_padding": {name: getattr(bert_padding, name) for name in bert_padding.__all__},
-}
 
-
-class Installation:
+class Installation(AbstractContextManager["Installation"]):
     """tritonpack's functions under the name `flash_attn`; as a context manager it uninstalls them on leaving."""
 
     def __init__(self) -> None:
@@ -41,11 +35,10 @@ class Installation:
         try:
             for name in self._replaced:
                 del sys.modules[name]
-            for name, contents in _MODULES.items():
-                sys.modules[name] = _module(name, contents)
-            for name in _MODULES:
-                if "." in name:
-                    setattr(sys.modules[NAME], name.split(".")[1], sys.modules[name])
+            package = _module(NAME, fa2)
+            package.__dict__["__version__"] = VERSION
+            for source, name in ((fa2, "flash_attn_interface"), (bert_padding, "bert_padding")):
+                setattr(package, name, _module(f"{NAME}.{name}", source))
             sys.meta_path.insert(0, self._finder)
             _clear_caches_of_transformers()
         except BaseException:
@@ -63,12 +56,7 @@ class Installation:
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
         _clear_caches_of_transformers()
 
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:
@@ -128,23 +116,23 @@ class _Metadata(importlib.metadata.DistributionFinder):
 
 class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
-        return {
-            "METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\nSummary: by tritonpack\n",
-            "top_level.txt": f"{NAME}\n",
-        }.get(filename)
+        metadata = f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\nSummary: by tritonpack\n"
+        return {"METADATA": metadata, "top_level.txt": f"{NAME}\n"}.get(filename)
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
         return Path(__file__).parent / path
 
 
 def _loaded() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name == NAME or name.startswith(f"{NAME}.")}
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == NAME}
 
 
-def _module(name: str, contents: dict[str, Any]) -> ModuleType:
+def _module(name: str, source: ModuleType) -> ModuleType:
+    """Import a module of this name, with the public names of a module of ours."""
     module = importlib.util.module_from_spec(ModuleSpec(name, None, origin=__file__, is_package="." not in name))
-    module.__doc__ = "tritonpack in the place of FlashAttention-2: see tritonpack.flash_attn."
-    module.__dict__.update(contents, __file__=__file__)
+    public = {one: getattr(source, one) for one in source.__all__}
+    module.__dict__.update(public, __file__=__file__, __doc__="tritonpack in the place of FlashAttention-2.")
+    sys.modules[name] = module
     return module
 
 

@@ -8,28 +8,37 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_int
-from tritonpack.flash_attn.core import flash_attention, refuse
+from tritonpack.flash_attn.core import flash_attention
+from tritonpack.flash_attn.spelling import spelled
 
 
-def torch_varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int | Tensor | None = None,
-    max_k: int | Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: Backend = "auto",
+def _call(
+    *, q: Tensor, k: Tensor, causal: bool, return_aux: Any, enable_gqa: bool | None, num_splits: Any, **arguments: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
+    if enable_gqa is not None:
+        check_flag(enable_gqa, "enable_gqa")
+    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (q, k))  # others are refused below
+    if enable_gqa is False and many and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}; pass enable_gqa=True to share each key head among "
+            "several query heads."
+        )
+    if num_splits is not None and not is_int(num_splits):
+        raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
+    causal = check_flag(causal, "is_causal")
+    out, lse, _ = flash_attention(q, k, causal=causal, pack_invariant=num_splits == 1, **arguments)
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+@spelled(_call, num_splits=("num_splits",))
+def torch_varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int | Tensor | None = None,
+    max_k: int | Tensor | None = None, is_causal: bool = False, *, return_aux: Any = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool | None = None, seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None, num_splits: int | None = None, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over documents laid end to end, with the parameters of torch 2.10 and later.
 
     Args:
@@ -56,22 +65,3 @@ def torch_varlen_attn(
 
     Source: torch/nn/attention/varlen.py.
     """
-    refuse(block_table=block_table)
-    if return_aux is not None and not hasattr(return_aux, "lse"):
-        raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
-    if enable_gqa is not None:
-        check_flag(enable_gqa, "enable_gqa")
-    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key))  # others are refused below
-    if enable_gqa is False and many and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
-            "among several query heads."
-        )
-    if num_splits is not None and not is_int(num_splits):
-        raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
-    out, lse, _ = flash_attention(
-        query, key, value, cu_seq_q, cu_seq_k, seqused_k=seqused_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-        scale=scale, causal=check_flag(is_causal, "is_causal"), window_size=window_size,
-        pack_invariant=num_splits == 1, backend=backend,
-    )  # fmt: skip
-    return (out, lse) if return_aux is not None and return_aux.lse else out

@@ -10,25 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tritonpack.checks import (
-    Lengths,
-    Reach,
-    Window,
-    as_offsets,
-    check_device,
-    check_documents,
-    check_reach,
-    check_rows,
-    check_sound,
-    check_spans,
-    check_total,
-    offsets_from_lengths,
-)
+from tritonpack import checks
+from tritonpack.checks import Lengths, Reach, Window
 from tritonpack.masks import dense as dense_mask
 from tritonpack.masks import flex as block_mask
 from tritonpack.masks import intervals, tree
@@ -39,9 +27,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs"]
-
-
-T = TypeVar("T")
 
 
 class BlockDiagonalMask(Bounds):
@@ -87,16 +72,9 @@ class BlockDiagonalMask(Bounds):
 
     @classmethod
     def from_seqlens(
-        cls,
-        seqlens: Lengths,
-        seqlens_k: Lengths | None = None,
-        *,
-        causal: bool = True,
-        window: Window = (-1, -1),
-        chunk_size: int | None = None,
-        spans: Tensor | None = None,
-        device: torch.device | str | None = None,
-    ) -> BlockDiagonalMask:
+        cls, seqlens: Lengths, seqlens_k: Lengths | None = None, *, causal: bool = True, window: Window = (-1, -1),
+        chunk_size: int | None = None, spans: Tensor | None = None, device: torch.device | str | None = None,
+    ) -> BlockDiagonalMask:  # fmt: skip
         """The mask of documents laid end to end.
 
         Args:
@@ -121,40 +99,28 @@ class BlockDiagonalMask(Bounds):
         >>> BlockDiagonalMask.from_seqlens([2, 1], [3, 2]).key_stop.tolist()
         [2, 3, 5]
         """
-        cu_seqlens = offsets_from_lengths(seqlens, "seqlens")
-        cu_seqlens_k = cu_seqlens if seqlens_k is None else offsets_from_lengths(seqlens_k, "seqlens_k")
+        cu_seqlens = checks.offsets_from_lengths(seqlens, "seqlens")
+        cu_seqlens_k = cu_seqlens if seqlens_k is None else checks.offsets_from_lengths(seqlens_k, "seqlens_k")
         total_q, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
         for name, total in (("seqlens", total_q), ("seqlens_k", total_k)):
             if total >= 2**31:
                 raise ValueError(
                     f"the lengths of {name} must sum to at most 2**31 - 1; got {total}. Make several masks."
                 )
-        check_documents(cu_seqlens, cu_seqlens_k)
-        target = check_device("cpu" if device is None else device)
+        checks.check_documents(cu_seqlens, cu_seqlens_k)
+        target = checks.check_device("cpu" if device is None else device)
+        cu_q, cu_k = (cu.to(target, non_blocking=True) for cu in (cu_seqlens, cu_seqlens_k))
         return cls.from_cu_seqlens(
-            cu_seqlens.to(target, non_blocking=True),
-            None if seqlens_k is None else cu_seqlens_k.to(target, non_blocking=True),
-            causal=causal,
-            window=window,
-            chunk_size=chunk_size,
-            spans=spans,
-            total_q=total_q,
-            total_k=total_k,
-        )
+            cu_q, None if seqlens_k is None else cu_k, causal=causal, window=window, chunk_size=chunk_size,
+            spans=spans, total_q=total_q, total_k=total_k,
+        )  # fmt: skip
 
     @classmethod
     def from_cu_seqlens(
-        cls,
-        cu_seqlens: Lengths,
-        cu_seqlens_k: Lengths | None = None,
-        *,
-        causal: bool = True,
-        window: Window = (-1, -1),
-        chunk_size: int | None = None,
-        spans: Tensor | None = None,
-        total_q: int | None = None,
-        total_k: int | None = None,
-    ) -> BlockDiagonalMask:
+        cls, cu_seqlens: Lengths, cu_seqlens_k: Lengths | None = None, *, causal: bool = True,
+        window: Window = (-1, -1), chunk_size: int | None = None, spans: Tensor | None = None,
+        total_q: int | None = None, total_k: int | None = None,
+    ) -> BlockDiagonalMask:  # fmt: skip
         """The mask of documents given by cumulative offsets, as FlashAttention's varlen functions take them.
 
         Args:
@@ -170,42 +136,37 @@ class BlockDiagonalMask(Bounds):
             ValueError: wrong dtype or shape; spans with `cu_seqlens_k`; a missing total for offsets on an accelerator;
                 and, for offsets in host memory, offsets that decrease, don't begin with 0 or exceed the total.
         """
-        reach = check_reach(window, causal, chunk_size)
+        reach = checks.check_reach(window, causal, chunk_size)
         if spans is not None and cu_seqlens_k is not None:
             raise ValueError(
                 "spans need self-attention, in which queries and keys are the same tokens; leave out the lengths or "
                 "offsets of the keys, or leave out spans."
             )
-        cu_q = as_offsets(cu_seqlens, "cu_seqlens")
-        cu_k = cu_q if cu_seqlens_k is None else as_offsets(cu_seqlens_k, "cu_seqlens_k")
+        cu_q = checks.as_offsets(cu_seqlens, "cu_seqlens")
+        cu_k = cu_q if cu_seqlens_k is None else checks.as_offsets(cu_seqlens_k, "cu_seqlens_k")
         if cu_seqlens_k is None and total_k is None:
             total_k = total_q
         if cu_q.device != cu_k.device:
             raise ValueError(f"cu_seqlens is on {cu_q.device} and cu_seqlens_k on {cu_k.device}; move them together.")
-        check_documents(cu_q, cu_k)
+        checks.check_documents(cu_q, cu_k)
         key_name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
-        total_q = check_total(cu_q, total_q, "total_q", "cu_seqlens")
-        total_k = check_total(cu_k, total_k, "total_k", key_name)
+        total_q = checks.check_total(cu_q, total_q, "total_q", "cu_seqlens")
+        total_k = checks.check_total(cu_k, total_k, "total_k", key_name)
 
         def build(reach: Reach) -> Intervals:
             found, sound = intervals.from_offsets(cu_q, cu_k, total_q, total_k, reach)
             if sound is not None:
-                check_sound(sound[0], cu_q, total_q, "total_q", "cu_seqlens")
-                check_sound(sound[1], cu_k, total_k, "total_k", key_name)
+                checks.check_sound(sound[0], cu_q, total_q, "total_q", "cu_seqlens")
+                checks.check_sound(sound[1], cu_k, total_k, "total_k", key_name)
             return found
 
         return _mask(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
 
     @classmethod
     def from_position_ids(
-        cls,
-        position_ids: Tensor,
-        *,
-        causal: bool = True,
-        window: Window = (-1, -1),
-        chunk_size: int | None = None,
+        cls, position_ids: Tensor, *, causal: bool = True, window: Window = (-1, -1), chunk_size: int | None = None,
         spans: Tensor | None = None,
-    ) -> BlockDiagonalMask:
+    ) -> BlockDiagonalMask:  # fmt: skip
         """The mask of a packed batch, given by its position ids.
 
         A document begins at the start of every row and wherever the step from the token before isn't +1; positions
@@ -224,19 +185,14 @@ class BlockDiagonalMask(Bounds):
         >>> BlockDiagonalMask.from_position_ids(ids).key_start.tolist()
         [0, 0, 0, 3, 3, 5, 5, 7, 7, 7]
         """
-        reach = check_reach(window, causal, chunk_size)
+        reach = checks.check_reach(window, causal, chunk_size)
         return _mask(partial(intervals.from_position_ids, position_ids), reach, spans)
 
     @classmethod
     def from_segment_ids(
-        cls,
-        segment_ids: Tensor,
-        *,
-        causal: bool = True,
-        window: Window = (-1, -1),
-        chunk_size: int | None = None,
+        cls, segment_ids: Tensor, *, causal: bool = True, window: Window = (-1, -1), chunk_size: int | None = None,
         spans: Tensor | None = None,
-    ) -> BlockDiagonalMask:
+    ) -> BlockDiagonalMask:  # fmt: skip
         """The mask of rows with the number of each token's document, 0 for padding.
 
         Args:
@@ -247,21 +203,16 @@ class BlockDiagonalMask(Bounds):
             ValueError: wrong dtype or shape; and, for ids in host memory, negative ids, or a document in several
                 pieces.
         """
-        reach = check_reach(window, causal, chunk_size)
-        ids = check_rows(segment_ids, "segment_ids")
+        reach = checks.check_reach(window, causal, chunk_size)
+        ids = checks.check_rows(segment_ids, "segment_ids")
         intervals.check_segments(ids)
         return _mask(partial(intervals.from_segment_ids, ids), reach, spans)
 
     @classmethod
     def from_padding_mask(
-        cls,
-        attention_mask: Tensor,
-        *,
-        causal: bool = True,
-        window: Window = (-1, -1),
-        chunk_size: int | None = None,
+        cls, attention_mask: Tensor, *, causal: bool = True, window: Window = (-1, -1), chunk_size: int | None = None,
         spans: Tensor | None = None,
-    ) -> BlockDiagonalMask:
+    ) -> BlockDiagonalMask:  # fmt: skip
         """The mask of a padded batch that is flattened row after row; no token is moved.
 
         Args:
@@ -272,8 +223,8 @@ class BlockDiagonalMask(Bounds):
         Raises:
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
-        reach = check_reach(window, causal, chunk_size)
-        attention_mask = check_rows(attention_mask, "attention_mask", mask=True)
+        reach = checks.check_reach(window, causal, chunk_size)
+        attention_mask = checks.check_rows(attention_mask, "attention_mask", mask=True)
         intervals.check_padding(attention_mask)
         return _mask(partial(intervals.from_padding_mask, attention_mask), reach, spans)
 
@@ -305,7 +256,7 @@ class BlockDiagonalMask(Bounds):
 
         Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
-        reach = check_reach(window, True, chunk_size)
+        reach = checks.check_reach(window, True, chunk_size)
         return _tree_mask(partial(tree.from_parents, parents, reach))
 
     @classmethod
@@ -326,7 +277,7 @@ class BlockDiagonalMask(Bounds):
         >>> BlockDiagonalMask.from_tree_ends([5, 5, 4, 4, 5]).to_dense().int()[4].tolist()
         [1, 1, 0, 0, 1]
         """
-        reach = check_reach(window, True, chunk_size)
+        reach = checks.check_reach(window, True, chunk_size)
         return _tree_mask(partial(tree.from_ends, ends, reach))
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -374,31 +325,24 @@ class BlockDiagonalMask(Bounds):
 
 
 def mask_from_runs(
-    starts: Tensor,
-    live: Tensor | None,
-    window: Window,
-    chunk_size: int | None = None,
-    spans: Tensor | None = None,
+    starts: Tensor, live: Tensor | None, window: Window, chunk_size: int | None = None, spans: Tensor | None = None
 ) -> BlockDiagonalMask:
     """The mask of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
-    reach = check_reach(window, causal=False, chunk_size=chunk_size)
+    reach = checks.check_reach(window, causal=False, chunk_size=chunk_size)
     return _mask(partial(intervals.from_runs, starts, live), reach, spans)
 
 
 def _mask(
-    build: Callable[[Reach], Intervals],
-    reach: Reach,
-    spans: Tensor | None,
-    num_keys: int | None = None,
+    build: Callable[[Reach], Intervals], reach: Reach, spans: Tensor | None, num_keys: int | None = None,
     max_documents: int | None = None,
-) -> BlockDiagonalMask:
+) -> BlockDiagonalMask:  # fmt: skip
     """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""
 
     def with_spans() -> Intervals:
         seen = build(reach)
         if spans is None:
             return seen
-        flat = check_spans(spans, seen.start.shape[0], seen.start.device)
+        flat = checks.check_spans(spans, seen.start.shape[0], seen.start.device)
         return intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), flat)
 
     seen = outside_inference_mode(with_spans)

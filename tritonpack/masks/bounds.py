@@ -40,16 +40,7 @@ class Bounds:
     _origin: ClassVar[Any]
 
     def __post_init__(self, trusted: bool) -> None:
-        source = None if callable(self.document_source) else self.document_source
-        _check_bound("key_start", self.key_start, "key_start", self.key_start)
-        for name, rows in {"key_stop": self.key_stop, "diagonal": self.diagonal, "document_source": source}.items():
-            if rows is not None or name == "key_stop":
-                _check_bound(name, rows, "key_start", self.key_start)
-        if not is_length(self.num_keys):
-            raise ValueError(f"num_keys must be an integer from 0 to 2**31 - 1; got {describe(self.num_keys)}.")
-        if self.max_documents is not None and not is_length(self.max_documents):
-            raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
-        self._check_sides()
+        self._check_fields()
         self._begin(copy=not trusted)
         if trusted or torch.compiler.is_compiling() or type(self.key_start) is not Tensor:
             return
@@ -59,6 +50,28 @@ class Bounds:
             self._assert_by_kernel()
         else:
             self._assert_valid()
+
+    def _check_fields(self) -> None:
+        """Raise ValueError unless all fields have the right types and shapes."""
+        if not is_length(self.num_keys):
+            raise ValueError(f"num_keys must be an integer from 0 to 2**31 - 1; got {describe(self.num_keys)}.")
+        if self.max_documents is not None and not is_length(self.max_documents):
+            raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
+        needed = ["key_start", "key_stop"]
+        if self.query_start is not None or self.query_stop is not None:
+            needed += ["query_start", "query_stop"]
+        for name in ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places"):
+            x = getattr(self, name)
+            if name not in needed and (x is None or (name == "document_source" and callable(x))):
+                continue
+            if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.int32:
+                raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(x)}.")
+            of_keys = name in ("query_start", "query_stop", "key_places")
+            count, others = (self.num_keys, "keys") if of_keys else (self.num_queries, "queries of key_start")
+            if x.shape[0] != count or x.device != self.device:
+                raise ValueError(
+                    f"{name} must hold a number for each of the {count} {others}, on {self.device}; got {describe(x)}."
+                )
 
     def _begin(self, copy: bool = False) -> None:
         """Copy tensors that their owner may write again, and start the part of a mask that isn't in its fields.
@@ -222,37 +235,25 @@ class Bounds:
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
         self.check_unwritten()
-        start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
-        query_start, query_stop = self.query_start, self.query_stop
-        diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
-        key_places = self.places
+        part = {f.name: getattr(self, f.name) for f in fields(self)}
+        part |= {"document_source": self.document, "key_places": self.places}
+
+        def change(names: tuple[str, ...], function: Callable[[Tensor], Tensor]) -> None:
+            part.update({name: function(part[name]) for name in names if part[name] is not None})
+
         if query_rows is not None:
             rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
-            start, stop = start[rows], stop[rows]
-            diagonal, document = (None if x is None else x[rows] for x in (diagonal, document))
-            query_start, query_stop = (None if x is None else _count_below(rows, x) for x in (query_start, query_stop))
+            change(("key_start", "key_stop", "diagonal", "document_source"), lambda x: x[rows])
+            change(("query_start", "query_stop"), partial(_count_below, rows))
         if key_positions is not None:
-            keys = check_indices(key_positions, "key_positions", num_keys, self.device)
-            start, stop, num_keys = _count_below(keys, start), _count_below(keys, stop), keys.shape[0]
-            query_start, query_stop = (None if x is None else x[keys] for x in (query_start, query_stop))
-            if key_places is not None:
-                key_places = key_places[keys]
-            elif diagonal is not None:
-                key_places = keys.int()
-            max_documents = None  # because a document may have many runs of rows that see nothing
-        return replace(
-            self,
-            key_start=start,
-            key_stop=stop,
-            num_keys=num_keys,
-            diagonal=diagonal,
-            document_source=document,
-            max_documents=max_documents,
-            query_start=query_start,
-            query_stop=query_stop,
-            key_places=key_places,
-            trusted=True,
-        )
+            keys = check_indices(key_positions, "key_positions", self.num_keys, self.device)
+            change(("query_start", "query_stop", "key_places"), lambda x: x[keys])
+            change(("key_start", "key_stop"), partial(_count_below, keys))
+            if self.places is None and self.diagonal is not None:
+                part["key_places"] = keys.int()
+            # A document may have many runs of rows that see nothing, so the number of documents has no bound any more.
+            part |= {"num_keys": keys.shape[0], "max_documents": None}
+        return replace(self, **part, trusted=True)
 
     def to(self, device: torch.device | str) -> Self:
         """The same mask on another device."""
@@ -281,18 +282,31 @@ class Bounds:
             ValueError: an interval lies outside the keys (or queries), ends before it begins, or, in a mask without
                 trees, begins or ends before the interval of the row above; the message names the first such row.
         """
-        _check_side(self.key_start, self.key_stop, self.num_keys, "row", "keys", ascending=not self.is_tree)
-        if self.query_start is not None and self.query_stop is not None:
-            _check_side(self.query_start, self.query_stop, self.num_queries, "key", "queries", ascending=False)
+        for start, stop, size, own, other, ascending in self._sides():
+            start, stop = start.cpu(), stop.cpu()
+            for wrong, what in _faults(start, stop, size, own, other, ascending):
+                if wrong.any():
+                    number = int(wrong.nonzero()[0, 0])
+                    verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
+                    raise ValueError(
+                        f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which "
+                        f"{what}; intervals must lie within the {other}{rule}. Check the offsets, ids or indices that "
+                        "the mask was built from."
+                    )
         return self
+
+    def _sides(self) -> list[tuple[Tensor, Tensor, int, str, str, bool]]:
+        """Of queries, and of keys if these have bounds: the bounds, how many there are of the other side, the names of
+        both, and whether bounds ascend."""
+        sides = [(self.key_start, self.key_stop, self.num_keys, "row", "keys", not self.is_tree)]
+        if self.query_start is not None and self.query_stop is not None:
+            sides.append((self.query_start, self.query_stop, self.num_queries, "key", "queries", False))
+        return sides
 
     def _assert_valid(self) -> None:
         """`validate` by an assertion on the device, which the host doesn't wait for."""
-        sides = [(self.key_start, self.key_stop, self.num_keys, "keys", not self.is_tree)]
-        if self.query_start is not None and self.query_stop is not None:
-            sides.append((self.query_start, self.query_stop, self.num_queries, "queries", False))
-        for start, stop, size, other, ascending in sides:
-            wrong = torch.stack([fault.any() for fault, _ in _faults(start, stop, size, "row", other, ascending)])
+        for start, stop, size, own, other, ascending in self._sides():
+            wrong = torch.stack([fault.any() for fault, _ in _faults(start, stop, size, own, other, ascending)])
             require(
                 ~wrong.any(),
                 f"a mask's intervals must lie within the {size} {other} and end at or after their begin"
@@ -311,50 +325,6 @@ class Bounds:
 
             bounds = self.key_start, self.key_stop, self.num_keys
             self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
-
-    def _check_sides(self) -> None:
-        """Raise ValueError unless the places and the bounds of the keys, if any, have the right types and shapes."""
-        start, stop, places = self.query_start, self.query_stop, self.key_places
-        if places is not None:
-            _check_bound("key_places", places, "key_places", places)
-            if places.shape[0] != self.num_keys or places.device != self.device:
-                raise ValueError(
-                    f"key_places must hold a place for each of the {self.num_keys} keys, on {self.device}; got "
-                    f"{describe(places)}."
-                )
-        if start is None and stop is None:
-            return
-        _check_bound("query_start", start, "query_start", start)
-        _check_bound("query_stop", stop, "query_start", start)
-        assert start is not None
-        if start.shape[0] != self.num_keys or start.device != self.device:
-            raise ValueError(
-                f"query_start and query_stop must hold a bound for each of the {self.num_keys} keys, on {self.device}; "
-                f"got {describe(start)}."
-            )
-
-
-def _check_bound(name: str, bound: Tensor | None, like_name: str, like: Tensor | None) -> None:
-    """Raise ValueError unless a bound is an int32 tensor with one dimension, as long as another, on its device."""
-    if not isinstance(bound, Tensor) or bound.ndim != 1 or bound.dtype != torch.int32:
-        raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(bound)}.")
-    if not isinstance(like, Tensor) or bound.shape != like.shape or bound.device != like.device:
-        raise ValueError(
-            f"{like_name} and {name} must have the same length and device; got {describe(like)} and {describe(bound)}."
-        )
-
-
-def _check_side(start: Tensor, stop: Tensor, size: int, own: str, other: str, *, ascending: bool) -> None:
-    start, stop = start.cpu(), stop.cpu()
-    for wrong, what in _faults(start, stop, size, own, other, ascending):
-        if wrong.any():
-            number = int(wrong.nonzero()[0, 0])
-            verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
-            raise ValueError(
-                f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which {what}; "
-                f"intervals must lie within the {other}{rule}. Check the offsets, ids or indices that the mask was "
-                "built from."
-            )
 
 
 def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascending: bool) -> list[tuple[Tensor, str]]:
