@@ -9,16 +9,19 @@ differ between two seeds. Places are drawn among the lines of the PTX that ran.
 from __future__ import annotations
 
 import argparse
+import linecache
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.virtual_gpu.device import virtual_gpu
+from tritonpack import kernels
 from tritonpack.backends import gluon
 from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.tolerance import check_outputs, run
@@ -102,6 +105,7 @@ TARGETS = {
     ("sm_90", "gluon"): (1, 900, 700, 40),
 }
 SEEDS = (1, 2)
+KERNELS = Path(kernels.__file__).parent
 
 
 class Mutation(NamedTuple):
@@ -112,12 +116,14 @@ class Mutation(NamedTuple):
         kernel: whose PTX it changes.
         line: of the PTX, from 1.
         text: of the changed line.
+        place: the line of the kernel's source that the PTX comes from.
     """
 
     operator: str
     kernel: str
     line: int
     text: str
+    place: str
 
     def __call__(self, kernel: str, ptx: str) -> str:
         """The PTX with the line changed, as `virtual_gpu` takes it."""
@@ -166,7 +172,7 @@ class Target:
             for number in sorted({line.number for line in executable.lines() if line.lanes}):
                 text = re.sub(operator.pattern, operator.replacement, texts[number - 1], count=1)
                 if text != texts[number - 1] and kernel in executable.name:
-                    found.append(Mutation(operator.name, executable.name, number, text))
+                    found.append(Mutation(operator.name, executable.name, number, text, source_of(texts, number)))
         return found
 
     def found_by(self, mutation: Mutation) -> str:
@@ -191,6 +197,18 @@ class Target:
     def has_no_effect(self, mutation: Mutation) -> bool:
         """True if the results have the same bits with the mutation."""
         return same_bits(self.launch(SEEDS[0], mutation), self.outputs)
+
+
+def source_of(texts: Sequence[str], number: int) -> str:
+    """The line of a kernel's source that a line of its PTX comes from, of a helper the line that calls it; else ""."""
+    files = dict(re.findall(r'\.file\s+(\d+) "(.*)"', "\n".join(texts)))
+    for text in reversed(texts[:number]):
+        if found := re.search(r"\.loc\s+(\d+) (\d+) \d+(?:, function_name \S+, inlined_at (\d+) (\d+))?", text):
+            for file, line in ((found[3], found[4]), (found[1], found[2])):
+                path = KERNELS / Path(files.get(file, "")).name
+                if path.is_file() and line != "0":
+                    return linecache.getline(str(path), int(line)).strip()
+    return ""
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -221,7 +239,7 @@ def main() -> None:
     for mutation in drawn(target, options.places, options.seed, options.operator):
         how = target.found_by(mutation) or f"NOT FOUND{', no effect' * target.has_no_effect(mutation)}"
         counts[mutation.operator, how.partition(":")[0]] += 1
-        print(f"{mutation.operator} | {mutation.kernel} | {mutation.line} | {how[:200]}", flush=True)
+        print(f"{mutation.operator} | {mutation.kernel} | {mutation.line} | {mutation.place} | {how[:200]}", flush=True)
     for (operator, how), count in counts.items():
         print(f"{operator}: {count} {how}")
 
