@@ -22,7 +22,6 @@ pytestmark = pytest.mark.compile
 
 ROWS = {"ROWS": intervals.RUN_ROWS, "LOOK": intervals.LOOK}
 UNCHECKED = ROWS | {"table_ptr": None}
-RUNS = ("positions", "segments", "padding", "codes")
 TREES = {"ROWS": trees.ROWS, "PIECE": trees.PIECE}
 # Tiles of a shipped configuration: forward, dq and the gradients of keys.
 CUTS = {"ROWS": (32, 32, 128), "LONG": (128, 128, 128), "OF_KEYS": (False, False, True), "TREE": False}
@@ -120,10 +119,10 @@ def compile_kernel(name: str, arch: str) -> Code:
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
-    # At least two programs fit on a multiprocessor: programs have up to 512 threads, those of tables and of runs 256.
-    # RDNA has more registers.
+    # At least two programs of up to 512 threads fit on a multiprocessor; one of tables, of which a call has three. RDNA
+    # has more registers.
     rdna = arch.startswith("gfx1")
-    assert code.registers <= (128 if name in TABLES or name in RUNS else 64) * (3 if rdna else 1)
+    assert code.registers <= (128 if name in TABLES else 64) * (3 if rdna else 1)
     if name.startswith("dense"):
         any_store = "STG" if arch.startswith("sm") else "buffer_store"
         wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "buffer_store_b128" if rdna else "buffer_store_dwordx4")

@@ -18,7 +18,7 @@ announce_compilation()  # here: launches on a GPU take masks or tile tables from
 
 OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
 RUN_ROWS = 1024
-RUN_WARPS = 8
+RUN_WARPS = 16
 LOOK = 1024  # rows that are read at once to find where a run began, or ends
 # Launch options of kernels with assertions. Triton compiles these under `debug` alone, which would also add checks of
 # integer overflow. On AMD GPUs torch's compiler leaves its assertions out, too.
