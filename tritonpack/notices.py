@@ -60,7 +60,7 @@ def speaks() -> bool:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Say nothing in this thread, and leave each key to a later call: calls of a trial aren't the user's."""
+    """Say nothing in this thread, and leave each key to a later call: calls of a proof aren't the user's."""
     outer = hasattr(_unheard, "now")
     _unheard.now = True
     try:

@@ -28,6 +28,26 @@ def test_patch(benchmark: BenchmarkFixture, layers: int) -> None:
     benchmark.pedantic(lambda: tritonpack.patch(llama(layers)).unpatch(), rounds=20, warmup_rounds=2)
 
 
+class Unknown(LlamaForCausalLM):
+    """A class that isn't known to be exact, so that a model of it is proven."""
+
+
+@pytest.mark.parametrize("layers", [16, 32, 80])
+def test_proof(benchmark: BenchmarkFixture, layers: int) -> None:
+    """What the first call of an unknown model costs once. It should be below 1% of the first minute, 0.6 s."""
+    model = Unknown(llama(layers).config)
+
+    def patched() -> tuple[tuple[tritonpack.Patch], dict[str, object]]:
+        return (tritonpack.patch(model),), {}
+
+    def prove(handle: tritonpack.Patch) -> None:
+        handle.prove()
+        handle.unpatch()
+
+    benchmark.group = "proof of an unknown model of narrow layers"
+    benchmark.pedantic(prove, setup=patched, rounds=5, warmup_rounds=1)
+
+
 @pytest.mark.parametrize("implementation", ["tritonpack", "stock"])
 def test_overhead(benchmark: BenchmarkFixture, implementation: str) -> None:
     """With one document, so that both implementations compute the same."""

@@ -17,7 +17,7 @@ from rich.console import Console
 import tritonpack
 from tests.cli.command import run
 from tritonpack.cli import check as command
-from tritonpack.patches.trial.shrink import shrink
+from tritonpack.cli.small_copies.shrink import shrink
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -210,7 +210,7 @@ def test_model_without_layers_exits_with_3(options, tmp_path, capsys):
 
 
 def test_leak_exits_with_3(tiny, capsys, monkeypatch):
-    handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed"))
+    handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed", prove=lambda: None))
     monkeypatch.setattr(command, "patch", lambda model: handle)
     assert run("check", tiny) == 3
     output = capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_language_model_is_checked_if_the_whole_cannot_be_built(tmp_path, capsys
             raise ImportError("a tower needs a package that isn't here")
         return shrink(config)
 
-    monkeypatch.setattr("tritonpack.patches.trial.small_copy.shrink", broken)
+    monkeypatch.setattr("tritonpack.cli.small_copies.small_copy.shrink", broken)
     assert run("check", tmp_path) == 0
     output = capsys.readouterr().out
     assert "a small random copy of Gemma3ForCausalLM, a causal language model" in output

@@ -16,6 +16,7 @@ CASES = (
     "lifecycle_cases",
     "refusal_cases",
     "composition_cases",
+    "proof_cases",
     "trainer_cases",
 )
 

@@ -16,21 +16,20 @@ def _registered() -> None:
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patch models without a trial, to test calls of models that would be refused."""
-    monkeypatch.setattr("tritonpack.patches.choose_modules.require_evidence", lambda *_: [])
+    """Call models without a proof, to test calls of models that would be refused."""
+    monkeypatch.setattr("tritonpack.patches.proof.Proof.require", lambda *_: None)
 
 
 @pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The trials of one test, without the results of earlier tests."""
-    probe = pytest.importorskip("tritonpack.patches.probe")
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The proofs of a test."""
+    proof = pytest.importorskip("tritonpack.patches.proof")
     held: list[Any] = []
-    run = probe.undisturbed
+    run = proof._try
 
-    def count(trial: Any) -> Any:
-        held.append(trial)
-        return run(trial)
+    def count(*args: Any) -> None:
+        held.append(args)
+        run(*args)
 
-    monkeypatch.setattr(probe, "_verdicts", {})
-    monkeypatch.setattr(probe, "undisturbed", count)
+    monkeypatch.setattr(proof, "_try", count)
     return held

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.patches.compaction import Saved
-from tritonpack.patches.trial.comparison import apart, tolerance
+from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tritonpack.patches.compact import Saved
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 BOTH_WAYS = pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])

@@ -173,7 +173,8 @@ def options_rows(found: Found, listed: list[Case]) -> str:
 def why_not_compacted(row: Row) -> str:
     """The reason in a row with an option: what a trial found, or the first sentence, up to what is to be done."""
     said = reason_of(row)
-    found = said.partition("A trial on a few tokens found: ")[2].removeprefix("position_ids: ")
+    found = said.partition("A trial on a few tokens found: ")[2].removeprefix("position_ids: ")  # in older rows
+    found = found or said.partition("don't stay apart: ")[2]
     said = re.sub(r"^(\w+): (?=\d)", r"in a trial \1 differ: ", found) or said
     return shortened(said.partition(". ")[0].partition(", so ")[0])
 

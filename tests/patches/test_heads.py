@@ -17,9 +17,9 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tests.patches.sweep import difference
-from tritonpack.patches.trial.comparison import tolerance
-from tritonpack.patches.trial.packed_forms import FORMS, lay_out
-from tritonpack.patches.trial.small_copy import spread
+from tritonpack.cli.small_copies.comparison import tolerance
+from tritonpack.cli.small_copies.packed_forms import FORMS, lay_out
+from tritonpack.cli.small_copies.small_copy import spread
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)
@@ -128,8 +128,8 @@ def test_heads_that_pass_on_no_packing_or_positions_of_the_row(kind: type[LlamaF
 def test_a_head_that_adds_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
     with pytest.raises(tritonpack.UnsupportedModelError, match="Train it on padded rows, unpatched"):
-        tritonpack.patch(model)
-    monkeypatch.setattr("tritonpack.patches.choose_modules.require_evidence", lambda *_: [])
+        tritonpack.patch(model).prove()
+    monkeypatch.setattr("tritonpack.patches.proof.Proof.require", lambda *_: None)
     with tritonpack.patch(model):
         assert model(**padded(pieces)).shape[1] == max(LENGTHS) + 1
         with pytest.raises(ValueError, match=r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"):

@@ -1,4 +1,4 @@
-"""The trial of an unknown class compares each of its outputs, and its loss, with documents alone."""
+"""The proof of an unknown class compares each of its outputs, and its loss, with documents alone."""
 
 import dataclasses
 from typing import Any
@@ -20,9 +20,9 @@ from transformers.utils import ModelOutput
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.patches import probe
-from tritonpack.patches.trial.packed_forms import FORMS
-from tritonpack.patches.trial.small_copy import spread
+from tritonpack.cli.small_copies.packed_forms import FORMS
+from tritonpack.cli.small_copies.small_copy import spread
+from tritonpack.patches import proof
 
 LENGTHS = (9, 4, 6, 4)
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,7 +45,7 @@ def test_a_pooled_last_token_is_refused(kind: Any, config: Any) -> None:
     """No auto class leads to these classes, so the table of known classes does not list them."""
     model = filled(kind(config(vocab_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, **SIGLIP)))
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart.*Train it on padded rows, unpatched"):
-        tritonpack.patch(model)
+        tritonpack.patch(model).prove()
 
 
 @dataclasses.dataclass
@@ -125,6 +125,7 @@ def tiny(kind: type[TwoOutputs]) -> Any:
 @pytest.mark.parametrize("kind", [TwoOutputs, OfEachToken])
 def test_harmless_outputs_leave_rows_packed(kind: type[TwoOutputs]) -> None:
     with tritonpack.patch(tiny(kind)) as handle:
+        handle.prove()
         assert handle.report.attention == "tritonpack"
 
 
@@ -133,7 +134,7 @@ def test_harmless_outputs_leave_rows_packed(kind: type[TwoOutputs]) -> None:
 @pytest.mark.heavy
 def test_an_output_that_mixes_documents_is_refused_by_its_name(kind: type[TwoOutputs]) -> None:
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value"):
-        tritonpack.patch(tiny(kind))
+        tritonpack.patch(tiny(kind)).prove()
 
 
 class EncoderMixed(T5ForConditionalGeneration):
@@ -174,9 +175,9 @@ def test_states_of_the_encoder_are_compared(kind: type[EncoderMixed]) -> None:
     model = filled(kind(T5Config(vocab_size=64, decoder_start_token_id=0, pad_token_id=0, **sizes)))
     if kind is EncoderMixed:
         with pytest.raises(tritonpack.UnsupportedModelError, match="encoder_last_hidden_state"):
-            tritonpack.patch(model)
+            tritonpack.patch(model).prove()
     else:
-        tritonpack.patch(model).unpatch()
+        tritonpack.patch(model).prove()
 
 
 # Classes with their own losses, compared with the losses of documents alone.
@@ -257,7 +258,6 @@ def test_router_loss_equals_that_of_a_padded_batch() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
 
 
-def test_a_loss_that_is_known_is_not_tried(monkeypatch: pytest.MonkeyPatch, trials: list[Any]) -> None:
-    monkeypatch.setattr(probe, "losses_alone", lambda *_: pytest.fail("tried"))
-    tritonpack.patch(tiny(LeftAlone)).unpatch()
-    assert len(trials) == 1
+def test_a_loss_that_is_known_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof._Trial, "why_loss_mixes", lambda *_: pytest.fail("tried"))
+    tritonpack.patch(tiny(LeftAlone)).prove()

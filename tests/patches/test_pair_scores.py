@@ -10,9 +10,9 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.sweep import difference
 from tests.patches.test_heads import EXACT, TOLD, documents, gradients, padded, relative
-from tritonpack.patches import probe
-from tritonpack.patches.trial.packed_forms import FORMS
-from tritonpack.patches.trial.small_copy import spread
+from tritonpack.cli.small_copies.packed_forms import FORMS
+from tritonpack.cli.small_copies.small_copy import spread
+from tritonpack.patches import proof
 
 HEADS = {
     "BartForSequenceClassification": "bart",
@@ -46,8 +46,8 @@ def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.sampled("BartForSequenceClassification", "T5ForSequenceClassification")
 def test_one_score_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded rows give what documents alone give, and packed rows are refused. A trial accepts the class."""
-    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
+    """Padded rows give what documents alone give, and packed rows are refused. The proof accepts the class."""
+    monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)
     model, pieces = scoring(name)
     logits = torch.cat([model(ids).logits for ids in pieces])
     loss = torch.nn.functional.cross_entropy(logits, LABELS)

@@ -15,8 +15,8 @@ from tests.patches.sweep.classes import Case, cases
 from tests.patches.sweep.padded import PaddedTrial, takes_options
 from tests.patches.sweep.results import OPTIONS, Row
 from tests.patches.sweep.running import judge_case
-from tritonpack.patches import compaction
-from tritonpack.patches.trial.undisturbed import quiet
+from tritonpack.patches import compact
+from tritonpack.patches.no_trace import quiet
 
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 CAUSAL = {case.key: case for case in cases() if takes_options(case)}
@@ -74,14 +74,14 @@ class TestVerdicts:
 
     @both
     def test_a_batch_that_runs_as_it_is(self, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compaction.Compaction, "_may_replace", lambda *args: False)
+        monkeypatch.setattr(compact.Compaction, "_may_replace", lambda *args: False)
         row = llama(option, "padded_left")
         assert (row.verdict, row.forms) == ("as it is", {"padded_left": "as it is"})
         assert "tokens, and" in row.reason
 
     def test_tokens_that_are_not_shared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Padding alone is removed, because no tree is worthwhile."""
-        monkeypatch.setattr(compaction, "WORTHWHILE", 0.0)
+        monkeypatch.setattr(compact, "WORTHWHILE", 0.0)
         row = llama("share_prefixes", "padded_right", "padded_left")
         assert set(row.forms.values()) == {"as it is"}
         assert "ran on 57 of 88 tokens, and 33 would do" in row.reason
@@ -91,7 +91,7 @@ class TestVerdicts:
         """BART without a patch: its positions count the padding before a document."""
 
         class Nothing(contextlib.nullcontext[None]):
-            saved = compaction.Saved()
+            saved = compact.Saved()
 
         row = trial("BartForCausalLM/bart", option, "padded_left").run(option, lambda *_, **__: Nothing())
         assert row.forms == {"padded_left": "inexact"}

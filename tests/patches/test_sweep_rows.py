@@ -11,7 +11,7 @@ from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.running import judge_case
 from tritonpack.parallel.validate import require_shardable
-from tritonpack.patches.trial.undisturbed import quiet
+from tritonpack.patches.no_trace import quiet
 
 EXACT = (
     "FlaubertModel/flaubert",

@@ -22,11 +22,10 @@ from tests.patches import sweep, zoo
 from tests.patches.models import COMMON, NAMES_OF_CACHE, VOCAB, generate, tiny_model
 from tests.patches.test_every_model import REFUSED
 from tests.patches.test_patching import state
+from tritonpack.cli.small_copies.comparison import apart, tolerance
 from tritonpack.patches.call_arguments import CACHES
-from tritonpack.patches.compaction import Compaction
+from tritonpack.patches.compact import Compaction
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.probe import _alike
-from tritonpack.patches.trial.comparison import apart, tolerance
 
 WAYS = pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 FORMS = ("padded_right", "padded_left", "two_rows_padded")
@@ -37,7 +36,9 @@ LIMIT = tolerance(torch.float64)
 
 def alike() -> list[Tensor]:
     """Five documents of 4 to 10 tokens, of which four begin alike."""
-    return _alike(*zoo.documents((4, 3, 5, 6)))
+    begin, first, second, own = zoo.documents((4, 3, 5, 6))
+    further = torch.cat([begin, first], 1)
+    return [torch.cat([begin, second], 1), own, further, torch.cat([further[:, :-1], second[:, :1]], 1), begin]
 
 
 def padded(*, left: bool = False, labels: bool = True) -> dict[str, Tensor]:

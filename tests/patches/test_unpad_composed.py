@@ -37,8 +37,8 @@ from tests.patches.padded_batches import (
     training_model,
 )
 from tests.patches.test_every_model import state
+from tritonpack.cli.small_copies.comparison import apart
 from tritonpack.patches.applied_patch import applied_to
-from tritonpack.patches.trial.comparison import apart
 
 pytestmark = pytest.mark.heavy
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches.models import tiny_model
-from tests.patches.test_head_targets import FLOAT32, completions
+from tests.patches.test_heads_on_rows import FLOAT32, completions
 from tests.patches.test_unpad import WAYS, padded, real
-from tritonpack.patches.trial.comparison import apart
+from tritonpack.cli.small_copies.comparison import apart
 
 
 def test_logits_that_are_read_later() -> None:

@@ -19,17 +19,17 @@ from torch import Tensor
 from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.model_source import NAMED, instead_of, load_config, load_weights, named_class, with_note
+from tritonpack.cli.small_copies.comparison import limits, tolerance
+from tritonpack.cli.small_copies.judge import Judgement, Results, alone, judge, message
+from tritonpack.cli.small_copies.packed_forms import LENGTHS, whole
+from tritonpack.cli.small_copies.shrink_rows import REACH
+from tritonpack.cli.small_copies.small_copy import Built, NotSmallError, one_line, small_copy, small_model
+from tritonpack.cli.small_copies.subject import Subject, subject_of
 from tritonpack.cli.words import count
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
+from tritonpack.patches.no_trace import quiet
 from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.trial.comparison import limits, tolerance
-from tritonpack.patches.trial.judge import Judgement, Results, alone, judge, message
-from tritonpack.patches.trial.packed_forms import LENGTHS, whole
-from tritonpack.patches.trial.shrink_rows import REACH
-from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, small_copy, small_model
-from tritonpack.patches.trial.subject import Subject, subject_of
-from tritonpack.patches.trial.undisturbed import quiet
 
 # Names of forms in `packed_forms`, and the arguments that a user passes to the model in each.
 FORMS = {
@@ -225,7 +225,8 @@ def _refusal(built: Built) -> Column | None:
     """The results of a model that `patch` refuses; None if it doesn't."""
     with suppress(Exception):  # another error is less telling than the one that keeps the model from running
         try:
-            with patch(built.model):
+            with patch(built.model) as handle:
+                handle.prove()
                 return None
         except UnsupportedModelError as error:
             return Column(whole=_judgement("refused", str(error)))
@@ -258,6 +259,7 @@ def _columns(
     try:
         with patch(model) as handle:
             patched.report = str(handle.report)
+            handle.prove()
             fill(patched, subject, "tritonpack")
     except UnsupportedModelError as error:
         patched.whole = _judgement("refused", str(error))

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from tritonpack.cli.paths import require_path
+from tritonpack.cli.small_copies.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
-from tritonpack.patches.trial.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 
 NAMED = "the class that its configuration names"
 _VERSION = f"transformers {transformers.__version__}"

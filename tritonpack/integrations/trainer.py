@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from tritonpack.patches.applied_patch import applied_to
-from tritonpack.patches.compaction import Saved
+from tritonpack.patches.compact import Saved
 
 
 @dataclass

@@ -20,13 +20,14 @@ from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 from tritonpack.parallel.trainers.watch import unwatch, watch
 from tritonpack.parallel.validate import (
-    find_packing_hook,
+    find_base,
     key_heads,
     require_reduction,
     require_shardable,
     shared_modules,
 )
 from tritonpack.patches import patch
+from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.patching import Patch
 
 if TYPE_CHECKING:
@@ -234,10 +235,12 @@ class SequenceParallel:
             if not isinstance(model, nn.Module):
                 patch(model)  # raises, and says what it is
             require_reduction(model, self.state.ranks)
-            hook = find_packing_hook(model)
-            if hook is None:
+            base = find_base(model)
+            if base is None:
                 self._patches.append(patch(model))
-            require_shardable(model, self._patches[-1].report if hook is None else hook.report)
+            for applied in applied_to(model):
+                applied.proof.settle()
+            require_shardable(model, self._patches[-1].report if base is None else base.report)
             check_stride(self.state.heads_k_stride, self.state.exchange, key_heads(model))
             for module in shared_modules(model):  # one by one, so that an error leaves none behind
                 self._forwards.append(ShardedForward(module, self.state))

@@ -17,7 +17,7 @@ from tritonpack.parallel.masks import ShardedBatch, ShardedMask
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
-from tritonpack.parallel.validate import own_packing_hook
+from tritonpack.patches.applied_patch import base_of
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -28,14 +28,12 @@ from tritonpack.patches.towers import takes_tokens
 class ShardedForward(InstanceForward):
     """Replaces the forward of one model instance. Batches are sharded here alone.
 
-    A hook can't shard, because PEFT and some trainers call `model.forward`, which runs no hooks. A patched module has a
-    pre-hook that reads the documents; torch calls it before the forward. So that pre-hook is deferred: this forward
-    shards the batch first, then runs the pre-hook on the shard. In nested contexts, the forward of the innermost
-    context shards, and the forward of the outermost one runs the pre-hook.
+    It calls the patched forward with this rank's share. A hook can't shard, because PEFT and some trainers call
+    `model.forward`, which runs no hooks. In nested contexts, the forward of the innermost context shards.
 
     Attributes:
         state: the state of the context.
-        hook: the deferred hook; None if the module has none, or if a forward of an outer context runs it.
+        base: the forward of the patched module; None for a head around one.
     """
 
     def __init__(self, module: PreTrainedModel, state: ContextState) -> None:
@@ -45,10 +43,9 @@ class ShardedForward(InstanceForward):
         self.rotary = LongestPosition(module)
         # Found once: a large model has thousands of modules. Their classes have the attribute; calls change its value.
         self.checkpointable = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
-        hook = own_packing_hook(module)
-        self.hook = None if hook is None or hook.deferred else hook
-        if self.hook is not None:
-            self.hook.deferred = True
+        self.base = base_of(module)
+        if self.base is not None:
+            self.base.sharded += 1
         self.install()
         state.forwards[id(module)] = self
 
@@ -59,8 +56,8 @@ class ShardedForward(InstanceForward):
         self.state.forwards.pop(id(self.module), None)
         while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.installed:
             InstanceForward.remove(top)
-            if top.hook is not None:
-                top.hook.deferred = False
+            if top.base is not None:
+                top.base.sharded -= 1
 
     @property
     def is_covered(self) -> bool:
@@ -69,15 +66,13 @@ class ShardedForward(InstanceForward):
 
     def over_its_cover(self) -> ShardedForward:
         """A forward over the other code's, which shares batches in place of this one. This one passes calls on."""
-        top = ShardedForward(self.module, self.state)
-        top.hook, self.hook = self.hook, None
-        return top
+        return ShardedForward(self.module, self.state)
 
     @between_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _end_graph(args, kwargs)
         shard = self._shard(self.bound(args, kwargs))
-        return self._run(args, kwargs) if shard is None else self._run_shard(shard)
+        return self.inner(*args, **kwargs) if shard is None else self._run_shard(shard)
 
     @between_graphs
     def _run_shard(self, shard: Shard) -> Any:
@@ -90,7 +85,7 @@ class ShardedForward(InstanceForward):
         computing = nullcontext() if shard.loss is None else computing_loss(self.module, shard.loss)
         try:
             with self.rotary.following(shard.batch.whole), computing:
-                output = self._run((), arguments)
+                output = self.inner(**arguments)
         finally:
             shard.batch.forget()
         if not shard.batch.attended:
@@ -128,14 +123,8 @@ class ShardedForward(InstanceForward):
 
     def _is_inside(self) -> bool:
         """Whether a sharded model around this one is running, and may not have passed its mask on (RWKV's head)."""
-        hook = own_packing_hook(self.module)
-        return hook is not None and hook.context.state.told is not None and hook.context.state.told.shared
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own forward, after the deferred hook."""
-        if self.hook is not None:
-            args, kwargs = self.hook.run(self.module, args, kwargs) or (args, kwargs)
-        return self.inner(*args, **kwargs)
+        told = None if self.base is None else self.base.context.current.told
+        return told is not None and told.shared
 
     @outside_of_graphs
     def _finish(self, output: Any, shard: Shard) -> Any:

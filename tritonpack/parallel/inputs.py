@@ -19,7 +19,7 @@ from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
-from tritonpack.parallel.validate import find_packing_hook
+from tritonpack.parallel.validate import find_base
 from tritonpack.patches.call_arguments import TREE, cache_of, in_form
 from tritonpack.patches.labels import IGNORED, check_padding_labels
 from tritonpack.patches.mask_spec import MaskSpec
@@ -92,8 +92,8 @@ def shard_inputs(
     sharded["attention_mask"] = batch
     if packed_batch.position_ids is not None:
         sharded["position_ids"] = batch.position_ids
-    hook = find_packing_hook(module)
-    if hook is not None and (hook.takes_any or "use_cache" in parameters_of(type(module))):
+    base = find_base(module)
+    if base is not None and (base.takes_cache or "use_cache" in parameters_of(type(module))):
         sharded["use_cache"] = False
     if kept is not None:
         sharded["logits_to_keep"] = kept.local
@@ -132,29 +132,29 @@ def _read(
     """
     tokens, device = _tokens(arguments)
     _refuse_arguments(arguments, tokens, module)
-    hook = find_packing_hook(module)
-    if hook is None:
+    base = find_base(module)
+    if base is None:
         raise ValueError(
             "the model was unpatched inside of SequenceParallel. Leave the context first; it restores a model that it "
             "has patched itself."
         )
-    if hook.codebooks != 1:
+    if base.codebooks != 1:
         raise UnsupportedModelError(
-            f"{type(module).__name__} adds the embeddings of {hook.codebooks} rows for each token; sequence "
+            f"{type(module).__name__} adds the embeddings of {base.codebooks} rows for each token; sequence "
             "parallelism shards arguments with one row per token."
         )
-    packed_batch = make_packed_batch(arguments, tokens, device, hook.serving)
+    packed_batch = make_packed_batch(arguments, tokens, device, base.serving)
     packed_batch.runs()  # raises for padding inside a document
     check_padding_labels(module, arguments, packed_batch)
-    if arguments.get("position_ids") is None and "position_ids" in hook.names and not hook.gives_positions:
+    if arguments.get("position_ids") is None and "position_ids" in base.names and not base.gives_positions:
         raise UnsupportedModelError(
             f"{type(module).__name__} computes positions from all tokens of a batch. Pass position_ids, such as its "
             "get_rope_index returns."
         )
-    for kind, limit in hook.rope_limits:
+    for kind, limit in base.rope_limits:
         require_one_rope(packed_batch, kind, limit)
-    if hook.padding_place is not None:  # documents may hold padding tokens on other ranks
-        positions = hook.positions(packed_batch, arguments.get("input_ids"))
+    if base.padding_place is not None:  # documents may hold padding tokens on other ranks
+        positions = base.positions(packed_batch, arguments.get("input_ids"))
         packed_batch = packed_batch.replace(boundaries=packed_batch.runs()[0], position_ids=positions)
     rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
     return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module, gathers)

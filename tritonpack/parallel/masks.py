@@ -37,7 +37,6 @@ class ShardedMask(IntervalMask):
 
     @outside_of_graphs
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        self.count_use()
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
         sharding = self.sharding

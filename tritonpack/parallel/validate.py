@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
-from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.applied_patch import base_of
+from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
 from tritonpack.patches.layers.embeddings import DocumentEmbeddings
 from tritonpack.patches.report import Report
@@ -51,14 +52,9 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         )
 
 
-def find_packing_hook(model: nn.Module) -> PackingHook | None:
-    """The hook of the outermost patched module in a model; None if nothing is patched."""
-    return next((hook for module in model.modules() if (hook := own_packing_hook(module)) is not None), None)
-
-
-def own_packing_hook(module: nn.Module) -> PackingHook | None:
-    """The hook of a module itself; None if it isn't patched."""
-    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, PackingHook)), None)
+def find_base(model: nn.Module) -> BaseForward | None:
+    """The forward of the outermost patched module in a model; None if nothing is patched."""
+    return next((base for module in model.modules() if (base := base_of(module)) is not None), None)
 
 
 def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
@@ -73,7 +69,7 @@ def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
-    return [one for one in models if id(one) not in inner or own_packing_hook(one) is not None]
+    return [one for one in models if id(one) not in inner or base_of(one) is not None]
 
 
 def key_heads(model: nn.Module) -> int | None:

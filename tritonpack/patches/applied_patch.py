@@ -13,25 +13,25 @@ from tritonpack import notices
 from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.attention_names import AttentionName
+from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
-from tritonpack.patches.compaction import Compaction
-from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
+from tritonpack.patches.compact import Compaction
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
-from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.guards import NoContinuousBatching, VirtualTokens
 from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.choose import forward_for
 from tritonpack.patches.layers.image_positions import METHOD, DocumentPositions
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.poolers import pooler_forward
-from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
+from tritonpack.patches.parts import InstanceForward, Part, PreHook
+from tritonpack.patches.pipeline import Pipeline
+from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import Report, holds, make_report
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.virtual_tokens import VirtualTokens, may_have_virtual_tokens
 
 
 class Options(NamedTuple):
@@ -82,13 +82,14 @@ class AppliedPatch:
         asked: the options that the user asked for.
         report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
-        hooks: the hooks of the patched modules, the outermost first.
+        bases: the forwards of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        require_trees: refuses a model that isn't exact in trees; None for a model on trial.
+        proof: what shows that the heads keep documents apart.
         compaction: removes padding from calls; None if the user hasn't asked for it.
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
         below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
+        by_name: whether the patch ends when the model gets another name: it asked for it by its attn_implementation.
     """
 
     def __init__(
@@ -98,16 +99,14 @@ class AppliedPatch:
         asked: Options,
         below: list[AppliedPatch],
         by_name: bool = False,
-        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        self._model = ModuleRef(model)
-        self.asked, self.below, self._by_name = asked, below, by_name
-        self.require_trees = require_trees
+        self._model = Part(model)
+        self.asked, self.below, self.by_name = asked, below, by_name
         self.leases: list[object] = []
         self.in_force = False
         self.context = PackingContext()
-        self.hooks: list[PackingHook] = []
-        self.heads: list[ModelForward] = []
+        self.bases: list[BaseForward] = []
+        self.heads: list[Pipeline] = []
         self.report: Report
         self.compaction = _compaction(modules, asked) if asked.unpad or asked.share_prefixes else None
         names, forwards = self._pack(model, modules, asked)
@@ -116,10 +115,11 @@ class AppliedPatch:
             self.report = replace(self.report, saves=("padding", *copies))
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
-        generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
-        self._managers = [ContinuousBatching(module, self.context, self.hooks) for module in generating]
-        virtual = [VirtualTokens(module) for module in model.modules() if may_have_virtual_tokens(module)]
-        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers, *virtual]
+        entry = NoContinuousBatching.attribute
+        managers = [NoContinuousBatching(m, self.context) for m in model.modules() if hasattr(type(m), entry)]
+        virtual = [VirtualTokens(m) for m in model.modules() if hasattr(type(m), "active_peft_config")]
+        self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
+        self.proof = Proof(self)
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
@@ -140,45 +140,34 @@ class AppliedPatch:
         self.report = make_report(model, modules, runs, backend, config._attn_implementation_internal, once)
         for module in modules:
             own = "dense" if takes_dense_mask(module) else attention
-            self.hooks.append(
-                PackingHook(
+            self.bases.append(
+                BaseForward(
                     module,
+                    self.context,
                     Serving(own, backend, self.context.require_in_force),
                     report=self.report,
                     heads=self.heads,
                     checkpoints=Checkpoints(module, self.context) if layers else None,
-                    context=self.context,
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),
                     compaction=self.compaction,
-                    require_trees=self.require_trees,
                 )
             )
-        outermost = [hook for hook in self.hooks if hook.outermost]
+        outermost = [base for base in self.bases if base.outermost]
         for module in every:
-            if not isinstance(module, PreTrainedModel):
-                continue
-            hook = next((hook for hook in outermost if holds(module, hook.module)), None)
-            if hook is not None:
-                kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
-                self.heads.append(kind(module, self.context, hook))
+            base = next((base for base in self.bases if base.module is module), None)
+            inner = next((base for base in outermost if holds(module, base.module)), None)
+            if base is not None:
+                self.heads.append(base)
+            elif inner is not None and isinstance(module, PreTrainedModel):
+                kind = EncoderDecoderForward if holds_both_sides(module) else Pipeline
+                self.heads.append(kind(module, self.context, inner))
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
-        names = [hook.name for hook in self.hooks]
+        names = [base.attention_name for base in self.bases]
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
-        running = [Running(module, self.context) for module in modules if layers]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
-        return names, [*layers, *running, *images, *self.heads]
-
-    def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
-        """Make models whose own loss mixes documents refuse packed rows with labels.
-
-        `losses` are these models, each with what a trial found.
-        """
-        seen = {id(model): what for model, what in losses}
-        for part in self.parts:
-            if isinstance(part, ModelForward):
-                part.mixed_loss = seen.get(id(part.module), "")
+        return names, [*layers, *images, *self.heads]
 
     @property
     def model(self) -> nn.Module:
@@ -187,14 +176,6 @@ class AppliedPatch:
     @property
     def gone(self) -> bool:
         return self._model.gone
-
-    @property
-    def by_name(self) -> bool:
-        """Whether the patch ends when the model gets another name: the model asked for it by its attn_implementation.
-
-        A name that a running manager of continuous batching sets doesn't end it.
-        """
-        return self._by_name and not any(manager.running for manager in self._managers)
 
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
@@ -208,7 +189,7 @@ class AppliedPatch:
         for part in reversed(self.parts):
             if not part.gone or isinstance(part, AttentionName):
                 part.remove()
-        if not self.gone and any(hook.checkpoints is not None for hook in self.hooks):
+        if not self.gone and any(base.checkpoints is not None for base in self.bases):
             for module in self.model.modules():
                 release_checkpoint(module)
         self.in_force = self.context.in_force = False
@@ -238,6 +219,12 @@ def applied_to(model: nn.Module) -> list[AppliedPatch]:
     for module in model.modules():
         found += [patch for patch in _guarding(module) if not any(patch is other for other in found)]
     return found
+
+
+def base_of(module: nn.Module) -> BaseForward | None:
+    """The forward that a patch has given to a module that makes masks; None for any other module."""
+    bases = [base for patch in _guarding(module) for base in patch.bases]
+    return next((base for base in bases if base.module is module), None)
 
 
 def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:

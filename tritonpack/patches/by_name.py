@@ -115,8 +115,8 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        choice, lease = choose_modules(model, Options()), object()
-        whole = put_on(model, choice, Options(), lease, by_name=True)
+        modules, lease = choose_modules(model, Options()), object()
+        whole = put_on(model, modules, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and tokens_enter(module):

@@ -36,12 +36,8 @@ CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 # Set on a cache whose first tokens had positions that a patch counted in each document, not the model along the row.
 COUNTED = "tritonpack_counted"
 
-# The argument by which the hook of a patched module passes the packing to the module's forward. It travels in the call,
-# because other threads may call the module at the same time.
-HANDED = "tritonpack_packing"
-
 # The arguments that say how a row is packed. They mean nothing for a row with one document.
-PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE, HANDED)
+PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
 
 MASK_FORM = (
     "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the document, "
@@ -49,41 +45,29 @@ MASK_FORM = (
 )
 NUMBER_FORM = "an integer tensor, int32 or int64, with the number of each token's document, of the shape of the tokens"
 
-# What an argument must be, and a check of it.
+OFFSETS_FORM = (
+    "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last the "
+    "number of tokens"
+)
+TREE_FORM = (
+    "an integer tensor of the shape of the tokens, int32 or int64, the place after the last token below each token in "
+    "its row"
+)
+POSITIONS_FORM = "an integer tensor of shape (B, T), or (T,) for one row"
+
+# What the arguments that tell documents apart must be.
 FORMS = {
-    OFFSETS: (
-        "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last "
-        "the number of tokens",
-        lambda x: holds_numbers(x) and x.ndim == 1,
-    ),
-    ("seq_idx", "decoder_seq_idx"): (NUMBER_FORM, holds_numbers),
-    (TREE,): (
-        "an integer tensor of the shape of the tokens, int32 or int64, the place after the last token below each token "
-        "in its row",
-        holds_numbers,
-    ),
-    ("attention_mask", "decoder_attention_mask"): (
-        MASK_FORM,
-        lambda x: (
-            isinstance(x, (TensorLike, dict))
-            or (isinstance(x, Tensor) and x.ndim > 1 and x.dtype in (*MASKS, *FLOAT_MASKS))
-        ),
-    ),
-    ("position_ids", "decoder_position_ids"): (
-        "an integer tensor of shape (B, T), or (T,) for one row",
-        lambda x: isinstance(x, Tensor),
-    ),
+    **dict.fromkeys(OFFSETS, OFFSETS_FORM),
+    **dict.fromkeys(("seq_idx", "decoder_seq_idx"), NUMBER_FORM),
+    TREE: TREE_FORM,
+    **dict.fromkeys(("attention_mask", "decoder_attention_mask"), MASK_FORM),
+    **dict.fromkeys(("position_ids", "decoder_position_ids"), POSITIONS_FORM),
 }
 
 
 def cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among the arguments or the outputs of a call, under any of its names; None without one."""
     return next((value for name, value in values.items() if name in CACHES and value is not None), None)
-
-
-def is_paged(cache: Any) -> bool:
-    """Whether a call belongs to continuous batching, whose cache tells the requests of a row apart."""
-    return type(cache).__name__ == "PagedAttentionCache"
 
 
 def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:
@@ -98,28 +82,23 @@ def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | No
 
 
 def in_form(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with position ids (T,) as one row (1, T). Those of continuous batching stay unchanged.
+    """The arguments of a call, with position ids (T,) as one row (1, T).
 
     Arguments that tell documents apart in another form than `FORMS` says are refused.
     """
-    if is_paged(arguments.get("cache")):
-        return arguments
-    for names, (form, has_form) in FORMS.items():
-        for name in names:
-            value = arguments.get(name)
-            if value is not None and not has_form(value):
-                raise ValueError(f"{name} must be {form}; got {describe(value)}.")
-    positions = ("position_ids", "decoder_position_ids")
-    rows = {name: arguments[name][None] for name in positions if getattr(arguments.get(name), "ndim", 0) == 1}
-    return {**arguments, **rows}
-
-
-def refuse_unmade_masks(arguments: Mapping[str, Any]) -> None:
-    """Refuse a dict of masks, one for each kind of layer, unless generate() has made them for a patched model."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, dict) and not any(isinstance(one, TensorLike) for one in mask.values()):
-        raise ValueError(
-            f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
-            "masks of its layers itself. Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional "
-            "mask, or unpatch the model to use masks of your own."
-        )
+    for name, form in FORMS.items():
+        value = arguments.get(name)
+        if value is None:
+            continue
+        if form is MASK_FORM:
+            tensor = isinstance(value, Tensor) and value.ndim > 1 and value.dtype in (*MASKS, *FLOAT_MASKS)
+            fits = tensor or isinstance(value, (TensorLike, dict))
+        elif form is POSITIONS_FORM:
+            fits = isinstance(value, Tensor)
+            if fits and value.ndim == 1:
+                arguments[name] = value[None]
+        else:
+            fits = holds_numbers(value) and (form is not OFFSETS_FORM or value.ndim == 1)
+        if not fits:
+            raise ValueError(f"{name} must be {form}; got {describe(value)}.")
+    return arguments

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import ModuleRef
+from tritonpack.patches.parts import Part
 
 # The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
 # which FSDP and accelerate put around layers.
@@ -26,25 +26,28 @@ class Checkpoint:
         self.own, self.context = own, context
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        context, state = self.context, self.context.state
-        values = {"running": state.running, "packed_batch": state.packed_batch, "told": state.told}
+        context, call = self.context, self.context.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
             context.require_in_force()
-            with context.holding(**values):
+            before = context.enter(call)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                context.enter(before)
 
         return self.own(run, *args, **kwargs)
 
 
-class Checkpoints:
+class Checkpoints(Part):
     """The checkpointing functions inside a patched module.
 
     Wrappers may be put around layers after the model was patched, so every call looks for these functions again.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext) -> None:
-        self._module, self.context = ModuleRef(module), context
+        super().__init__(module)
+        self.context = context
         self.holders = self._find()
 
     def hold(self) -> None:
@@ -58,7 +61,7 @@ class Checkpoints:
                     holder.__dict__[attribute] = Checkpoint(own, self.context)
 
     def _find(self) -> list[nn.Module]:
-        modules = self._module.module.modules()
+        modules = self.module.modules()
         return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]
 
 

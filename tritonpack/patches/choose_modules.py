@@ -3,72 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import AppliedPatch, Options
-from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
+from tritonpack.patches.applied_patch import Options
+from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.names import ONE_DOCUMENT_A_ROW
-from tritonpack.patches.probe import require_evidence, require_tree_evidence
+from tritonpack.patches.proof import refuse_layers_in_trees
 from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional
 
 
-class Choice(NamedTuple):
-    """The result of `choose_modules`.
-
-    Attributes:
-        modules: the modules to patch.
-        losses: the modules whose own loss mixes packed documents, each with what a trial found.
-        require_trees: refuses the model unless it is exact where documents share tokens.
-    """
-
-    modules: list[PreTrainedModel]
-    losses: list[tuple[nn.Module, str]]
-    require_trees: Callable[[nn.Module], None]
-
-
-def choose_modules(model: nn.Module, asked: Options) -> Choice:
-    """The modules to patch in a model that packs its documents exactly. Nothing is changed.
-
-    Call it without the lock of `patch_stack.py`, because a trial builds models in a thread of its own.
+def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
+    """The modules to patch, the outermost first. Nothing is changed.
 
     Raises:
         UnsupportedModelError: documents can't be packed; the message says why.
     """
     modules = _supported_modules(model, asked.attention)
-    losses = require_evidence(model, asked, _patch_untried)
     if asked.unpad or asked.share_prefixes:
         _require_one_row(modules)
     if asked.share_prefixes:
-        require_trees(model)
-    return Choice(modules, losses, require_trees)
-
-
-def require_trees(model: nn.Module) -> None:
-    """Refuse a model unless it is exact where documents share the tokens that they begin with.
-
-    Raises:
-        UnsupportedModelError: a trial found a difference, the model can't be tried, or a layer mixes documents.
-    """
-    for path, layer in model.named_modules():
-        if why := REFUSED_IN_TREES.get(type(layer).__name__):
-            raise UnsupportedModelError(
-                f"{path} ({type(layer).__name__}) isn't exact where documents share the tokens that they begin with: "
-                f"{why}. Leave share_prefixes and tree_ends out; unpad removes padding alone."
-            )
-    require_tree_evidence(model, _patch_untried)
-
-
-def _patch_untried(small: nn.Module, tried: Options) -> None:
-    AppliedPatch(small, _supported_modules(small, tried.attention), tried, []).apply()
+        refuse_layers_in_trees(model)
+    return modules
 
 
 def _require_one_row(modules: list[PreTrainedModel]) -> None:

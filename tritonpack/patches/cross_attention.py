@@ -25,8 +25,8 @@ TELL_BOTH = (
 )
 
 
-def meet(
-    arguments: dict[str, Any], packed_batch: PackedBatch | None, names: tuple[str, ...], serving: Serving
+def cross_attention_mask(
+    arguments: dict[str, Any], packed_batch: PackedBatch | None, names: list[str], serving: Serving
 ) -> IntervalMask:
     """The mask of a decoder's cross-attention.
 
@@ -41,9 +41,7 @@ def meet(
         UnsupportedModelError: the decoder takes no such mask.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
-    on_use = None if packed_batch is None else packed_batch.on_use
     if isinstance(mask, IntervalMask):  # made for the module around this one, which was called first
-        mask.on_use = mask.on_use if on_use is None else on_use
         return mask
     if "encoder_attention_mask" not in names:
         raise UnsupportedModelError(
@@ -62,9 +60,7 @@ def meet(
     query = arguments["inputs_embeds"] if query is None else query
     length = query.shape[1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
-    cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
-    cross.on_use = on_use
-    return cross
+    return IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
 
 
 def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:

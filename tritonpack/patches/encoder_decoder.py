@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,30 +11,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
-from tritonpack.patches.foreign_modules import kept_apart
-from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import IGNORED, check_padding_labels, warn_of_first_labels
-from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.pipeline import Pipeline
+from tritonpack.patches.spans import POSITIONS, take_spans
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
 
-class EncoderDecoderForward(ModelForward):
+class EncoderDecoderForward(Pipeline):
     """The forward of a module that holds an encoder and a decoder. Each side gets a packing of its own.
 
     Such a module shifts labels, or the encoder's tokens, to the right to make the decoder's tokens. In a packed row the
     last token of a document would move into the next one, so each document is shifted by itself.
     """
 
-    def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
-        super().__init__(module, context, hook)
-        self.serving, self.books = hook.serving, codebooks_of(module)
+    def __init__(self, module: PreTrainedModel, context: PackingContext, base: BaseForward) -> None:
+        super().__init__(module, context, base)
+        self.serving, self.books = base.serving, codebooks_of(module)
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
 
     def run(self, arguments: dict[str, Any]) -> Any:
@@ -73,7 +72,7 @@ class EncoderDecoderForward(ModelForward):
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
             if packed_batch is not None:
                 check_padding_labels(self.module, arguments, packed_batch)
-        return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
+        return self._run_own(arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
         """Run a call whose decoder gets the encoder's tokens, shifted to the right: both have the same documents."""
@@ -95,19 +94,22 @@ class EncoderDecoderForward(ModelForward):
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
+        return self._run_own(arguments, packed_batch)
 
-    def _run_watched(self, arguments: dict[str, Any]) -> Any:
-        """Run the module. Its first packed call checks code of others."""
-        sides = [arguments.get(name) for name in ("attention_mask", "decoder_attention_mask")]
-        first = [side for side in sides if isinstance(side, PackedBatch) and self._is_first(side)]
-        with ExitStack() as watches:
-            for side in first:
-                watches.enter_context(kept_apart(self.module, side))
-            output = self.inner(**arguments)
-        if first:
-            self.seen = True
-        return output
+    def _run_own(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
+        """Run the module's own forward, with the losses of documents.
+
+        Args:
+            arguments: of the call.
+            packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
+        """
+        spans = None
+        if packed_batch is not None:
+            if arguments.get("labels") is not None:
+                self.require_known_loss(packed_batch)
+            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
+        output = self.inner(**arguments)
+        return output if spans is None else spans.add_loss(output, self.name)
 
     def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
         """Refuse rows that are padded on the right, whose scores would be read from padding."""

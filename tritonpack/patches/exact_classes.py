@@ -10,13 +10,15 @@ import transformers
 from transformers import PreTrainedModel
 
 
-def is_shown(kind: type) -> bool:
+def is_shown(kind: type, *, in_trees: bool = False) -> bool:
     """Whether `exact_classes.csv` lists a model class for the installed version of transformers.
 
-    A subclass, or remote code of the same name, is another class.
+    A subclass, or remote code of the same name, is another class. `in_trees` asks for documents that share the tokens
+    that they begin with.
     """
     kind = without_wrappers(kind)
-    return kind.__module__.startswith("transformers.") and installed() in versions().get(kind.__name__, ())
+    known = versions()["in_trees" if in_trees else "versions"]
+    return kind.__module__.startswith("transformers.") and installed() in known.get(kind.__name__, ())
 
 
 def installed() -> str:
@@ -31,7 +33,8 @@ def without_wrappers(kind: type) -> type:
 
 
 @cache
-def versions() -> dict[str, set[str]]:
-    """Read the table as {class: versions of transformers}."""
+def versions() -> dict[str, dict[str, set[str]]]:
+    """Read the table as {column: {class: versions of transformers}}; `in_trees` is for documents that share tokens."""
     with Path(__file__).with_name("exact_classes.csv").open(encoding="utf-8", newline="") as file:
-        return {row["class"]: set(row["versions"].split()) for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    return {column: {row["class"]: set(row[column].split()) for row in rows} for column in ("versions", "in_trees")}

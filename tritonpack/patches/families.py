@@ -95,7 +95,7 @@ REFUSED_LAYERS = {
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
 
-# Layers that mix documents which share tokens, whatever a trial on a few tokens finds, and why.
+# Layers that mix documents which share tokens, whatever a proof finds, and why.
 REFUSED_IN_TREES = {"DogeAttention": "it keeps the best of a row's keys, of whichever document"}
 
 # Model types whose recurrent layers read padding like tokens, so padding on the left changes the whole row.

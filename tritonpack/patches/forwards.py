@@ -1,57 +1,23 @@
-"""The forwards of a model through which documents may mix, and which of them are transformers' own."""
+"""Which code of a model is transformers' own, and what its forwards say about attention and tokens."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
-from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
+from tritonpack.patches.families import DENSE
 
 # Packages that may wrap transformers' forwards: the tests of `tests/ecosystem` train with each.
 WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
-
-# Arguments that tell a layer about its row: a layer that takes one of them may mix the row's documents.
-ROW_ARGUMENTS = frozenset(
-    {
-        "alibi", "attention_bias", "attention_mask", "cache", "cache_params", "causal_mask", "cu_seq_lens_q",
-        "cu_seqlens", "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
-        "position_ids", "seq_idx", "state",
-    }
-)  # fmt: skip
-
-
-def mixing_forwards(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield the forwards of a model through which documents may mix, without wrappers from `WRAPPERS`."""
-    mixing = by_class(mixes)
-    return (forward_of(module) for module in model.modules() if mixing(type(module)))
-
-
-def by_class(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a cached predicate of classes. Use it in one call only, because a class may get another forward."""
-    return cache(question)
-
-
-def mixes(kind: Any) -> bool:
-    """Whether documents may mix in layers of a class.
-
-    They may if its forward takes an argument about the row, if `families` names the class, and, for a class that isn't
-    from `WRAPPERS`, if its forward takes any keyword.
-    """
-    name, home = kind.__name__, kind.__module__.rpartition(".")[2]
-    if issubclass(kind, PreTrainedModel) or name in MIXERS or name in POSITION_TABLES or (home, name) in OWN_MASKS:
-        return True
-    parameters = _parameters(kind.forward)
-    if not ROW_ARGUMENTS.isdisjoint(parameters):
-        return True
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and not _is_genuine(kind)
 
 
 def takes_tokens_and_mask(module: nn.Module) -> bool:
@@ -59,14 +25,6 @@ def takes_tokens_and_mask(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
     tokens = "input_ids" in parameters or "inputs_embeds" in parameters
     return tokens and "attention_mask" in parameters and not holds_both_sides(module)
-
-
-def inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those in it, by name, without towers: models that turn images or sounds into embeddings."""
-    yield name, module
-    for child_name, child in module.named_children():
-        if not isinstance(child, PreTrainedModel) or takes_tokens_and_mask(child):
-            yield from inside(child, f"{name}.{child_name}" if name else child_name)
 
 
 def uses_interface(kind: Any) -> bool:
@@ -80,7 +38,7 @@ def takes_dense_mask(module: PreTrainedModel) -> bool:
 
     Some of the types in `DENSE` use the interface in newer versions of transformers.
     """
-    return module.config.model_type in DENSE and not any(uses_interface(type(layer)) for _, layer in inside(module))
+    return module.config.model_type in DENSE and not any(uses_interface(type(layer)) for layer in _inside(module))
 
 
 def holds_both_sides(module: nn.Module) -> bool:
@@ -91,30 +49,23 @@ def holds_both_sides(module: nn.Module) -> bool:
     return "decoder_input_ids" in parameters and "attention_mask" in parameters
 
 
-def foreign_forwards(model: nn.Module) -> list[str]:
-    """Return the names of modules through which documents may mix and whose forward isn't transformers' own.
-
-    A transformers class whose forward was replaced counts, whatever arguments the new forward takes.
-    """
-    mixing, genuine = by_class(mixes), by_class(_is_genuine)
-
-    def is_foreign(module: nn.Module) -> bool:
-        kind = type(module)
-        if not genuine(kind):
-            return mixing(kind) or kind.__module__.startswith("transformers.")
-        instance = module.__dict__.get("forward")
-        return instance is not None and not _is_wrapper(instance) and mixing(kind)
-
-    return [name for name, module in model.named_modules() if is_foreign(module)]
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those in it, without towers: models that turn images or sounds into embeddings."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel) or takes_tokens_and_mask(child):
+            yield from _inside(child)
 
 
-def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that runs when a module is called, without wrappers from `WRAPPERS`."""
-    instance = module.__dict__.get("forward")
-    if instance is not None and not _is_wrapper(instance):
-        return getattr(instance, "__func__", instance)
-    kind = type(module)
-    return inspect.unwrap(kind.forward) if _is_genuine(kind) else kind.forward
+def foreign_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that run code that isn't transformers' own, nor a wrapper's of `WRAPPERS`."""
+    genuine: Callable[[Any], bool] = cache(_is_genuine)  # of this call alone, because a class may get another forward
+    masks = cache(_makes_own_masks)
+    return [
+        name
+        for name, one in model.named_modules()
+        if not (genuine(type(one)) and masks(type(one).__module__) and _has_no_other(one))
+    ]
 
 
 def is_own(module: nn.Module, instance: Any = None) -> bool:
@@ -122,8 +73,29 @@ def is_own(module: nn.Module, instance: Any = None) -> bool:
 
     `instance` is the forward that the module itself had before a patch; by default the one that it has.
     """
+    return _has_no_other(module, instance) and _is_genuine(type(module))
+
+
+def has_known_loss(model: Any) -> bool:
+    """Whether a model computes its loss by transformers' code alone, or takes no labels."""
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return True
+    function = getattr(model, "loss_function", None)
+    home = "transformers" if function is None else getattr(inspect.unwrap(function), "__module__", "")
+    return is_own(model) and home.partition(".")[0] == "transformers"
+
+
+def _makes_own_masks(home: str) -> bool:
+    """Whether the functions that make masks in a modeling file are from `WRAPPERS`."""
+    found = vars(sys.modules.get(home, masking_utils))
+    functions = (found.get(name) for name in vars(masking_utils) if name.startswith("create_"))
+    return all(package_of(function) in WRAPPERS for function in functions if isinstance(function, FunctionType))
+
+
+def _has_no_other(module: nn.Module, instance: Any = None) -> bool:
+    """Whether a module has no forward of its instance, or one of `WRAPPERS`."""
     instance = instance or module.__dict__.get("forward")
-    return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))
+    return instance is None or _is_wrapper(instance)
 
 
 def _is_genuine(kind: Any) -> bool:
@@ -142,11 +114,11 @@ def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
 
 
 def _is_wrapper(forward: Any) -> bool:
-    """Whether a function, and all functions in its chain of `__wrapped__`, come from `WRAPPERS`."""
+    """Whether a function, and all functions that it wraps, or replaces by a patch (`own`), come from `WRAPPERS`."""
     while forward is not None:
         if package_of(forward) not in WRAPPERS:
             return False
-        forward = getattr(forward, "__wrapped__", None)
+        forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
     return True
 
 
@@ -162,8 +134,3 @@ def package_of(function: Any) -> str:
         else:
             return ""
     return function.__globals__.get("__name__", "").partition(".")[0]
-
-
-@cache
-def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(forward).parameters

@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.families import UNLIKE_BY_SDPA
-from tritonpack.patches.foreign_parallelism import require_masks_kept
-from tritonpack.patches.layers.positions import temperature
+from tritonpack.patches.guards import require_masks_kept
+from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
@@ -84,7 +84,7 @@ def make_mask(
     spec = read_mask_spec(mask_function, local_size, config, flags, q_length)
     if isinstance(attention_mask, PackedBatch):
         mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, spec)
-        return served(mask, dtype)
+        return mask.dense(dtype) if mask.serving.attention == "dense" else mask
     shape = torch.Size((batch_size, 1, q_length, kv_length))
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache changes it in place before layers claim the mask
@@ -129,7 +129,9 @@ def interval_attention_forward(
         query, position_bias = _tuned(module, query, position_bias, attention_mask)
         dense = _dense(module, attention_mask, key, torch.bool, kwargs, "tritonpack")
         return dense_attention_forward(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
-    mask = _claimed(module, attention_mask, key, kwargs, "tritonpack")
+    mask: Any = attention_mask
+    if not isinstance(mask, IntervalMask) or mask.shape[3] != key.shape[2]:
+        mask = _claimed(module, mask, key, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
     if mask.shape[0] != batch or mask.shape[2] != length:
         raise ValueError(
@@ -137,12 +139,12 @@ def interval_attention_forward(
             f"{length}: {type(module).__name__} changes its queries between mask and attention, which tritonpack "
             "doesn't support; unpatch the model."
         )
-    query, _ = _tuned(module, query, None, mask)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if type(module).__name__ in TEMPERATURES:
+        query, _ = _tuned(module, query, None, mask)
     out = mask.attention(
-        q,
-        k,
-        v,
+        query.transpose(1, 2).flatten(0, 1),
+        key.transpose(1, 2).flatten(0, 1),
+        value.transpose(1, 2).flatten(0, 1),
         scale=scaling,
         softcap=softcap or 0.0,
         sinks=None if sinks is None else sinks.flatten(),

@@ -23,6 +23,14 @@ KEY_PADDING = "padding-label"
 OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
+def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+    """Refuse labels of trees that a loss would shift, and warn of labels that are predicted from a wrong token."""
+    if arguments.get("labels") is not None:
+        require_targets_of_trees(model, arguments, packed_batch)
+        warn_of_first_labels(model, arguments, packed_batch)
+        check_padding_labels(model, arguments, packed_batch)
+
+
 def require_targets_of_trees(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
     """Refuse labels along a row that is a tree, for a loss that shifts them: the next token may be of another branch.
 
@@ -51,12 +59,17 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
         _warn_of_lost(model, labels, packed_batch)
 
 
-def check_padding_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+def check_padding_labels(
+    model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch, *, refuse: bool = False
+) -> None:
     """Warn once if a loss predicts labels from padding, and refuse them if the mask seems to number documents from 0.
 
     Padding sees no token in a patched model, so such a loss isn't the one of stock transformers. Padding right before a
     document is left out: a causal loss predicts the document's first token from it. Labels on an accelerator are not
     checked, because reading them would wait for it.
+
+    Args:
+        refuse: whether labels on padding are refused in any case.
 
     Raises:
         ValueError: a mask with numbers above 1, and labels where it is 0.
@@ -65,7 +78,7 @@ def check_padding_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     if not _can_read(labels, packed_batch) or mask is None or mask.shape != packed_batch.tokens:
         return
     numbered = not packed_batch.causal and bool((mask > 1).any())
-    if notices.is_said(KEY_PADDING) and not numbered:
+    if notices.is_said(KEY_PADDING) and not numbered and not refuse:
         return
     live = mask != 0
     wanted = arguments.get("shift_labels")
@@ -83,6 +96,11 @@ def check_padding_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
         raise ValueError(
             f"{what} padding, by the number 0. Number documents from 1: pass attention_mask + 1 if it counts from 0. "
             f"Otherwise set labels of padding to {IGNORED}."
+        )
+    if refuse:
+        raise ValueError(
+            f"{what} padding, and padding isn't computed. Set labels of padding to {IGNORED}, as collators of "
+            "transformers do."
         )
     notices.say_once(
         KEY_PADDING,

@@ -23,7 +23,7 @@ from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overl
 from tritonpack.patches.tensor_like import TensorLike
 
 if TYPE_CHECKING:
-    from tritonpack.patches.placement import Placement
+    from tritonpack.patches.compact import Row
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -56,12 +56,10 @@ class IntervalMask(TensorLike):
         mask: the mask of all queries and keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
         packed_batch: the packing of the tokens; None if the keys are others, such as those of a cache.
-        on_use: called when attention uses a mask without a packing, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
     dtype = torch.bool
-    on_use: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -86,15 +84,8 @@ class IntervalMask(TensorLike):
             return self
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
-    def count_use(self) -> None:
-        """Report a use of the mask by a layer to the check of a model's first call."""
-        on_use = self.on_use if self.packed_batch is None else self.packed_batch.on_use
-        if on_use is not None:
-            on_use()
-
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
-        self.count_use()
         mask = self.mask if self.device == q.device else self.mask.to(q.device)
         if self.packed_batch is not None and self.packed_batch.recomputed:
             mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
@@ -102,7 +93,6 @@ class IntervalMask(TensorLike):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
-        self.count_use()
         for known, tensor in self.kept:
             if known == dtype:
                 return tensor
@@ -126,7 +116,6 @@ class IntervalMask(TensorLike):
         """The mask as (B, 1, T, K). Padding sees itself if it is among the keys, because a softmax over nothing has no
         value. No document sees what padding computes."""
         self.serving.require_in_force()  # recomputed layers of an unpatched model get this mask, too
-        self.count_use()
         if dtype == torch.float64:
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
@@ -165,19 +154,20 @@ class PackedBatch(TensorLike):
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         tree_ends: (B, T) integers, where the subtree of each token ends, counted from the begin of its row, if the rows
             hold trees; else None. It may lie in host memory, where masks of trees are made in less time.
-        placement: where the tokens of the user's rows lie in this one row, if it was made of them; else None.
+        row: where the tokens of the user's batch lie in this one row, if it was made of them; else None.
         causal: whether a causal mask of pairs of tokens told the documents, so that no layer may see later tokens.
         shared: whether it is one rank's part of a batch.
+        tells_documents: whether anything in the call can tell several documents of a row apart.
         counted: whether the patch counted the positions of the call.
+        compacted: whether `unpad` has made a row of it, or has left it as it is.
         recomputed: whether layers of a graph run again in backward. Such a layer can't keep anything for the next one.
-        on_use: called when attention uses one of its masks in a model's first call.
     """
 
-    shared = recomputed = False
+    shared = recomputed = compacted = False
 
     arguments: tuple[str, ...] = (
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
-        "serving", "by_document", "cached", "filler", "tree_ends", "placement", "causal", "counted",
+        "serving", "by_document", "cached", "filler", "tree_ends", "row", "causal", "counted",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -193,17 +183,18 @@ class PackedBatch(TensorLike):
         cached: bool = False,
         filler: Tensor | None = None,
         tree_ends: Tensor | None = None,
-        placement: Placement | None = None,
+        row: Row | None = None,
         causal: bool = False,
         counted: bool = False,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.device, self.serving = tokens, device, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
-        self.tree_ends, self.placement, self.causal, self.counted = tree_ends, placement, causal, counted
+        self.tree_ends, self.row, self.causal, self.counted = tree_ends, row, causal, counted
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
-        self.on_use: Callable[[], None] | None = None
+        self.tells_documents = not (attention_mask is position_ids is boundaries is tree_ends is None)
         self.kept_batches: list[Any] = []  # by `batches_of`
+        self._kept_runs: tuple[Tensor, Tensor | None] | None = None
         self.kept_boundaries: dict[str, Tensor] = {}
 
     @property
@@ -234,12 +225,6 @@ class PackedBatch(TensorLike):
         begins = self.runs()[0] & tail
         begins[:, 0] = False
         return begins.cumsum(1) == 0
-
-    @property
-    def tells_documents(self) -> bool:
-        """Whether anything in the call can tell several documents of a row apart."""
-        told = (self.attention_mask, self.position_ids, self.boundaries, self.tree_ends)
-        return any(one is not None for one in told)
 
     def long(self) -> PackedBatch:
         return self
@@ -310,6 +295,11 @@ class PackedBatch(TensorLike):
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
+        if self._kept_runs is None:
+            self._kept_runs = self._find_runs()
+        return self._kept_runs
+
+    def _find_runs(self) -> tuple[Tensor, Tensor | None]:
         if self.tree_ends is not None:
             live = self.not_padding()
             return changes(live) | (live & (self.positions() == 0)), live

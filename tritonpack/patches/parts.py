@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from typing import Any
@@ -10,21 +9,29 @@ from typing import Any
 from torch import nn
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import HANDED
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 
 
-class ModuleRef:
-    """A weak reference to a module, so that hooks do not keep the module alive. A copy of the module has its own."""
+class Part:
+    """One thing that a patch puts on a module, which it doesn't keep alive. A copy of the module has a copy of it.
+
+    An interrupt may come at any line, so `install` and `remove` may be called again: a second call changes nothing.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._reference = weakref.ref(module)
+        self._module = weakref.ref(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
 
     @property
     def module(self) -> Any:
         """The module. It is an error if the module is not in memory any more."""
-        module = self._reference()
+        module = self._module()
         if module is None:
             raise UnsupportedModelError(
                 "a part of this model was replaced since it was patched, so nothing says where documents begin. Call "
@@ -35,31 +42,7 @@ class ModuleRef:
     @property
     def gone(self) -> bool:
         """Whether the module is not in memory any more, because another one took its place in the model."""
-        return self._reference() is None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
-        return ModuleRef(copy.deepcopy(self.module, memo))
-
-    def __reduce__(self) -> tuple[type[ModuleRef], tuple[nn.Module]]:
-        return ModuleRef, (self.module,)
-
-
-class Part:
-    """One thing that a patch puts on a module.
-
-    An interrupt may come at any line, so `install` and `remove` may be called again: a second call changes nothing.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = ModuleRef(module)
-
-    @property
-    def module(self) -> Any:
-        return self._module.module
-
-    @property
-    def gone(self) -> bool:
-        return self._module.gone
+        return self._module() is None
 
     def install(self) -> None:
         raise NotImplementedError
@@ -97,6 +80,7 @@ class InstanceForward(Part):
 
     Attributes:
         attribute: the name of the method that this object replaces.
+        name: the name of the module's class.
         names: the names of the method's arguments.
         own: a forward that this instance had before, such as accelerate's; None if it had none.
         wrapper: what other code has put in place of this forward, and which calls it.
@@ -106,7 +90,7 @@ class InstanceForward(Part):
 
     def __init__(self, module: nn.Module, context: PackingContext) -> None:
         super().__init__(module)
-        self.context = context
+        self.context, self.name = context, type(module).__name__
         self.names = parameters_of(type(module), self.attribute)
         self.own: Any = None
         self.wrapper: Any = None
@@ -137,20 +121,16 @@ class InstanceForward(Part):
         return forward is self
 
     @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
-    @property
     def packed_batch(self) -> PackedBatch | None:
         """The packing of the current forward pass; None if a cache is in use. Outside of a forward pass: an error."""
-        state = self.context.state
-        if state.packed_batch is None and not state.running:
+        call = self.context.current
+        if call.packed_batch is None and not call.running:
             raise ValueError(
                 f"{self.name} was called outside of its model's forward pass, where nothing says where documents "
                 "begin. Call the model, or unpatch it first. Where a checkpointing function of your own recomputes it, "
                 "use the model's gradient_checkpointing_enable() or torch's checkpoint_wrapper."
             )
-        return state.packed_batch
+        return call.packed_batch
 
     @property
     def inner(self) -> Any:
@@ -184,18 +164,3 @@ def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
     forward = getattr(kind, method)
     wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
     return list(inspect.signature(wrapped.get("forward_func", forward)).parameters)[1:]
-
-
-class Running(InstanceForward):
-    """The forward of a patched module: while it runs, the context holds the packing that the module's hook has read.
-
-    `finally` resets the context, because torch calls no hook when a forward ends by an exception or an interrupt.
-    """
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        packed_batch = kwargs.pop(HANDED, None)
-        state = self.context.state
-        if state.running:  # inside of another patched module, whose packing holds
-            packed_batch = state.packed_batch
-        with self.context.holding(running=True, packed_batch=packed_batch):
-            return self.inner(*args, **kwargs)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, part_of, to_the_end
-from tritonpack.patches.choose_modules import Choice
 from tritonpack.patches.report import holds
 
 LOCK = threading.RLock()  # models are changed one after the other
 
 
-def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, by_name: bool = False) -> AppliedPatch:
+def put_on(
+    model: nn.Module, modules: list[PreTrainedModel], asked: Options, lease: object, *, by_name: bool = False
+) -> AppliedPatch:
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
-        choice: what `choose_modules` returned.
+        modules: what `choose_modules` returned.
         lease: stands for the handle of this call. A patch with the same options only gets one lease more.
         by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
 
@@ -37,7 +39,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
             raise ValueError(
                 f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
             )
-        if any(hook.deferred for other in found for hook in other.hooks):
+        if any(base.sharded for other in found for base in other.bases):
             raise ValueError(
                 f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
                 "had on entry. Leave the context, call patch or setup there, and enter the context again."
@@ -46,8 +48,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
         try:
             for other in found:
                 other.revert()
-            applied = AppliedPatch(model, choice.modules, asked, found, by_name, choice.require_trees)
-            applied.refuse_losses(choice.losses)
+            applied = AppliedPatch(model, modules, asked, found, by_name)
             applied.apply()
             applied.leases.append(lease)
             return applied

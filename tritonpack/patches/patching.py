@@ -12,7 +12,7 @@ from tritonpack.checks import check_choice, check_flag
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.choose_modules import choose_modules
-from tritonpack.patches.compaction import Saved
+from tritonpack.patches.compact import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
@@ -43,6 +43,18 @@ class Patch:
         """How many tokens the model was given and ran on; None without `unpad` and `share_prefixes`."""
         compaction = self._applied.compaction
         return None if compaction is None else compaction.saved
+
+    def prove(self) -> None:
+        """Prove now that the model keeps documents apart, unless its class and code are known to: before torch.compile,
+        for example. Otherwise the first call does it. Every rank of FSDP must call it. Once proven, it does nothing.
+
+        Raises:
+            UnsupportedModelError: documents don't stay apart, or the model can't be tried; the message says why.
+            ValueError: the model has no weights yet, or this patch was undone.
+        """
+        if self._lease not in self._applied.leases:
+            raise ValueError("this patch was undone; call tritonpack.patch(model) again and prove() on the new handle.")
+        self._applied.proof.settle()
 
     def unpatch(self) -> None:
         """Give up this patch. Patches that are still held stay in force. A second call does nothing."""
@@ -81,9 +93,10 @@ def patch(
     A patched model may be patched again, also by another thread: it stays patched until every handle is unpatched. If a
     later patch has other options, these are in force until it is unpatched.
 
-    A class that the tests show to be exact with the installed version of transformers is patched at once. Of any other
-    class a small random copy is tried first, in float32 on the CPU: each packed document must give the same results as
-    alone, and no document may change another. That takes a second or two, once in a process.
+    A model of a class that the tests show to be exact with the installed version of transformers, and whose code is all
+    transformers' own, is trusted. Any other model is proven in its first call, on itself, with a few tokens: no
+    document may change a bit of another, and each must give the results that it gives alone. A model that fails is
+    refused in each call. `Patch.prove()` does this at once.
 
     Layers that mix tokens otherwise (recurrences, convolutions) run on each document by itself; a packed batch leaves
     no cache in such models. Families whose attention lies outside transformers' interface get a dense mask.
@@ -120,9 +133,9 @@ def patch(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
-    choice, lease = choose_modules(model, asked), object()
+    modules, lease = choose_modules(model, asked), object()
     try:
-        return Patch(model, put_on(model, choice, asked, lease), lease)
+        return Patch(model, put_on(model, modules, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out
         to_the_end(lambda: _leave_all(model, lease))
         raise

@@ -10,14 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import is_own
 from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.parts import InstanceForward
 
-POSITIONS = ("start_positions", "end_positions")
+PLACES = ("start_positions", "end_positions")
+POSITIONS = {*PLACES}
 
 # Arguments of heads with another loss: they search a row for the best spans, or for the tokens of questions.
 SEARCHING = frozenset({"cls_index", "question_positions"})
@@ -56,7 +58,7 @@ class Spans:
         return type(output)(**{**output, "loss": loss})  # a new one: the loss comes first in a tuple
 
 
-def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Module, instance: Any) -> Spans | None:
+def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward) -> Spans | None:
     """Remove the positions of spans from the arguments of a call whose rows hold several documents, or padding.
 
     Positions count from the first token of their document. If each document has a row of its own, they count from the
@@ -65,17 +67,16 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
     Args:
         arguments: the call's arguments by name; changed in place.
         packed_batch: the packing of the tokens that have logits.
-        head: the model that is called.
-        instance: the forward that this instance had before the patch; None if it had none.
+        forward: the patched forward of the model that is called.
 
     Returns:
         None if the head computes the loss itself: the call has no positions, or its rows hold one document each and
         either no padding or a head whose loss is not known.
     """
-    given = {name: x for name in POSITIONS if (x := arguments.get(name)) is not None}
+    given = {name: x for name in PLACES if (x := arguments.get(name)) is not None}
     if not given:
         return None
-    name = type(head).__name__
+    head, instance, name = forward.module, forward.own, forward.name
     if packed_batch.cached or packed_batch.shared:
         if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
             why, remedy = ("use a cache for that", "Leave the cache out")
@@ -108,7 +109,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
                 f"shape ({count},): one for each document, in order, counted from the document's first token."
             )
         del arguments[key]
-    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in POSITIONS)
+    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in PLACES)
     return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
 
 

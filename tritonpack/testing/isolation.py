@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +16,19 @@ from torch.utils._pytree import tree_leaves
 from tritonpack.checks import as_integers
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
-from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.comparison import influence, limits
-from tritonpack.patches.trial.judge import Results, alone
-from tritonpack.patches.trial.outputs import parts_of, tensors_in
-from tritonpack.patches.trial.packed_forms import FORMS, Batch, whole
-from tritonpack.patches.trial.small_copy import one_line
-from tritonpack.patches.trial.subject import Subject, as_prompts, draw_of
+from tritonpack.patches.measuring import (
+    Batch,
+    apart,
+    as_prompts,
+    draw,
+    first_moved,
+    half_the_digits,
+    lay_out,
+    ordinary_tokens,
+    parts_in,
+)
+from tritonpack.patches.no_trace import no_trace
+from tritonpack.patches.proof import one_line
 
 # The forms that are tried, and the arguments of each.
 TOLD = {"position_ids": "position_ids", "all_ones_mask": "position_ids and an all-ones attention_mask"}
@@ -93,77 +98,128 @@ def check_isolation(
     lengths = tuple(as_integers(lengths, "lengths").tolist())
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(f"lengths must hold at least two documents of at least one token; got {lengths}.")
-    size = vocab_size or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    named = special_tokens(model.config) if hasattr(model, "config") else set()
-    ordinary = torch.tensor([token for token in range(size) if token not in named], device="cpu")
-    if len(ordinary) < 2:
-        ordinary = torch.arange(size, device="cpu")
-    following = torch.arange(size, device="cpu").index_copy_(0, ordinary, ordinary.roll(-1))
-    draw = partial(draw_of, ordinary)
-    documents, drawn = draw(lengths, seed), draw(lengths, seed + 1)
-    others = {
-        i: torch.where(x == old, following[old], x) for i, (x, old) in enumerate(zip(drawn, documents, strict=True))
-    }
-    subject = Subject(model, draw, call=lambda ids: {"input_ids": ids, **as_prompts(model, ids)})
-    with _as_found(model), _called_with_tokens_alone(model):
-        expected = alone(subject, documents, gradients=False)
-        found = [_check_form(subject, form, documents, others, expected) for form in TOLD]
+    ordinary = ordinary_tokens(model, vocab_size)
+    documents, drawn = draw(ordinary, lengths, seed), draw(ordinary, lengths, seed + 1)
+    following = torch.arange(int(ordinary.max()) + 1, device="cpu").index_copy_(0, ordinary, ordinary.roll(-1))
+    others = [torch.where(x == old, following[old], x) for x, old in zip(drawn, documents, strict=True)]
+    with no_trace(model), _called_with_tokens_alone(model):
+        found = [_Check(model, form, documents, others).differences() for form in TOLD]
     return IsolationReport(lengths, *(max(one) for one in zip(*found, strict=True)))
 
 
-def _check_form(
-    subject: Subject, form: str, documents: list[Tensor], others: dict[int, Tensor], expected: Results
-) -> tuple[float, float, float, float]:
-    """Return the three differences of a form, and the limit of the first.
+class _Check:
+    """The check of one form, for documents (1, n), each of which `others` has with other tokens."""
 
-    Raises:
-        IsolationError: one of them is beyond its limit.
-    """
+    def __init__(self, model: nn.Module, form: str, documents: list[Tensor], others: list[Tensor]) -> None:
+        self.model, self.form, self.documents, self.others = model, form, documents, others
+        self.device = next(model.parameters()).device
 
-    def run(documents: list[Tensor]) -> dict[str, list[Tensor]]:
-        parts, problems = subject.parts(FORMS[form](documents), expected.outputs)
-        if problems:
-            raise IsolationError(
-                f"documents of a batch packed by {TOLD[form]} don't have outputs of their own: {problems[0]}. "
-                "Pass padded rows, with one document in each."
+    def call(self, batch: Batch, **tokens: Tensor) -> Any:
+        tokens = tokens or {"input_ids": batch.ids}
+        given = {name: x.to(self.device) for name, x in (tokens | batch.arguments).items()}
+        return self.model(**given, **as_prompts(self.model, batch.ids.to(self.device)))
+
+    def lay(self, documents: list[Tensor]) -> Batch:
+        batch = lay_out([range(len(documents))], documents)
+        names = ("position_ids", "attention_mask") if self.form == "all_ones_mask" else ("position_ids",)
+        return replace(batch, arguments={name: batch.arguments[name] for name in names})
+
+    def parts(self, documents: list[Tensor]) -> dict[str, list[Tensor]]:
+        """The parts of documents in the outputs that are `expected` of them."""
+        batch = self.lay(documents)
+        found = parts_in(self.call(batch), batch)
+        for name, parts in self.expected.items():
+            if not isinstance(found.get(name), list) and not all(torch.equal(parts[0], x) for x in parts):
+                shape = tuple(found[name].shape) if name in found else "of none"  # type: ignore[union-attr]
+                raise IsolationError(
+                    f"documents of a batch packed by {TOLD[self.form]} don't have outputs of their own: {name} has "
+                    f"shape {shape} for {len(documents)} documents. Pass padded rows, with one document in each."
+                )
+        return {name: found[name] for name in self.expected if isinstance(found.get(name), list)}  # type: ignore[misc]
+
+    def differences(self) -> tuple[float, float, float, float]:
+        """Return the three differences, and the limit of the first.
+
+        Raises:
+            IsolationError: one of them is beyond its limit.
+        """
+        count = len(self.documents)
+        with torch.no_grad():
+            alone = [lay_out([[0]], [document]) for document in self.documents]
+            calls = [parts_in(self.call(replace(one, arguments={})), one) for one in alone]
+            self.expected = {
+                name: [one[name][0] for one in calls]
+                for name in calls[0]
+                if all(isinstance(c.get(name), list) for c in calls)
+            }
+            if not self.expected:
+                raise ValueError("it gives no value for each token or document")
+            found = self.parts(self.documents)
+            differs = max((apart(self.expected[name], parts) for name, parts in found.items()), default=0.0)
+            moved, document = 0.0, 0
+            for i in range(count):
+                changed = self.parts(self._changed(i))
+                kept = [j for j in range(count) if j != i]
+                sizes = (apart([x[j] for j in kept], [changed[name][j] for j in kept]) for name, x in found.items())
+                moved, document = max((moved, document), (max(sizes, default=0.0), i))
+        self.main = "logits" if "logits" in found else next(iter(found))
+        dtype = found[self.main][0].dtype
+        eps = torch.finfo(dtype).eps
+        gradient = max(self._gradient_to_others(i) for i in range(count))
+        allowed, rounding = eps**0.5, min(64 * eps, eps**0.5)
+        if differs > allowed and dtype == torch.float64 and self._computes_in_float32():
+            allowed = half_the_digits(torch.float32)
+        if differs <= allowed and moved <= rounding and gradient <= rounding:
+            return differs, moved, gradient, allowed
+        raise IsolationError(self._message(differs, moved, gradient, allowed, rounding, document))
+
+    def _changed(self, document: int) -> list[Tensor]:
+        return [self.others[i] if i == document else x for i, x in enumerate(self.documents)]
+
+    def _message(self, differs: float, moved: float, gradient: float, allowed: float, rounding: float, by: int) -> str:
+        if moved > rounding or gradient > rounding:
+            before, after = self.lay(self.documents), self.lay(self._changed(by))
+            kept = [i for i in range(len(self.documents)) if i != by]
+            with torch.no_grad():
+                layer = first_moved(self.model, self.call, before, after, kept)
+            where = (
+                f"the leak begins in {layer}"
+                if layer
+                else "no layer's output moved, so positions or gradients are wrong"
             )
-        return parts
-
-    with torch.no_grad():
-        differs = max(expected.outputs[name].difference(parts) for name, parts in run(documents).items())
-    moved = influence(run, documents, others)
-    batch = FORMS[form](documents)
-    gradient = max(_gradient_to_others(subject, batch, i, expected) for i in range(len(documents)))
-    allowed, rounding = limits(expected.dtype)
-    if differs > allowed and expected.dtype == torch.float64 and _computes_in_float32(subject, documents[0]):
-        allowed = limits(torch.float32).alone
-    if differs <= allowed and moved.size <= rounding and gradient <= rounding:
-        return differs, moved.size, gradient, allowed
-    changed = [others[i] if i == moved.document else x for i, x in enumerate(documents)]
-    layer = _first_moved_layer(subject, batch, FORMS[form](changed), moved.document)
-    where = f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are wrong"
-    if moved.size > rounding or gradient > rounding:
-        what, remedy = f"see each other: {where}", "tritonpack.patch(model) keeps documents apart."
-    else:
-        what = "have other positions, or another precision, than each alone"
-        remedy = (
-            "No document sees another. tritonpack.patch(model) counts the positions of each by itself. If the "
-            "model is patched, and its layers choose the best keys by scores, the best of equal ones may be others."
+            what, remedy = f"see each other: {where}", "tritonpack.patch(model) keeps documents apart."
+        else:
+            what = "have other positions, or another precision, than each alone"
+            remedy = (
+                "No document sees another. tritonpack.patch(model) counts the positions of each by itself. If the "
+                "model is patched, and its layers choose the best keys by scores, the best of equal ones may be others."
+            )
+        return (
+            f"documents of a batch packed by {TOLD[self.form]} {what}. Their outputs differ from each document's own "
+            f"by {differs:.1e}, move by {moved:.1e} when document {by} changes, and have a gradient of {gradient:.1e} "
+            f"in another document (all relative; {allowed:.1e}, {rounding:.1e} and {rounding:.1e} would be rounding). "
+            f"{remedy}"
         )
-    raise IsolationError(
-        f"documents of a batch packed by {TOLD[form]} {what}. Their outputs differ from each "
-        f"document's own by {differs:.1e}, move by {moved.size:.1e} when document {moved.document} changes, and have a "
-        f"gradient of {gradient:.1e} in another document (all relative; {allowed:.1e}, {rounding:.1e} and "
-        f"{rounding:.1e} would be rounding). {remedy}"
-    )
 
+    @torch.no_grad()
+    def _computes_in_float32(self) -> bool:
+        """Whether any operator gives float32 when a float64 model runs on a document."""
+        with _RecordDtypes() as recorded:
+            self.call(lay_out([[0]], self.documents[:1]))
+        return torch.float32 in recorded.dtypes
 
-@torch.no_grad()
-def _computes_in_float32(subject: Subject, document: Tensor) -> bool:
-    """Whether any operator gives float32 when a float64 model runs on a document."""
-    with _RecordDtypes() as recorded:
-        subject.output(whole(document))
-    return torch.float32 in recorded.dtypes
+    def _gradient_to_others(self, document: int) -> float:
+        """The gradient of other documents' outputs in one document's embeddings, relative to their own embeddings'."""
+        model: Any = self.model
+        batch, embed = self.lay(self.documents), model.get_input_embeddings()
+        embeddings = embed(batch.ids.to(embed.weight.device)).detach().requires_grad_()
+        with torch.enable_grad():
+            parts = parts_in(self.call(batch, inputs_embeds=embeddings), batch)[self.main]
+            rest = [part.square().sum() for i, part in enumerate(parts) if i != document]
+            (gradient,) = torch.autograd.grad(torch.stack(rest).sum(), embeddings)
+        sizes = [float(gradient[row, span].abs().max()) for row, span in batch.spans]
+        found = sizes.pop(document) / max(sizes)
+        return math.inf if math.isnan(found) else found
 
 
 class _RecordDtypes(TorchDispatchMode):
@@ -179,62 +235,12 @@ class _RecordDtypes(TorchDispatchMode):
         return result
 
 
-def _gradient_to_others(subject: Subject, batch: Batch, document: int, expected: Results) -> float:
-    """The gradient of the other documents' outputs in one document's embeddings, relative to their own embeddings'."""
-    model: Any = subject.model
-    embed = model.get_input_embeddings()
-    ids = batch.ids.to(embed.weight.device)
-    embeddings = embed(ids).detach().requires_grad_()
-    given = {name: x.to(ids.device) for name, x in batch.arguments.items()} | as_prompts(model, ids)
-    with torch.enable_grad():
-        tensors = dict(tensors_in(model(inputs_embeds=embeddings, **given)))
-        parts = parts_of(expected.main, expected.outputs[expected.main], tensors.get(expected.main), batch)
-        rest = [part.square().sum() for i, part in enumerate(parts) if i != document]
-        (gradient,) = torch.autograd.grad(torch.stack(rest).sum(), embeddings)
-    sizes = [float(gradient[row, span].abs().max()) for row, span in batch.spans]
-    found = sizes.pop(document) / max(sizes)
-    return math.inf if math.isnan(found) else found
-
-
-def _first_moved_layer(subject: Subject, before: Batch, after: Batch, document: int) -> str:
-    """The first layer whose output for other documents differs between two batches; empty if there is none."""
-    with torch.no_grad():
-        outputs = []
-        for batch in (before, after):
-            with _record_layers(subject.model) as recorded:
-                subject.output(batch)
-            outputs.append(recorded)
-    for name, one in outputs[0].items():
-        for i, place in enumerate(before.spans):
-            if i != document and not torch.equal(one[place], outputs[1][name][place]):
-                return name
-    return ""
-
-
-@contextmanager
-def _record_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the output of every decoder layer, by the layer's name, in the order of the forward pass."""
-    outputs: dict[str, Tensor] = {}
-
-    def record(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        outputs[name] = (output if isinstance(output, Tensor) else output[0]).detach()
-
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    layers = [(f"{name}.{i}", layer) for name, module in lists[:1] for i, layer in enumerate(module)]
-    handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @contextmanager
 def _called_with_tokens_alone(model: nn.Module) -> Iterator[None]:
     """Turn errors of the model's own code into one that says what can be checked."""
     try:
         yield
-    except (IsolationError, torch.OutOfMemoryError):
+    except (IsolationError, UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model's own code may raise anything
         name = type(model).__name__
@@ -243,17 +249,3 @@ def _called_with_tokens_alone(model: nn.Module) -> Iterator[None]:
             "inputs_embeds, and nothing else. Give lengths that the model accepts, check the model inside "
             f"(check_isolation(model.base_model)), or compare outputs of {name} with those of each document alone."
         ) from error
-
-
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore its modes and the random state afterwards."""
-    training = [module for module in model.modules() if module.training]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module in training:
-            module.training = True

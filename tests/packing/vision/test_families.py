@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 import tritonpack
 from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
+from tritonpack.cli.small_copies.comparison import apart, tolerance
 from tritonpack.packing.vision.families import FAMILIES
-from tritonpack.patches.trial.comparison import apart, tolerance
 
 LIMIT = tolerance(torch.float64)
 TOWERS = ("visual", "vision")  # in the names of parameters

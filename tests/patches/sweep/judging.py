@@ -19,16 +19,16 @@ import tritonpack
 from tests.patches.sweep import build as building
 from tests.patches.sweep import detectron, forms
 from tests.patches.sweep.classes import Case
+from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any
 from tests.patches.sweep.forms import LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
 from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
+from tritonpack.cli.small_copies.comparison import Parts, apart, gradients_of, influence, tolerance
+from tritonpack.cli.small_copies.outputs import Output, UnlikeError
+from tritonpack.cli.small_copies.packed_forms import LENGTHS
 from tritonpack.patches.exact_classes import installed, versions
-from tritonpack.patches.trial.comparison import Parts, apart, gradients_of, influence, tolerance
-from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
-from tritonpack.patches.trial.outputs import Output, UnlikeError
-from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 
@@ -351,15 +351,16 @@ def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str
 @contextmanager
 def assumed(name: str, *, shown: bool) -> Iterator[None]:
     """Put a class into the table of shown classes, or take it out."""
-    before = versions().pop(name, None)
+    table = versions()["versions"]
+    before = table.pop(name, None)
     if shown:
-        versions()[name] = {installed()}
+        table[name] = {installed()}
     try:
         yield
     finally:
-        versions().pop(name, None)
+        table.pop(name, None)
         if before is not None:
-            versions()[name] = before
+            table[name] = before
 
 
 def is_ours(error: BaseException) -> bool:

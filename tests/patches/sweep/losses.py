@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tests.patches.sweep.forms import Form, alone
+from tests.patches.sweep.labels import first_tokens, losses_in, mean_over_labels, token_labels
 from tests.patches.sweep.subject import Subject
+from tritonpack.cli.small_copies.comparison import apart, gradients_of
+from tritonpack.cli.small_copies.packed_forms import Batch, lay_out
 from tritonpack.patches.labels import IGNORED
-from tritonpack.patches.trial.comparison import apart, gradients_of
-from tritonpack.patches.trial.losses import first_tokens, losses_in, mean_over_labels, token_labels
-from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 SCORES = ("ViltForQuestionAnswering",)  # the label of a document has a score for each answer, (documents, answers)
 EVERY_TOKEN = ("ElectraForPreTraining",)  # labels of two kinds, for all tokens but padding

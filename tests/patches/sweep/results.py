@@ -155,19 +155,20 @@ def append(row: Row, folder: Path = RESULTS) -> None:
         file.write(to_line(row) + "\n")
 
 
-def shown(rows: Iterable[Row]) -> dict[str, set[str]]:
+def shown(rows: Iterable[Row], how: str = "patch") -> dict[str, set[str]]:
     """Return {class: "major.minor" versions of transformers} of shown classes.
 
-    A shown class is never wrong, never an error and not always refused, for all its model types.
+    A shown class is never wrong, never an error and not always refused, for all its model types. With an option it is
+    always exact.
     """
     seen: dict[tuple[str, str], set[str]] = {}
     for row in rows:
-        if row.how == "patch":
+        if row.how == how:
             minor = ".".join(row.version.split(".")[:2])
             seen.setdefault((row.name, minor), set()).add(row.verdict)
     found: dict[str, set[str]] = {}
     for (name, minor), verdicts in seen.items():
-        if verdicts <= {"exact", "partly"}:
+        if verdicts <= ({"exact"} if how in OPTIONS else {"exact", "partly"}):
             found.setdefault(name, set()).add(minor)
     return found
 
@@ -176,16 +177,20 @@ def save_shown(rows: Iterable[Row], path: Path = SHOWN) -> None:
     """Write the table of shown classes. Entries of versions that have no rows stay as they are."""
     rows = list(rows)
     covered = {".".join(row.version.split(".")[:2]) for row in rows}
-    table = shown(rows)
+    tables = {"versions": shown(rows), "in_trees": shown(rows, "share_prefixes")}
     if path.exists():
         with path.open(newline="") as file:
             for entry in csv.DictReader(file):
-                if kept := set(entry["versions"].split()) - covered:
-                    table.setdefault(entry["class"], set()).update(kept)
+                for column, table in tables.items():
+                    if kept := set(entry.get(column, "").split()) - covered:
+                        table.setdefault(entry["class"], set()).update(kept)
+    known, in_trees = tables.values()
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["class", "versions"])
-        writer.writerows([name, " ".join(_ordered(table[name]))] for name in sorted(table))
+        writer.writerow(["class", *tables])
+        for name in sorted(known):
+            both = known[name] & in_trees.get(name, set())
+            writer.writerow([name, " ".join(_ordered(known[name])), " ".join(_ordered(both))])
 
 
 def _ordered(versions: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packed_batch import PackedBatch
@@ -27,8 +27,8 @@ class DocumentPositions(InstanceForward):
         arguments = self.bound(args, kwargs)
         packed_batch, ids = arguments.get("attention_mask"), arguments.get("input_ids")
         if not isinstance(packed_batch, PackedBatch):
-            state = self.context.state
-            packed_batch = state.packed_batch if state.running else state.told
+            call = self.context.current
+            packed_batch = call.packed_batch if call.running else call.told
         if packed_batch is None or packed_batch.cached or ids is None or ids.shape != packed_batch.tokens:
             return self.inner(**arguments)
         documents = Documents.of(packed_batch)
@@ -44,12 +44,12 @@ class DocumentPositions(InstanceForward):
         return torch.stack([documents.lay_back(one) for one in positions]), ahead[last]
 
 
-def leave_positions_to(module: nn.Module, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
+def leave_positions_to_model(packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
     """Remove two-dimensional position ids from the arguments of a model that makes positions of tokens and images.
 
     They were already read to find documents, and they don't count images. They stay if the call has no tokens.
     """
     given = arguments.get("position_ids")
-    own = hasattr(module, METHOD) and not packed_batch.cached and arguments.get("input_ids") is not None
+    own = not packed_batch.cached and arguments.get("input_ids") is not None
     if own and isinstance(given, Tensor) and given.ndim == 2 and not packed_batch.shared:
         arguments["position_ids"] = None

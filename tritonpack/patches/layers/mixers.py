@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch.utils._pytree import tree_map
 
 from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.document_places import Documents, batches_of, lay_back
+from tritonpack.patches.measuring import apart, half_the_digits
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
-from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.
 ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "seq_idx", *CACHES}
@@ -88,22 +89,23 @@ class DocumentByDocument(InstanceForward):
         draws = torch.randn((1, 17, width), generator=generator, dtype=torch.float32, device="cpu")
         first, second, other = draws.split((5, 7, 5), dim=1)
         documents = [x.to(weight.device, weight.dtype) for x in (first, second)]
+        others = [(8 * other).to(weight.device, weight.dtype), documents[1]]
         places = torch.cat([torch.arange(5, device="cpu"), torch.arange(7, device="cpu")])[None].to(weight.device)
         packed_batch = PackedBatch(
             None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto")
         )
 
-        def run(documents: list[Tensor]) -> dict[str, Parts]:
+        def run(documents: list[Tensor]) -> Sequence[Tensor]:
             packed = self._run_once(self.bound((torch.cat(documents, dim=1),), {}), packed_batch)
-            return {"output": _first(packed).split([5, 7], dim=1)}
+            return _first(packed).split([5, 7], dim=1)
 
         try:
             alone = [_first(self.inner(**self.bound((x,), {}))) for x in documents]
-            differs = apart(alone, run(documents)["output"])
-            moved = influence(run, documents, {0: (8 * other).to(weight.device, weight.dtype)}).size
+            found = run(documents)
+            differs, moved = apart(alone, found), apart(found[1:], run(others)[1:])
         except Exception:  # a layer may raise anything where it can't
             return False
-        return moved <= torch.finfo(weight.dtype).eps and differs <= limits(weight.dtype).alone
+        return moved <= torch.finfo(weight.dtype).eps and differs <= half_the_digits(weight.dtype)
 
 
 def _is_ours(value: Any) -> bool:

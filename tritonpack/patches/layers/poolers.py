@@ -19,7 +19,7 @@ class DocumentPooler(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        states, packed_batch = arguments[self.names[0]], self.context.state.packed_batch
+        states, packed_batch = arguments[self.names[0]], self.context.current.packed_batch
         if packed_batch is not None and isinstance(states, Tensor) and states.shape[:2] == packed_batch.tokens:
             documents = Documents.of(packed_batch)
             if documents is not None:
@@ -31,7 +31,7 @@ class PooledModel(InstanceForward):
     """A model that passes only the first token of each row to its pooler: passes the first token of each document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        output, packed_batch = self.inner(*args, **kwargs), self.context.state.packed_batch
+        output, packed_batch = self.inner(*args, **kwargs), self.context.current.packed_batch
         if isinstance(output, dict) and output.get("pooler_output") is not None and packed_batch is not None:
             documents = Documents.of(packed_batch)
             if documents is not None:

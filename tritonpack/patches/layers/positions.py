@@ -16,7 +16,7 @@ class LocalPositions(InstanceForward):
     """A table of absolute positions that counts the tokens of a row: looked up by the place in the document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packed_batch = self.context.state.packed_batch
+        packed_batch = self.context.current.packed_batch
         if packed_batch is None:
             return self.inner(*args, **kwargs)
         module: Any = self.module

@@ -16,7 +16,7 @@ class SwitchRouter(InstanceForward):
     """The router of Switch Transformers: an expert takes the first `expert_capacity` tokens of each document."""
 
     def call(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        packed_batch = self.context.state.packed_batch
+        packed_batch = self.context.current.packed_batch
         chosen, weights, logits = self.inner(hidden_states)
         if packed_batch is None:
             return chosen, weights, logits
@@ -36,7 +36,7 @@ class NllbMoeRouter(InstanceForward):
     """
 
     def call(self, hidden_states: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        packed_batch = self.context.state.packed_batch
+        packed_batch = self.context.current.packed_batch
         if packed_batch is None:  # one document in each row, which continues a cache
             return self.inner(hidden_states, None)
         starts, live = packed_batch.runs()

@@ -1,24 +1,19 @@
-"""How far results of packed documents are from expected ones: the measure of every "packed equals alone" check.
-
-`judge.py` measures whole models with it, `tritonpack.testing.check_isolation` a user's own model, `mixers.py` a layer.
-"""
+"""How far results of packed documents are from expected ones, and what counts as rounding in small models."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tritonpack.patches.measuring import apart
+
 Parts = Sequence[Tensor]  # one output's values, document by document
 
 # Runs packed documents and returns each output's parts, by the output's name.
 PackedCall = Callable[[list[Tensor]], Mapping[str, Parts]]
-
-# Values smaller than this count as rounding.
-LEAST = torch.finfo(torch.float32).eps
 
 
 class Limits(NamedTuple):
@@ -54,30 +49,6 @@ def limits(dtype: torch.dtype) -> Limits:
     """
     eps = torch.finfo(dtype).eps
     return Limits(eps**0.5, min(64 * eps, eps**0.5))
-
-
-@torch.no_grad()
-def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> float:
-    """Return the largest difference, relative to the largest of all expected values.
-
-    None stands for zeros, as in gradients of parameters that take no part. The result is infinite where shapes differ,
-    for an expected NaN, and where one of two values is finite and the other isn't.
-    """
-    largest, worst = LEAST, 0.0
-    for a, b in zip(expected, got, strict=True):
-        if a is None and b is None:
-            continue
-        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
-        b = torch.zeros_like(a) if b is None else b
-        if a.shape != b.shape:
-            return math.inf
-        finite = a.isfinite()
-        if bool(a.isnan().any()) or not torch.equal(finite, b.isfinite()):
-            return math.inf
-        if bool(finite.any()):
-            largest = max(largest, float(a[finite].abs().max()))
-            worst = max(worst, float((a - b)[finite].abs().max()))
-    return worst / largest
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.patches import zoo
+from tritonpack.cli.small_copies.packed_forms import whole
+from tritonpack.cli.small_copies.shrink import shrink
+from tritonpack.cli.small_copies.small_copy import NotSmallError, small_copy
+from tritonpack.cli.small_copies.subject import subject_of
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.packed_forms import whole
-from tritonpack.patches.trial.shrink import shrink
-from tritonpack.patches.trial.small_copy import NotSmallError, small_copy
-from tritonpack.patches.trial.subject import subject_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 INDEXER = {
@@ -98,7 +98,7 @@ def test_windows_affect_short_documents(name: str, field: str, wider: int, monke
         return type(config).from_dict({**shrink(config).to_dict(), field: wider})
 
     narrow = run(small_copy(default(name)).model)
-    monkeypatch.setattr("tritonpack.patches.trial.small_copy.shrink", widened)
+    monkeypatch.setattr("tritonpack.cli.small_copies.small_copy.shrink", widened)
     assert (run(small_copy(default(name)).model) - narrow).abs().max() > 1e-3 * narrow.abs().max()
 
 

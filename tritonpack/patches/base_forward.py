@@ -1,21 +1,20 @@
-"""The hook of a patched module: reads where documents begin and passes it on as `attention_mask`."""
+"""The forward of a patched module: it makes masks, counts positions, and runs the layers."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.attention_names import AttentionName
-from tritonpack.patches.call_arguments import COUNTED, HANDED, TREE, cache_of, in_form, is_paged, tokens_of
+from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.compaction import Compaction
-from tritonpack.patches.cross_attention import meet
+from tritonpack.patches.compact import Compaction, Placement, share
+from tritonpack.patches.cross_attention import cross_attention_mask
 from tritonpack.patches.document_places import require_one_document_a_row
 from tritonpack.patches.families import (
     BOTH_WAYS,
@@ -25,64 +24,53 @@ from tritonpack.patches.families import (
     PROMPT_TYPES,
     READS_PADDING,
 )
-from tritonpack.patches.first_call import FirstCall
-from tritonpack.patches.foreign_parallelism import require_masks_kept, require_whole_rows
+from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_masks_kept, require_whole_rows
 from tritonpack.patches.interface import NAMES, require_own_attention, served
-from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
+from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
-from tritonpack.patches.parts import PreHook
+from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
 
 
-class PackingHook(PreHook):
-    """The hook before a patched module's forward.
+class BaseForward(Pipeline):
+    """The forward of a patched module, which takes tokens and an attention mask.
 
     Attributes:
-        name: the name of the attention in the module's configuration.
-        heads: the forwards of the models that users may call.
+        attention_name: the name of the attention in the module's configuration.
+        heads: the forwards of the models that users may call, this one included.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
-        context: the packing that the model around this module has read.
         mixes: whether layers of the module mix tokens along the row.
-        outermost: whether no other patched module holds this one, so that its arguments are the user's.
-        compaction: removes padding and common beginnings from the call; None unless `patch` was asked for it.
-        require_trees: refuses the model in its first call with `tree_ends` unless it is exact in trees; None later.
-        first_call: the check of the module's first call.
-        deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
-            does nothing.
+        outermost: whether no other patched module holds this one.
+        compaction: removes padding and common beginnings from calls; None unless `patch` was asked for it.
+        sharded: how many contexts of sequence parallelism share the module's batches among ranks.
     """
 
-    with_kwargs = True
-    deferred = False
+    sharded = 0
 
     def __init__(
         self,
         module: PreTrainedModel,
+        context: PackingContext,
         serving: Serving,
         *,
         report: Report,
         heads: list[Any],
         checkpoints: Checkpoints | None,
-        context: PackingContext,
         mixes: bool,
         outermost: bool,
         compaction: Compaction | None = None,
-        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        super().__init__(module)
-        signature = inspect.signature(module.forward)
-        self.names = tuple(signature.parameters)
-        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        self.name = AttentionName(module, NAMES[serving.attention])
-        self.serving, self.checkpoints, self.context = serving, checkpoints, context
-        self.report, self.heads, self.mixes, self.outermost = report, heads, mixes, outermost
-        self.compaction, self.require_trees = compaction, require_trees
-        self.first_call = FirstCall(module, serving.attention == "dense")
+        super().__init__(module, context)
+        self.attention_name = AttentionName(module, NAMES[serving.attention])
+        self.serving, self.checkpoints, self.report = serving, checkpoints, report
+        self.heads, self.mixes, self.outermost = heads, mixes, outermost
+        self.compaction = compaction
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
@@ -91,83 +79,110 @@ class PackingHook(PreHook):
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.reads_padding = self.model_type in READS_PADDING
         self.codebooks = codebooks_of(module)
-        self.text_config = text_config(config)
-        self.rope_limits = rope_limits(self.text_config)
+        self.rope_limits = rope_limits(text_config(config))
         self.needs_types = self.model_type in BOTH_WAYS | PROMPT_TYPES and is_bidirectional(config)
         # A multimodal model makes positions itself: they depend on its images, too.
         multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        return None if self.deferred else self.run(module, args, kwargs)
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The new (args, kwargs) of a call, or None to keep them. For forwards that run without hooks."""
-        compiled = torch.compiler.is_compiling()
+    def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
+        """Run the module. While it runs, the context holds the packing for its layers."""
         reads_lengths = self.mixes or self.compaction is not None
-        return (self._outside_of_graphs if reads_lengths else self._run)(module, args, kwargs, compiled)
+        prepare = self._prepare_outside_of_graphs if reads_lengths else self._prepare
+        arguments = dict(arguments)
+        packed_batch, of_layers, placements = prepare(arguments, packed_batch, torch.compiler.is_compiling())
+        outer = self.context.current
+        if outer.running:  # inside of another patched module, whose packing holds
+            of_layers = outer.packed_batch
+        self.context.enter(Call(outer.told if packed_batch is None else packed_batch, True, of_layers))
+        try:
+            output = self.inner(**arguments)
+        finally:
+            self.context.enter(outer)
+        counted = self.outermost and packed_batch is not None and packed_batch.counted and isinstance(output, dict)
+        if counted and (cache := cache_of(output)) is not None:
+            setattr(cache, COUNTED, True)
+        for placement in placements:
+            output = placement.lay_back_all(output)
+        return output
+
+    def run_unread(self, arguments: dict[str, Any]) -> Any:
+        return self.run_packed(arguments, None)
 
     @torch.compiler.disable
-    def _outside_of_graphs(self, *call: Any) -> Any:
+    def _prepare_outside_of_graphs(self, *call: Any) -> Any:
         """Lengths are read on the host, and a graph for these lengths would fit no other lengths."""
-        return self._run(*call)
+        return self._prepare(*call)
 
-    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
-        """As `run`. If the call is `compiled`, it isn't watched: hooks of a watch would be in the graphs."""
-        chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]
-        if is_paged(kwargs.get("cache")):
-            if chosen == ours:
-                raise ValueError(
-                    "this model was patched while continuous batching was running. Stop the manager, and make a new "
-                    "one after tritonpack.patch(model)."
-                )
-            return None
+    def _prepare(
+        self, arguments: dict[str, Any], packed_batch: PackedBatch | None, compiled: bool
+    ) -> tuple[PackedBatch | None, PackedBatch | None, list[Placement]]:
+        """Change the arguments of a call to those of the module.
+
+        Returns:
+            The packing of the call; the packing for layers, None if rows continue a cache; where tokens of the call lie
+            in the row that runs in its place, in the order in which outputs are laid back.
+        """
+        self._require_ours(arguments, compiled)
+        placements: list[Placement] = []
+        for name in self.untaken:
+            arguments.pop(name, None)
+        if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.row is None:
+            self._take_tree(packed_batch, arguments)
+        if packed_batch is not None and self.compaction is not None and self.outermost:
+            if packed_batch.row is None and not packed_batch.compacted:
+                packed_batch = self.compaction(packed_batch, arguments)
+                placements += [] if packed_batch.row is None else [packed_batch.row.placement]
+            if packed_batch.row is not None and packed_batch.row.shared is not None:
+                placements.insert(0, packed_batch.row.shared)
+                packed_batch = share(packed_batch, packed_batch.row, arguments)
+            if packed_batch.row is not None and self.takes_cache:
+                arguments["use_cache"] = False  # its keys would be those of the one row
+        of_layers = None
+        if packed_batch is not None:
+            packed_batch, of_layers = self._pass_on(packed_batch, arguments)
+        if compiled and of_layers is not None:
+            parts = self.module.modules()
+            of_layers.recomputed = any(getattr(part, "gradient_checkpointing", False) for part in parts)
+        if arguments.get("encoder_hidden_states") is not None:
+            mask = cross_attention_mask(arguments, of_layers, self.names, self.serving)
+            arguments["encoder_attention_mask"] = mask
+        if self.checkpoints is not None:
+            self.checkpoints.hold()
+        return packed_batch, of_layers, placements
+
+    def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
+        """Refuse a call whose attention, mask or rows another library has replaced since the patch."""
+        chosen, ours = self.module.config._attn_implementation_internal, NAMES[self.serving.attention]
+        if type(arguments.get("cache")).__name__ == "PagedAttentionCache":  # of a manager that was there before
+            raise UnsupportedModelError(CONTINUOUS_BATCHING)
         if chosen != ours:
             raise ValueError(
                 f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
-                "its packing. Call tritonpack.unpatch(model) before setting another; where continuous batching has set "
-                "it, stop its manager first."
+                "its packing. Call tritonpack.unpatch(model) before setting another."
             )
-        if self.outermost:
-            require_whole_rows()
-            require_own_attention(ours)
-            if self.serving.attention == "dense" and not compiled:
-                require_masks_kept(module)  # no function of tritonpack's sees the mask of these layers
-        arguments = in_form({**dict(zip(self.names, args, strict=False)), **kwargs})
-        if self.outermost and not torch.compiler.is_compiling():
-            for head in self.heads:
-                head.require_in_place(arguments)
-        packed_batch = self.read(arguments)
-        arguments.pop(TREE, None)
-        if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.placement is None:
-            self._take_tree(packed_batch, arguments)
-        if packed_batch is not None and self.compaction is not None and self.outermost:
-            targets = self.context.state.targets
-            packed_batch = self.compaction(packed_batch, arguments, targets)
-            if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
-                arguments["use_cache"] = False  # its keys would be those of the one row
-        if packed_batch is not None:
-            packed_batch = self._pass_on(packed_batch, arguments)
-            if compiled and packed_batch is not None:
-                packed_batch.recomputed = any(
-                    getattr(part, "gradient_checkpointing", False) for part in module.modules()
-                )
-            if not compiled and not self.first_call.done and packed_batch is not None:
-                self.first_call.watch(module, packed_batch)
-        if arguments.get("encoder_hidden_states") is not None:
-            arguments["encoder_attention_mask"] = meet(arguments, packed_batch, self.names, self.serving)
-        if self.checkpoints is not None:
-            arguments[HANDED] = packed_batch
-            self.checkpoints.hold()
-        return (), arguments
+        if not self.outermost:
+            return
+        require_whole_rows()
+        require_own_attention(ours)
+        if compiled:
+            return
+        if self.serving.attention == "dense":
+            require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
+        for head in self.heads:
+            if head.one_result or arguments.get("output_router_logits"):
+                head.require_in_place()
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        """The packing of this call; None if its masks are made already, or if the model itself refuses the call."""
+        return self.read_documents(arguments)
+
+    def read_documents(self, arguments: dict[str, Any]) -> PackedBatch | None:
+        """The packing of a call; None if its masks are made already, or if the model itself refuses the call."""
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
-        pairs = is_pair_mask(mask) and self.outermost and self.context.state.told is None
+        pairs = is_pair_mask(mask) and self.outermost and self.context.current.told is None
         if mask is not None and not pairs and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
@@ -175,11 +190,11 @@ class PackingHook(PreHook):
         if tokens is None or len(shape) != 2:
             return mask if isinstance(mask, PackedBatch) else None
         shape = torch.Size((shape[0] // self.codebooks, shape[1]))
-        told = mask if isinstance(mask, PackedBatch) else self.context.state.told if self.outermost else None
+        told = mask if isinstance(mask, PackedBatch) else self.context.current.told if self.outermost else None
         if told is not None and told.tells_documents:
             if told.tokens == shape:
                 told = told if told.serving == self.serving else told.replace(serving=self.serving)
-                return self._without_padding(told, arguments)
+                return told if self.padding is None else self._without_padding(told, arguments)
             require_one_document_a_row(
                 told,
                 f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
@@ -191,15 +206,16 @@ class PackingHook(PreHook):
         if mask is None and cache is not None and self.model_type in PLACES_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
-        pad_token = getattr(self.text_config, "pad_token_id", None)
-        packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token, reads_pairs=pairs)
-        packed_batch = packed_batch.replace(cached=cache_of(arguments) is not None)
+        packed_batch = make_packed_batch(
+            arguments, shape, tokens.device, self.serving, self.pad_token, reads_pairs=pairs
+        )
+        packed_batch.cached = cache is not None
         if pairs and packed_batch.cached and not _is_empty(arguments):
             raise ValueError(
                 "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
                 "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or no cache."
             )
-        return self._without_padding(packed_batch, arguments)
+        return packed_batch if self.padding is None else self._without_padding(packed_batch, arguments)
 
     def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Check a call with `tree_ends`. It leaves no cache, which would belong to no sequence."""
@@ -207,24 +223,15 @@ class PackingHook(PreHook):
             raise ValueError(
                 "a row that is a tree leaves no cache that a sequence could continue. Leave use_cache out."
             )
-        if self.takes_any or "use_cache" in self.names:
+        if self.takes_cache:
             arguments["use_cache"] = False
         if self.outermost:
             require_depths(packed_batch)
-        if self.require_trees is None or not self.outermost:
-            return
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "the first call with tree_ends tries whether this model is exact in trees, which a graph can't. Call "
-                "the model once before torch.compile, or patch it with share_prefixes=True."
-            )
-        self.require_trees(self.heads[0].module)
-        self.require_trees = None
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""
         ids = arguments.get("input_ids")
-        if self.padding is None or ids is None or packed_batch.cached or packed_batch.attention_mask is not None:
+        if ids is None or packed_batch.cached or packed_batch.attention_mask is not None:
             return packed_batch
         real = ids != self.padding
         if "encoder_hidden_states" not in self.names:
@@ -249,10 +256,15 @@ class PackingHook(PreHook):
             )
         return mask
 
-    def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch | None:
-        """Put the packing into the arguments. Returns it if it covers whole rows, because nothing is cached yet."""
+    def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, PackedBatch | None]:
+        """Put the packing into the arguments.
+
+        Returns:
+            It, and again if it covers whole rows, because nothing is cached yet.
+        """
         given = arguments.get("position_ids")
-        leave_positions_to(self.module, packed_batch, arguments)
+        if self.makes_positions:
+            leave_positions_to_model(packed_batch, arguments)
         wanting = given is None or (self.padding_place is not None and not packed_batch.shared)
         if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
             wanting = True  # the user passed no positions: a head counted them along the row
@@ -265,7 +277,7 @@ class PackingHook(PreHook):
         if self.mixes:
             if self.outermost and not packed_batch.shared:
                 packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
-            if packed_batch.by_document and (self.takes_any or "use_cache" in self.names):
+            if packed_batch.by_document and self.takes_cache:
                 arguments["use_cache"] = False
         arguments["attention_mask"] = packed_batch
         fresh = not packed_batch.cached or _is_empty(arguments)
@@ -280,7 +292,7 @@ class PackingHook(PreHook):
                 require_one_rope(packed_batch, kind, limit)
         if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
             arguments["perm_mask"] = (~packed_batch.document_mask().to_tensor()[:, 0]).float()
-        return packed_batch if fresh else None
+        return packed_batch, packed_batch if fresh else None
 
     def positions(self, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
         """(B, T) int64: the place of each token in its document, as the model counts places."""

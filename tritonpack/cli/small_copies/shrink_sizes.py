@@ -6,8 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from tritonpack.patches.rope import is_dynamic, rope_kinds
-from tritonpack.patches.trial.shrink_rows import (
+from tritonpack.cli.small_copies.shrink_rows import (
     HEAD_DIM,
     HEAD_DIMS,
     HEADS,
@@ -18,6 +17,7 @@ from tritonpack.patches.trial.shrink_rows import (
     STATE_HEADS,
     WIDTHS,
 )
+from tritonpack.patches.rope import is_dynamic, rope_kinds
 
 Values = dict[str, Any]
 

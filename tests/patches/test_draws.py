@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any, gives_the_same_again
+from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any, gives_the_same_again
 
 PROBABILITIES = torch.tensor([0.2, 0.7])
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import nn
 
+from tritonpack.cli.small_copies.shrink import shrink
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
-from tritonpack.patches.trial.shrink import shrink
 
 # transformers' auto classes in the order in which a model is looked for, and what each of their models is.
 AUTO = {

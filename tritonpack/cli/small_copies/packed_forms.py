@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonpack.patches.measuring import Batch, lay_out
+
 LENGTHS = (7, 1, 3, 11)
 PADDING = 3  # tokens at the end of a packed row
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Documents laid out in rows.
-
-    Attributes:
-        ids: `[b, t]` token ids, 0 for padding.
-        spans: the row and the place in it of each document, in the documents' order.
-        arguments: what the model is given besides the ids.
-        source: the encoder's documents, where `ids` are the decoder's.
-    """
-
-    ids: Tensor
-    spans: list[tuple[int, slice]]
-    arguments: dict[str, Any]
-    source: Batch | None = None
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Return values of rows `[b, t, n]` as values of all documents, one after the other, `[tokens, n]`."""
-        return torch.cat([values[row, span] for row, span in self.spans])
 
 
 Form = Callable[[list[Tensor]], Batch]  # lays out documents `[1, n]`
@@ -40,25 +21,6 @@ Form = Callable[[list[Tensor]], Batch]  # lays out documents `[1, n]`
 def whole(document: Tensor) -> Batch:
     """Lay out one document `[1, n]` in a row of its own, with nothing but its tokens."""
     return Batch(document, [(0, slice(0, document.numel()))], {})
-
-
-def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False, more: int = 0) -> Batch:
-    """Lay out documents `[1, n]` by their numbers in rows, which are padded to the longest and by `more` tokens.
-
-    The arguments are position ids and the mask.
-    """
-    rows = [list(row) for row in rows]
-    width = max(sum(documents[i].numel() for i in row) for row in rows) + more
-    ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long, device="cpu") for _ in range(3))
-    spans: dict[int, tuple[int, slice]] = {}
-    for r, row in enumerate(rows):
-        at = width - sum(documents[i].numel() for i in row) if left else 0
-        for i in row:
-            n = documents[i].numel()
-            spans[i] = (r, slice(at, at + n))
-            ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n, device="cpu"), 1
-            at += n
-    return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
 
 
 def _row(documents: list[Tensor], *kept: str, more: int = 0, **arguments: Any) -> Batch:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tritonpack.cli.small_copies.comparison import Parts, apart
+from tritonpack.cli.small_copies.packed_forms import Batch
 from tritonpack.patches.call_arguments import CACHES
-from tritonpack.patches.trial.comparison import Parts, apart
-from tritonpack.patches.trial.packed_forms import Batch
 
 # The shape of an output: (B, T, ...), (k, B, T, ...), (B * T, ...) or (documents, ...).
 Kind = Literal["token", "layered", "flat", "document"]

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonpack.cli.small_copies.comparison import apart, gradients_of, influence
+from tritonpack.cli.small_copies.outputs import Output, outputs_alone, tensors_in
+from tritonpack.cli.small_copies.packed_forms import whole
+from tritonpack.cli.small_copies.small_copy import one_line
+from tritonpack.cli.small_copies.subject import Subject
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.trial.comparison import apart, gradients_of, influence
-from tritonpack.patches.trial.outputs import Output, outputs_alone, tensors_in
-from tritonpack.patches.trial.packed_forms import whole
-from tritonpack.patches.trial.small_copy import one_line
-from tritonpack.patches.trial.subject import Subject
 
 
 class Results(NamedTuple):

@@ -1,4 +1,4 @@
-"""The head of a causal model on the tokens that predict a label: padded batches with labels, patched and stock."""
+"""Heads of causal models on the row that takes the place of a padded batch: patched and stock."""
 
 import io
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from tests.patches import zoo
 from tests.patches.models import COMMON, VOCAB, tiny_model
 from tests.patches.test_every_model import BUILT
 from tests.patches.test_unpad import LIMIT, WAYS, padded, real, results
-from tritonpack.patches.later_logits import Reading
-from tritonpack.patches.trial.comparison import apart, tolerance
+from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tritonpack.patches.compact import LaidBack
 
 QUICK = ("bamba", "gemma3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", "qwen3_next")
-# Heads that run on the caller's rows: without `logits_to_keep`, with a loss of their own or of all logits, or that
+# Heads that run on the caller's batch: without `logits_to_keep`, with a loss of their own or of all logits, or that
 # call a part of the base model.
-WHOLE = {
+ON_BATCHES = {
     "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "gemma4_unified_assistant",
     "marian", "mbart", "mvp", "opt", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
@@ -52,8 +52,8 @@ def rows_of_head(model: PreTrainedModel) -> Iterator[list[int]]:
 
 
 def is_read_later(output: Any) -> bool:
-    """Whether the logits of an output are computed when they are read."""
-    return "logits" in vars(output) and isinstance(vars(output)["logits"], Reading)
+    """Whether the logits of an output are laid back when they are read."""
+    return "logits" in vars(output) and isinstance(vars(output)["logits"], LaidBack)
 
 
 def equal_as_stock(
@@ -86,21 +86,21 @@ def test_every_type_trains_as_stock(name: str) -> None:
         pytest.skip("refused, as the table of docs/models.md says")
     with rows_of_head(model) as rows:
         got = equal_as_stock(model, batch, {"unpad": True}, limit=FLOAT32)
-    narrow = is_read_later(got)
-    assert narrow == (name not in WHOLE), rows
-    if narrow:
-        assert rows[1] <= 10 < batch["input_ids"].numel()
+    assert is_read_later(got) == (name not in ON_BATCHES), rows
+    if name not in ON_BATCHES:
+        assert rows[1] == batch["attention_mask"].sum() < batch["input_ids"].numel()
 
 
 class TestCalls:
     @WAYS
     @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-    def test_head_runs_on_distinct_tokens_with_labels(self, left: bool, options: dict[str, bool]) -> None:
+    def test_head_runs_on_tokens_without_padding(self, left: bool, options: dict[str, bool]) -> None:
         model = tiny_model("llama")
-        for batch, most in ((padded(left=left), 28 + 5 * left), (completions(left=left), 10)):
+        for batch in (padded(left=left), completions(left=left)):
             with rows_of_head(model) as rows:
                 equal_as_stock(model, batch, options)
-            assert rows[1] <= most - 9 * ("share_prefixes" in options and most > 10)
+            before = int((batch["attention_mask"][:, 0] == 0).sum())  # a token of padding right before each document
+            assert rows[1] == batch["attention_mask"].sum() + before < rows[0]
 
     @WAYS
     @pytest.mark.parametrize(
@@ -140,19 +140,6 @@ class TestCalls:
         assert loss == 0
         assert not any(p.grad.any() for p in model.parameters())
 
-    def test_few_labels_without_padding(self) -> None:
-        """The head alone is spared tokens."""
-        model, ids = tiny_model("llama"), torch.randint(3, VOCAB, (3, 40))
-        labels = ids.clone()
-        labels[:, :37] = -100
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        with rows_of_head(model) as rows:
-            equal_as_stock(model, batch, {"share_prefixes": True})
-        assert rows[1:] == [9, 120]
-        batch["labels"] = ids
-        with tritonpack.patch(model, share_prefixes=True):
-            assert not is_read_later(model(**batch))  # hardly any token could be left out
-
     @WAYS
     def test_two_losses_of_one_call(self, options: dict[str, bool]) -> None:
         """A loss of the logits beside the model's own, as for distillation."""
@@ -179,7 +166,7 @@ class TestCalls:
             with tritonpack.patch(model, **options):
                 got = model(**batch)
         assert rows[1] < rows[0]
-        assert not is_read_later(got)
+        assert type(got.logits) is Tensor
         assert apart([want.loss, real(want.logits, batch)], [got.loss, real(got.logits, batch)]) < LIMIT
 
     @WAYS
@@ -207,11 +194,15 @@ class TestCalls:
         with tritonpack.patch(model, unpad=True):
             with pytest.raises(ValueError, match=r"the label 0 in row 1 would be predicted at token 6, .* to -100"):
                 model(**batch)
-            batch["labels"] = padded()["labels"]
-            batch["labels"][0, 2] = -7
-            with pytest.raises(ValueError, match="labels hold -7; they must be ids of tokens, or -100"):
-                model(**batch)
             model(**padded())  # goes on after an error
+
+    @WAYS
+    def test_a_label_on_the_first_padding(self, options: dict[str, bool]) -> None:
+        """Such as a token for the end that the mask leaves out: the last token of the document predicts it."""
+        batch = completions()
+        ends = batch["attention_mask"].sum(1)
+        batch["labels"][1, ends[1]], batch["labels"][4, ends[4]] = 7, 8
+        equal_as_stock(tiny_model("llama"), batch, options)
 
     @pytest.mark.parametrize("head", [AutoModelForMaskedLM, AutoModelForTokenClassification])
     def test_labels_of_padding_itself_are_refused(self, head: Any) -> None:
@@ -225,7 +216,7 @@ class TestCalls:
         with tritonpack.patch(model, unpad=True):
             _, got = results(model, batch)
             assert apart(want, got) < LIMIT
-            with pytest.raises(ValueError, match="the label 0 in row 1 would be predicted at token 6"):
+            with pytest.raises(ValueError, match="the label 0 in row 1 is predicted at token 6"):
                 model(**{**batch, "labels": batch["input_ids"]})
 
     def test_losses_that_are_not_transformers_own(self) -> None:
@@ -244,6 +235,14 @@ class TestCalls:
         model.z_loss_coefficient = 0.1
         with tritonpack.patch(model, unpad=True):
             assert not is_read_later(model(**batch))
+
+    def test_an_adapter_on_the_head(self) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
+        model, batch = peft.get_peft_model(tiny_model("llama"), config).double(), padded()
+        want = results(model, batch)[1]
+        with tritonpack.patch(model, unpad=True):
+            assert apart(want, results(model, batch)[1]) < LIMIT
 
 
 class TestLogitsWhenRead:
@@ -333,14 +332,13 @@ class TestLogitsWhenRead:
                 gradients.append([p.grad for p in model.parameters()])
             assert apart(*gradients) < FLOAT32
 
-    def test_they_are_computed_once(self) -> None:
+    def test_they_are_laid_back_once(self) -> None:
         """Also if the first that reads them needs no gradients."""
-        model, output, _ = self.output()
-        with rows_of_head(model) as rows:
-            with torch.no_grad():
-                assert output.logits[:].argmax() == output["logits"].argmax()
-            (output.logits.square().sum() + output[1].mean()).backward()
-        assert rows == [45]
+        _, output, _ = self.output()
+        with torch.no_grad():
+            first = output.logits
+        assert output["logits"] is output[1] is first
+        (output.logits.square().sum() + output[1].mean()).backward()
 
     def test_they_outlive_the_patch(self) -> None:
         model, output, want = self.output()
@@ -348,44 +346,13 @@ class TestLogitsWhenRead:
         mask = completions()["attention_mask"][..., None]
         assert apart([want * mask], [output.logits * mask]) < LIMIT
 
-    def test_they_run_under_the_autocast_of_the_call(self) -> None:
-        model, batch = tiny_model("llama", dtype=torch.float32), completions()
-        with tritonpack.patch(model, unpad=True), torch.autocast("cpu", torch.bfloat16):
-            logits = model(**batch).logits
-        assert logits.dtype == torch.bfloat16
-        assert logits[:].dtype == (logits + 0).dtype == torch.bfloat16
-
-    @pytest.mark.parametrize("change", ["fused", "data", "assign", "head"])
-    def test_a_changed_head_is_refused(self, change: str) -> None:
-        """They would be those of other weights."""
-        model, output, _ = self.output()
-        output.loss.backward()
-        if change == "fused":
-            torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-        elif change == "data":
-            model.lm_head.weight.data += 1
-        elif change == "assign":
-            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-        else:
-            model.lm_head = torch.nn.Linear(32, VOCAB)
-        with pytest.raises(ValueError, match=r"weights of the model's head have changed.*before the optimizer's step"):
-            output.logits.sum()
-
-    def test_heads_with_a_state_run_on_all_tokens(self) -> None:
-        """LoRA on the head: its adapter may be switched, and it may have dropout."""
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
-        model = peft.get_peft_model(tiny_model("llama"), config).double()
-        tritonpack.patch(model, unpad=True)
-        assert not is_read_later(model(**completions()))
-
     def test_mixed_precision_of_accelerate_reads_nothing(self) -> None:
         model, batch = tiny_model("llama", dtype=torch.float32), completions()
         tritonpack.patch(model, unpad=True)
         prepared = pytest.importorskip("accelerate").utils.convert_outputs_to_fp32(model.forward)
-        with rows_of_head(model) as rows, torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             output = prepared(**batch)
-        assert rows == [10]
+        assert is_read_later(output)
         assert output.logits.dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
             want = model(**batch).logits[:].float()

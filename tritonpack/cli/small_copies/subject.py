@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tritonpack.cli.small_copies.outputs import Output, UnlikeError, parts_of, tensors_in
+from tritonpack.cli.small_copies.packed_forms import FORMS, Batch, Form, paired, with_choices
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, PROMPT_TYPES
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.outputs import Output, UnlikeError, parts_of, tensors_in
-from tritonpack.patches.trial.packed_forms import FORMS, Batch, Form, paired, with_choices
 
 Draw = Callable[[tuple[int, ...], int], list[Tensor]]
 

@@ -1,0 +1,445 @@
+"""A padded batch as one row without padding and, if asked for, without a second copy of a common beginning.
+
+The row takes the place of the batch in a call, and its outputs are laid back into the batch afterwards. A causal head
+runs on the row, too; any other head gets states that were laid back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding, pad
+
+from tritonpack.packing.trees.prefixes import joined, prefix_tree
+from tritonpack.patches.call_arguments import PACKING
+from tritonpack.patches.labels import IGNORED, before_documents
+from tritonpack.patches.names import OF_DOCUMENTS, OF_OTHERS, is_of_tokens
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.tensor_like import TensorLike, as_tensor
+
+# Sharing less than a twentieth of the tokens costs more than it saves.
+WORTHWHILE = 0.95
+
+# Tensors with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
+ORDINARY = ("encoder_hidden_states", "labels")
+
+LABELS = {"labels", "shift_labels"}
+OF_HEADS = {*LABELS, "logits_to_keep"}  # arguments of causal heads
+OF_ROWS = {*OF_HEADS, "attention_mask"}  # arguments by which tokens that are equal may differ
+
+REAL, BEGINS, BEFORE = 1, 2, 4  # what a token is: no padding, a document's first, padding right before a document
+
+LOCK = threading.Lock()  # of all counts: threads may share a model
+
+
+@dataclass
+class Saved:
+    """What a patch with `unpad` has saved since it was put on.
+
+    Attributes:
+        tokens_given: tokens of all batches, padding included.
+        tokens_computed: tokens that the model ran on.
+    """
+
+    tokens_given: int = 0
+    tokens_computed: int = 0
+
+    def add(self, given: int, computed: int) -> None:
+        with LOCK:
+            self.tokens_given += given
+            self.tokens_computed += computed
+
+    def __str__(self) -> str:
+        share = 1 - self.tokens_computed / self.tokens_given if self.tokens_given else 0.0
+        return f"{self.tokens_computed:,} of {self.tokens_given:,} tokens computed, {share:.1%} saved"
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the tokens of a batch (B, T) lie in one row (1, N), in which a token may stand for several.
+
+    Attributes:
+        tokens: (B, T).
+        source: (N,) int64, where each token of the row comes from in the flattened batch.
+        real: (M,) int64, the places in the flattened batch of the tokens that the row holds.
+        copied: (M,) int64, where each of these lies in the row; None if no token stands for several.
+    """
+
+    tokens: torch.Size
+    source: Tensor
+    real: Tensor
+    copied: Tensor | None = None
+
+    def take(self, values: Tensor) -> Tensor:
+        """Values (B, T, ...) or (1, T, ...) of the tokens in the row: (1, N, ...)."""
+        values = values.expand(*self.tokens, *values.shape[2:])
+        return values.flatten(0, 1)[self.source.to(values.device)][None]
+
+    def lay_back(self, values: Tensor) -> Tensor:
+        """Values (1, N, ...) of the row in the batch: (B, T, ...), zeros elsewhere. The gradients of copies add up."""
+        flat = values[0]
+        if self.copied is not None:
+            # Among torch's functions that copy rows, the backward pass of `embedding` adds them up in a fixed order.
+            table = flat.flatten(1) if flat.ndim > 1 else flat[:, None]
+            floating = table.is_floating_point()
+            rows = embedding(self.copied, table) if floating else table.index_select(0, self.copied)
+            flat = rows.view(-1, *flat.shape[1:])
+        out = flat.new_zeros((self.tokens.numel(), *flat.shape[1:]))
+        return out.index_copy(0, self.real.to(flat.device), flat).unflatten(0, self.tokens)
+
+    def lay_back_all(self, output: Any, name: str = "") -> Any:
+        """The outputs of the model, with each value of the row's tokens laid back."""
+        if isinstance(output, Mapping):
+            for key, value in list(output.items()):
+                output[key] = self.lay_back_all(value, key)  # type: ignore[index]
+            return output
+        if isinstance(output, (tuple, list)):
+            return type(output)(self.lay_back_all(value, name) for value in output)
+        if not isinstance(output, Tensor) or (OF_DOCUMENTS.fullmatch(name) and output.ndim < 3):
+            return output
+        count = self.source.shape[0]
+        if output.shape[:2] == (1, count):
+            return self.lay_back(output)
+        if name == "hidden_states" and output.ndim == 4 and output.shape[1:3] == (1, count):  # of several streams
+            return torch.stack([self.lay_back(stream) for stream in output])
+        if "router" in name and output.ndim == 2 and output.shape[0] == count:
+            return self.lay_back(output[None]).flatten(0, 1)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The row of a batch (B, T), which a `PackedBatch` of one row carries.
+
+    Attributes:
+        placement: of the batch in the row.
+        shared: of the row in a shorter one, in which documents share the tokens that they begin with; None without.
+        ends: (1, N), the ends of subtrees in that one.
+        logits: of the batch's last tokens, (B, K), in the logits of a causal head; None if the head gets the batch.
+    """
+
+    placement: Placement
+    shared: Placement | None = None
+    ends: Tensor | None = None
+    logits: Placement | None = None
+
+
+class Compaction:
+    """Makes one row of the batches of a patched model.
+
+    Attributes:
+        share_prefixes: whether tokens of common beginnings run once.
+        longest: the longest row that isn't left as it is, because longer ones change rotary embeddings; None for any.
+        saved: the count of tokens.
+    """
+
+    def __init__(self, share_prefixes: bool, longest: int | None = None) -> None:
+        self.share_prefixes, self.longest = share_prefixes, longest
+        self.saved = Saved()
+
+    def __call__(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None = None) -> PackedBatch:
+        """Replace the arguments of a call by those of one row, and return its packing.
+
+        Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
+        cache or is one rank's part of a batch, if it has no padding and nothing to share, or if an argument belongs
+        neither to tokens nor to images.
+
+        Args:
+            packed_batch: the packing of the batch.
+            arguments: of the call.
+            head: whether a causal head, which runs on the row, shifts its labels; None for a base model.
+
+        Raises:
+            ValueError: labels of a causal head on padding.
+        """
+        total = packed_batch.tokens.numel()
+        packed_batch.compacted = True
+        row = self._row(packed_batch, arguments, head) if self._may_replace(packed_batch, arguments, head) else None
+        if row is None:
+            self.saved.add(total, total)
+            return packed_batch
+        last = row.placement if row.shared is None else row.shared
+        self.saved.add(total, last.source.shape[0])
+        starts, live = packed_batch.runs()
+        positions = packed_batch.position_ids
+        _take_all(row.placement, arguments)
+        return PackedBatch(
+            None if live is None else row.placement.take(live).int(),
+            None if positions is None else _taken(row.placement, positions),
+            row.placement.take(starts),
+            torch.Size((1, row.placement.source.shape[0])),
+            packed_batch.device,
+            packed_batch.serving,
+            row=row,
+        )
+
+    def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None) -> bool:
+        """Whether one row can take the place of the batch in a call."""
+        tokens = packed_batch.tokens
+        if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
+            return False
+        if self.longest is not None and tokens[1] > self.longest:
+            return False
+        return packed_batch.shape == tokens and _fits(tokens, arguments, head)
+
+    def _row(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None) -> Row | None:
+        """The row of a batch; None if it stays as it is. This is the one place that waits for the device."""
+        starts, live = packed_batch.runs()
+        channels = _channels(packed_batch, arguments) if self.share_prefixes else []
+        if not channels and live is None:
+            return None
+        tokens, device = packed_batch.tokens, starts.device
+        live = torch.ones_like(starts) if live is None else live
+        flags = REAL * live + BEGINS * starts + BEFORE * before_documents(live)
+        length, keep = tokens[1], min(arguments.get("logits_to_keep") or tokens[1], tokens[1])
+        given = None if head is None else labels_of(arguments)
+        targets = [] if given is None else [pad(given, (length - keep, 0), value=IGNORED)]
+        table = torch.stack([x.to(device).long().flatten() for x in (flags, *targets, *channels)]).cpu().numpy()
+        predicts = (table[0] & (REAL | BEFORE)) != 0
+        runs = predicts
+        if targets and head:  # padding keeps a label that a document's last token predicts, such as a token for the end
+            runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (np.arange(len(predicts)) % length > 0))
+        source = runs.nonzero()[0]
+        shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
+        if not len(source) or (len(source) == tokens.numel() and shared is None):
+            return None
+        places = _on(device, source)[0]
+        row = Row(Placement(tokens, places, places))
+        if shared is not None:
+            *where, ends = _on(device, *shared)
+            row = replace(row, shared=Placement(torch.Size((1, len(source))), *where), ends=ends[None])
+        if head is None:
+            return row
+        shown = source % length >= length - keep
+        kept = source[shown]
+        if targets:
+            labels = _labels_of(kept, table[1], predicts, (length, keep), head)
+            for name in LABELS & arguments.keys():
+                arguments[name] = _on(arguments[name].device, labels)[0][None]
+        if keep < length:
+            arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])[0]
+        elif "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = 0  # all
+        columns = _on(device, kept // length * keep + kept % length - (length - keep))[0]
+        return replace(row, logits=Placement(torch.Size((tokens[0], keep)), columns, columns))
+
+
+def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> PackedBatch:
+    """Replace the arguments of a row by those of the shorter one in which documents share tokens."""
+    assert row.shared is not None
+    positions = packed_batch.position_ids
+    _take_all(row.shared, arguments)
+    return PackedBatch(
+        None,
+        None if positions is None else _taken(row.shared, positions),
+        None,
+        torch.Size((1, row.shared.source.shape[0])),
+        packed_batch.device,
+        packed_batch.serving,
+        tree_ends=row.ends,
+        row=row,
+    )
+
+
+def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
+    """The output of a causal head that ran on a row, as that of the batch.
+
+    Args:
+        output: by name.
+        row: where its tokens lie.
+        later: whether logits are laid back when they are read: a training step doesn't read them.
+    """
+    assert row is not None
+    assert row.logits is not None
+    logits = output.get("logits")
+    output = row.placement.lay_back_all(type(output)(**{**output, "logits": None}))
+    if logits is None:
+        return output
+    if not later:
+        return type(output)(**{**output, "logits": row.logits.lay_back(logits)})
+    kind: Any = type(output)
+    return _class_of(kind)(**{"loss": output.get("loss"), "logits": LaidBack(row.logits, logits), **{
+        name: value for name, value in output.items() if name not in ("loss", "logits")
+    }})  # fmt: skip
+
+
+class LaidBack(TensorLike):
+    """The logits (B, K, vocabulary) of a call whose head ran on a row. An output holds it until they are read."""
+
+    def __init__(self, placement: Placement, values: Tensor) -> None:
+        self.placement, self.values = placement, values
+        self.shape = torch.Size((*placement.tokens, *values.shape[2:]))
+        self.dtype, self.device = values.dtype, values.device
+        self.data: Tensor | None = None
+
+    def float(self) -> LaidBack:
+        """In float32: accelerate asks for it in mixed precision, whoever reads it."""
+        return LaidBack(self.placement, self.values.float())
+
+    def to_tensor(self) -> Tensor:
+        if self.data is None:
+            with torch.enable_grad():  # the graph is that of the call
+                self.data = self.placement.lay_back(self.values)
+        return self.data
+
+
+class _LogitsWhenRead:
+    """Methods added to the class of an output. `items()` and `values()` lay no logits back, because accelerate and DDP
+    go through them in each call."""
+
+    @property
+    def logits(self) -> Tensor:
+        return as_tensor(self.__dict__["logits"])
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        self.__dict__["logits"] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        key = list(self.keys())[key] if isinstance(key, int) else key  # type: ignore[attr-defined]
+        return as_tensor(super().__getitem__(key))  # type: ignore[misc]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return as_tensor(super().get(key, default))  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        plain: Any = type(self).__mro__[2]  # a copy, or a pickle, is of an output with its logits
+        return plain(**{name: self[name] for name in self.keys()}).__reduce__()  # type: ignore[attr-defined]
+
+
+@cache
+def _class_of(kind: Any) -> Any:
+    return type(kind)(kind.__name__, (_LogitsWhenRead, kind), {"__module__": kind.__module__})
+
+
+def _share(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...] | None:
+    """Where the tokens of a row lie in a tree: (source, real, copied, ends), None if it isn't worthwhile.
+
+    Args:
+        flags: (M,) of the row's tokens.
+        channels: (n, M), the numbers of each token that must be equal for two tokens to be one.
+    """
+    real, padding = (flags & REAL).nonzero()[0], (flags & REAL == 0).nonzero()[0]
+    begins = (flags[real] & BEGINS).nonzero()[0]
+    tree = prefix_tree(joined(list(channels[:, real])), np.diff(begins, append=len(real)))
+    if len(tree.sources) > WORTHWHILE * len(real):
+        return None
+    slack = len(tree.sources) + np.arange(len(padding))
+    return (
+        np.concatenate([real[tree.sources], padding]),
+        np.concatenate([real, padding]),
+        np.concatenate([tree.places, slack]),
+        np.concatenate([tree.ends, slack]),
+    )
+
+
+def labels_of(arguments: Mapping[str, Any]) -> Any:
+    """The labels that the loss of a causal head reads; None without."""
+    shifted = arguments.get("shift_labels")
+    return arguments.get("labels") if shifted is None else shifted
+
+
+def _labels_of(
+    kept: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    predicts: NDArray[np.bool_],
+    columns: tuple[int, int],
+    shifted: bool,
+) -> NDArray[np.int64]:
+    """The labels of the tokens that have logits, for a loss along the row.
+
+    A loss that shifts labels predicts each from the token before it in the row. Where that isn't the token before it in
+    the batch, the label is left out, as in the batch.
+
+    Args:
+        kept: (S,), the places of these tokens in the flattened batch.
+        labels: (B * T,).
+        predicts: (B * T,), which tokens aren't padding.
+        columns: T, and how many last ones of them have logits.
+        shifted: whether the loss shifts labels.
+
+    Raises:
+        ValueError: a label that would be predicted from padding, which isn't computed.
+    """
+    length, keep = columns
+    by = kept - shifted
+    used = (by % length != length - 1) & predicts[by] & (by % length >= length - keep) if shifted else predicts[kept]
+    lost = labels != IGNORED
+    lost[kept[used]] = False
+    if shifted:
+        lost &= np.arange(len(labels)) % length > length - keep
+    if lost.any():
+        place = int(lost.nonzero()[0][0])
+        row, column = divmod(place, length)
+        raise ValueError(
+            f"the label {labels[place]} in row {row} would be predicted at token {column - shifted}, which "
+            f"attention_mask says is padding, and padding isn't computed. Set labels of padding to {IGNORED}, as "
+            "collators of transformers do."
+        )
+    return np.where(used, labels[kept], IGNORED)
+
+
+def _on(device: torch.device, *arrays: NDArray[np.int64]) -> list[Tensor]:
+    return [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+
+
+def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:
+    """The numbers (B, T) of each token that must be equal for two tokens to be one; none if tokens can't be compared:
+    a call with embeddings, with images, or with numbers that aren't integers."""
+    if arguments.get("input_ids") is None:
+        return []
+    found = []
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) or name in (*PACKING, *OF_ROWS) or value.ndim == 0:
+            continue
+        if value.is_floating_point() or OF_OTHERS.fullmatch(name):
+            return []
+        several = value.shape[:2] not in _shapes(packed_batch.tokens)  # positions of n kinds, (n, B, T)
+        rows = value if several else value.reshape(*value.shape[:2], -1).unbind(-1)
+        found += [one.expand(packed_batch.tokens) for one in rows]
+    return found
+
+
+def _take_all(placement: Placement, arguments: dict[str, Any]) -> None:
+    """Replace the arguments of a batch's tokens by those of a row's."""
+    for name, value in list(arguments.items()):
+        if name in PACKING:
+            del arguments[name]
+        elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
+            arguments[name] = _taken(placement, value)
+    arguments.pop("cache_position", None)
+
+
+def _taken(placement: Placement, value: Tensor) -> Tensor:
+    """An argument in the row: (B, T, ...), (1, T, ...), or positions of n kinds (n, B, T) as (n, 1, N)."""
+    if value.shape[:2] in _shapes(placement.tokens):
+        return placement.take(value)
+    return torch.stack([placement.take(one) for one in value])
+
+
+def _shapes(tokens: torch.Size) -> tuple[torch.Size, torch.Size]:
+    return tokens, torch.Size((1, tokens[1]))
+
+
+def _fits(tokens: torch.Size, arguments: dict[str, Any], head: bool | None) -> bool:
+    """Whether one row can replace the batch in a call: each argument has a value for each token, or is of images."""
+    ordinary = ORDINARY if head is None else ORDINARY[:1]
+    if arguments.get("use_cache") or any(isinstance(arguments.get(name), Tensor) for name in ordinary):
+        return False
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) or name in PACKING or value.ndim == 0 or OF_OTHERS.fullmatch(name):
+            continue
+        if head is not None and name in OF_HEADS:
+            continue
+        pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
+        if pairs or not is_of_tokens(name, value, tokens):
+            return False
+    return arguments.get("input_ids") is None or arguments["input_ids"].shape == tokens

@@ -1,0 +1,165 @@
+"""Guards: calls that other code has made wrong, or would make wrong, are refused with the remedy."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.masks.block_diagonal import document_starts
+from tritonpack.patches.call_arguments import FORMS, OFFSETS, TELLING, TREE
+from tritonpack.patches.parts import InstanceForward, PreHook
+from tritonpack.patches.tensor_like import TensorLike
+
+# Names that other libraries use, and misspellings: the argument to pass instead.
+MEANT = {
+    r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
+    r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
+    r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
+    r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
+    r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
+    r"pos(i?tion)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
+    r"(sub)?tree_?(ends?|parents?|out|mask|ids)|parents?(_ids)?|tout": "tree_ends",
+    r"(att?e?nt?io?n|attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_?masks?": "attention_mask",
+}
+
+
+@cache
+def meant_by(name: str) -> str | None:
+    """The argument that a name is probably meant for; None for a name that is read, and for an unrelated name."""
+    if name in TELLING:
+        return None
+    return next((meant for pattern, meant in MEANT.items() if re.fullmatch(pattern, name.lower())), None)
+
+
+def require_read(arguments: Mapping[str, Any], known: Collection[str], model: str) -> None:
+    """Refuse arguments that tell documents apart in a way that nothing reads.
+
+    Args:
+        arguments: a call's arguments by name; those that are None are ignored.
+        known: the names in the model's own signature.
+        model: the name of the model's class.
+    """
+    for name, value in arguments.items():
+        if value is not None and name not in known and (meant := meant_by(name)):
+            raise ValueError(
+                f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by it. "
+                f"Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
+            )
+    if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
+            f"{FORMS['cu_seq_lens_q']}."
+        )
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, dict) and not any(isinstance(one, TensorLike) for one in mask.values()):
+        raise ValueError(
+            f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
+            "masks of its layers itself. Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional "
+            "mask, or unpatch the model to use masks of your own."
+        )
+
+
+WHOLE_BATCH = "There every rank passes the whole batch. Or call tritonpack.unpatch(model)."
+
+
+def _is_from(function: Any, home: str) -> bool:
+    return isinstance(function, FunctionType) and function.__module__.startswith(home)
+
+
+def require_whole_rows() -> None:
+    """Refuse a call while another library shards rows over ranks, of which each would attend to its own tokens alone.
+
+    DeepSpeed's Ulysses replaces attention functions of transformers, torch's context parallelism that of torch.
+
+    Raises:
+        UnsupportedModelError: the message names what was found and the remedy.
+    """
+    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+        if isinstance(function, FunctionType) and function.__module__.startswith("deepspeed.runtime.sequence_parallel"):
+            raise UnsupportedModelError(
+                f"DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {name!r} "
+                "in this process. It shards rows without telling a patched model, and drops the mask that keeps "
+                "documents apart. Leave out sp_size and the registration of Ulysses, and share batches with "
+                "tritonpack.SequenceParallel(model, group, exchange='ulysses', layout='contiguous'), also under "
+                f"DeepSpeed's ZeRO. {WHOLE_BATCH}"
+            )
+    if _is_from(nn.functional.scaled_dot_product_attention, "torch.distributed.tensor.experimental"):
+        raise UnsupportedModelError(
+            "torch's context parallelism (context_parallel, accelerate's and Trainer's cp_size) has sharded this "
+            "batch. Only torch's scaled_dot_product_attention without a mask then sees the keys of other ranks, and a "
+            "patched model needs the mask that keeps documents apart. Leave out cp_size, and share batches with "
+            f"tritonpack.SequenceParallel(model, group, exchange='ring', layout='zigzag'). {WHOLE_BATCH}"
+        )
+
+
+def require_masks_kept(module: nn.Module) -> None:
+    """Refuse a model, or a layer of one, whose mask accelerate's context parallelism removes."""
+    for layer in module.modules():
+        if any(_is_from(hook, "accelerate.big_modeling") for hook in layer._forward_pre_hooks.values()):
+            raise UnsupportedModelError(
+                f"accelerate's context parallelism (cp_size) removes the mask of {type(layer).__name__}, which keeps "
+                "documents apart. Build the model anew, prepare it without cp_size, and share batches with "
+                f"tritonpack.SequenceParallel(model, group, exchange='ring', layout='zigzag'). {WHOLE_BATCH}"
+            )
+
+
+CONTINUOUS_BATCHING = (
+    "continuous batching (generate_batch, init_continuous_batching) brings attention and masks of its own, which a "
+    "patched model doesn't have. Call tritonpack.unpatch(model) first, or use `with tritonpack.patch(model)` for "
+    "training alone; model.generate() works while it is patched."
+)
+
+
+class NoContinuousBatching(InstanceForward):
+    """`init_continuous_batching` of a patched model: transformers makes every manager in it."""
+
+    attribute = "init_continuous_batching"
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(CONTINUOUS_BATCHING)
+
+
+class VirtualTokens(PreHook):
+    """The hook of a wrapper of PEFT's, which puts virtual tokens before each row (prompt, prefix and p-tuning).
+
+    PEFT passes offsets and document numbers on for the tokens without the virtual ones, and leaves position ids out.
+    """
+
+    with_kwargs = True
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        adapter = module.active_peft_config
+        if not getattr(adapter, "is_prompt_learning", False):
+            return
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        count, kind = getattr(adapter, "num_virtual_tokens", "several"), getattr(adapter, "peft_type", "PEFT's")
+        message = (
+            f"marks several documents in a row, and {type(module).__name__} puts {count} virtual tokens "
+            f"({getattr(kind, 'value', kind)}) before each row, not before each document. Give each document a row "
+            "of its own: a padded batch, padded on the right, with an attention_mask of 0 and 1. Adapters without "
+            "virtual tokens, such as LoRA, take packed rows."
+        )
+        for name in (*OFFSETS, "seq_idx", "decoder_seq_idx", TREE):
+            if arguments.get(name) is not None:
+                raise UnsupportedModelError(f"{name} {message}")
+        for side in ("", "decoder_"):
+            mask, positions = arguments.get(f"{side}attention_mask"), arguments.get(f"{side}position_ids")
+            if not isinstance(mask, Tensor) or mask.ndim != 2:
+                mask = None
+            if mask is not None:
+                require((mask <= 1).all(), f"{side}attention_mask {message}")
+            if isinstance(positions, Tensor):
+                begins = document_starts(positions)[:, 1:]
+                if mask is not None and mask.shape[1] == begins.shape[1] + 1:
+                    begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+                require(~begins.any(), f"{side}position_ids {message}")

@@ -1,0 +1,191 @@
+"""Documents laid out in rows, outputs cut into documents, and how far these are apart: what a proof measures with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tritonpack.patches.call_arguments import CACHES
+from tritonpack.patches.families import PROMPT_TYPES
+from tritonpack.patches.tokens import special_tokens
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents laid out in rows.
+
+    Attributes:
+        ids: (B, T) token ids, 0 for padding.
+        spans: the row of each document, and the places of its tokens in that row, in the documents' order.
+        arguments: what the model is given besides the ids.
+        source: the encoder's documents, where `ids` are the decoder's.
+    """
+
+    ids: Tensor
+    spans: Sequence[tuple[int, Any]]
+    arguments: dict[str, Any]
+    source: Batch | None = None
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return values of rows `[b, t, n]` as values of all documents, one after the other, `[tokens, n]`."""
+        return torch.cat([values[row, span] for row, span in self.spans])
+
+
+def lay_out(rows: Iterable[Iterable[int]], documents: Sequence[Tensor], *, left: bool = False, more: int = 0) -> Batch:
+    """Lay out documents (1, n) by their numbers in rows, which are padded to the longest and by `more` tokens.
+
+    The arguments are position ids and the mask.
+    """
+    rows = [list(row) for row in rows]
+    width = max(sum(documents[i].numel() for i in row) for row in rows) + more
+    ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long, device="cpu") for _ in range(3))
+    spans: dict[int, tuple[int, slice]] = {}
+    for r, row in enumerate(rows):
+        at = width - sum(documents[i].numel() for i in row) if left else 0
+        for i in row:
+            n = documents[i].numel()
+            spans[i] = (r, slice(at, at + n))
+            ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n, device="cpu"), 1
+            at += n
+    return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
+
+
+def ordinary_tokens(model: Any, size: int | None = None) -> Tensor:
+    """(k,) the token ids below `size` that the configuration names for no purpose, such as padding."""
+    size = size or model.get_input_embeddings().num_embeddings
+    named = special_tokens(model.config) if hasattr(model, "config") else set()
+    tokens = torch.tensor([token for token in range(size) if token not in named], device="cpu")
+    return tokens if len(tokens) > 1 else torch.arange(size, device="cpu")
+
+
+def draw(tokens: Tensor, lengths: Sequence[int], seed: int) -> list[Tensor]:
+    """Draw documents (1, n) of these lengths from token ids (k,)."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return [tokens[torch.randint(len(tokens), (1, n), generator=generator, device="cpu")] for n in lengths]
+
+
+def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """The argument that marks all tokens (B, T) as prompts, for models that require it (`PROMPT_TYPES`)."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    typed = any(module.config.model_type in PROMPT_TYPES for module in models)
+    return {"token_type_ids": torch.zeros_like(ids)} if typed else {}
+
+
+def tensors_in(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors in an output with their names; "." marks those in tuples and lists.
+
+    Losses, attention weights and caches are left out.
+    """
+    if isinstance(output, Mapping):
+        for key, value in output.items():
+            if not str(key).endswith(("loss", "attentions")) and key not in CACHES:
+                yield from tensors_in(value, f"{name}[{key}]" if name else str(key))
+    elif isinstance(output, (tuple, list)):
+        for i, value in enumerate(output):
+            yield from tensors_in(value, f"{name}.{i}" if name else f"output {i}")
+    elif isinstance(output, Tensor) and output.is_floating_point():
+        yield name or "output", output
+
+
+def cut(x: Tensor, batch: Batch) -> list[Tensor] | None:
+    """The part of each document in values for each token, (B, T, ...), (k, B, T, ...) or (B * T, ...); else None."""
+    for side in filter(None, (batch, batch.source)):
+        rows, width = side.ids.shape
+        if x.ndim > 1 and x.shape[:1] == (rows * width,) and rows * width > 1:
+            x = x.unflatten(0, (rows, width))
+        if x.shape[:2] == (rows, width):
+            return [x[row, place] for row, place in side.spans]
+        if x.shape[1:3] == (rows, width):
+            return [x[:, row, place] for row, place in side.spans]
+    return None
+
+
+def parts_in(output: Any, batch: Batch) -> dict[str, list[Tensor] | Tensor]:
+    """Cut all tensors of an output into documents; a tensor that has no part for each document stays whole."""
+    found: dict[str, list[Tensor] | Tensor] = {}
+    for name, x in tensors_in(output):
+        parts = cut(x, batch)
+        if parts is None and "." not in name and x.shape[:1] == (len(batch.spans),):
+            parts = list(x)
+        if parts is not None or "." not in name:  # other tensors in tuples are caches
+            found[name] = x if parts is None else parts
+    return found
+
+
+@torch.no_grad()
+def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> float:
+    """Return the largest difference, relative to the largest of all expected values.
+
+    None stands for zeros, as in gradients of parameters that take no part. The result is infinite where shapes differ,
+    for an expected NaN, and where one of two values is finite and the other isn't.
+    """
+    largest, worst = torch.finfo(torch.float32).eps, 0.0  # smaller values count as rounding
+    for a, b in zip(expected, got, strict=True):
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
+        b = torch.zeros_like(a) if b is None else b
+        if a.shape != b.shape:
+            return math.inf
+        finite = a.isfinite()
+        if bool(a.isnan().any()) or not torch.equal(finite, b.isfinite()):
+            return math.inf
+        if bool(finite.any()):
+            largest = max(largest, float(a[finite].abs().max()))
+            worst = max(worst, float((a - b)[finite].abs().max()))
+    return worst / largest
+
+
+def half_the_digits(dtype: torch.dtype) -> float:
+    """The largest relative difference that counts as rounding between two ways to compute a whole model."""
+    return max(torch.finfo(dtype).eps ** 0.5, 8 * torch.finfo(torch.float32).eps)  # float64 models use float32, too
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The largest relative difference that counts as rounding between two shapes of a call.
+
+    It is 256 units in the last place, and one unit in 16 bits, where wrong positions may move little more.
+    """
+    eps = torch.finfo(dtype).eps
+    return max(256 * eps if eps < 1e-4 else eps, 8 * torch.finfo(torch.float32).eps)
+
+
+def first_moved(model: nn.Module, run: Callable[[Batch], Any], before: Batch, after: Batch, kept: Iterable[int]) -> str:
+    """The first module that lets documents meet: in two calls, with batches that agree in the documents `kept`, its
+    inputs for these agree and its output doesn't. Empty if there is none."""
+    kept = list(kept)
+    seen: list[dict[str, tuple[list[Tensor], list[Tensor]]]] = []
+
+    def note(name: str, batch: Batch, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        sides = []
+        for values in ([args, kwargs], [output]):
+            cuts = (cut(x, batch) for _, x in tensors_in(values))
+            sides.append([parts[i].detach() for parts in cuts if parts is not None for i in kept])
+        seen[-1].setdefault(name, (sides[0], sides[1]))
+
+    for batch in (before, after):
+        seen.append({})
+        handles = [
+            module.register_forward_hook(partial(note, name, batch), with_kwargs=True)
+            for name, module in model.named_modules()
+        ]
+        try:
+            note("", batch, model, (), {}, run(batch))  # if a forward was called without its hooks
+        finally:
+            for handle in handles:
+                handle.remove()
+    for name, (inputs, outputs) in seen[0].items():
+        others = seen[1].get(name, (inputs, outputs))
+        same = [
+            len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip((inputs, outputs), others, strict=True)
+        ]
+        if same == [True, False]:
+            return f"{name or 'the model itself'} ({type(model.get_submodule(name)).__name__})"
+    return ""

@@ -1,0 +1,360 @@
+"""How a call of a patched model runs: call -> read -> compact -> run -> lay back -> output.
+
+The model that users call reads documents from the arguments of its call, and passes them on as `attention_mask`. So
+nothing is lost in a head that passes on only some of its arguments, and a head that computes with the mask gets one of
+0 and 1. A patched module inside (`base_forward.py`) takes them from there, or reads them itself if it is called by
+itself. A call is refused if the model computes something of a whole row and the row holds several documents.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.call_arguments import (
+    PACKING,
+    TELLING,
+    TREE,
+    cache_of,
+    in_form,
+    tokens_of,
+)
+from tritonpack.patches.compact import labels_of, lay_back_head
+from tritonpack.patches.document_places import Documents, require_one_document_a_row
+from tritonpack.patches.guards import require_read
+from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
+from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
+from tritonpack.patches.names import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.packing_context import Call, PackingContext
+from tritonpack.patches.pair_masks import is_pair_mask
+from tritonpack.patches.parse_inputs import OpenMaskError, make_packed_batch
+from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.report import holds
+from tritonpack.patches.spans import POSITIONS, take_spans
+from tritonpack.patches.tokens import text_config
+
+if TYPE_CHECKING:
+    from tritonpack.patches.proof import Proof
+
+# The refusal of packed rows in models that give one result for each row, after the model's name.
+ONE_RESULT = (
+    "gives one result for each row, so a row can't hold several documents. Pass padded rows, with one document in "
+    "each; unpad=True leaves out their padding where the class can."
+)
+
+# Packages whose wrappers leave labels and logits as they are. TRL's head computes the loss itself.
+HARMLESS = {"accelerate", "torch", "transformers"}
+
+
+class Pipeline(InstanceForward):
+    """The forward of a model that users may call: of a head around a patched module, or of that module itself.
+
+    PEFT calls a model's forward without its hooks, so the forward is replaced.
+
+    Attributes:
+        base: the forward of the patched module in this one.
+        path: the name of the patched module in this one; empty if they are the same.
+        known: the arguments that this model and its patched module take.
+        one_result: whether the model gives one result for each row.
+        mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
+        proof: what shows that this model keeps documents apart.
+    """
+
+    mixed_loss = ""
+    proof: Proof
+
+    def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any = None) -> None:
+        super().__init__(module, context)
+        self.base: Any = base or self  # a BaseForward
+        parameters = inspect.signature(module.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_cache, self.takes_mask = (takes_any or x in self.names for x in ("use_cache", "attention_mask"))
+        self.untaken = [name for name in PACKING if name == TREE or not (takes_any or name in self.names)]
+        self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
+        self.has_choices = any(kind.__name__.endswith("ForMultipleChoice") for kind in type(module).__mro__)
+        self.makes_positions = hasattr(module, METHOD)
+        self.takes_return_dict = takes_any or "return_dict" in self.names
+        self.known = frozenset((*self.names, *self.base.names, *PACKING))
+        self.path = next(path for path, part in module.named_modules() if part is self.base.module)
+        self.part = type(self.base.module).__name__
+        self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passing = self.proof.passing
+        if not self.installed or (passing is not None and passing == threading.get_ident()):
+            return self.inner(*args, **kwargs)
+        arguments = in_form(self.bound(args, kwargs))
+        if not torch.compiler.is_compiling():
+            self._require_parts()
+        if self.context.current.told is not None:
+            return self.run_inside(arguments)
+        self.proof.require(self, arguments)
+        require_read(arguments, self.known, self.name)
+        if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
+            raise UnsupportedModelError(
+                "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
+            )
+        wanted = arguments.get("return_dict")
+        if wanted is None:  # PEFT passes None
+            wanted = getattr(self.module.config, "return_dict", True)
+        if wanted or not self.takes_return_dict:
+            return self.run(arguments)
+        return self.run({**arguments, "return_dict": True}).to_tuple()
+
+    def run(self, arguments: dict[str, Any]) -> Any:
+        """Run a user's call, whose outputs have names."""
+        packed_batch = self.read(arguments)
+        try:
+            if packed_batch is None:
+                return self.run_unread(arguments)
+            if self.one_result:
+                self.require_result_of_each(packed_batch)
+            if arguments.get("labels") is not None:
+                check_labels(self.module, arguments, packed_batch)
+                self.require_known_loss(packed_batch)
+            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
+            row, within = packed_batch, arguments
+            if self.base.compaction is not None:
+                row, within = self._compact(packed_batch, arguments)
+            output = self.run_packed(within, row)
+        except (ValueError, RuntimeError, IndexError) as error:
+            self._explain(error, arguments, packed_batch)
+            raise
+        if row is not packed_batch:
+            output = lay_back_head(output, row.row, output.get("loss") is not None and not _needs_logits(self.module))
+        if not packed_batch.shared and not packed_batch.cached:
+            self._require_nothing_of_rows(output, packed_batch, arguments)
+        return output if spans is None else spans.add_loss(output, self.name)
+
+    def run_inside(self, arguments: dict[str, Any]) -> Any:
+        """Run a call of another patched forward, which has read the documents."""
+        packed_batch = self.read(arguments)
+        if packed_batch is None:
+            return self.run_unread(arguments)
+        if self.one_result:
+            self.require_result_of_each(packed_batch)
+        return self.run_packed(arguments, packed_batch)
+
+    def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
+        """Run the model on documents that were read."""
+        arguments = dict(arguments)
+        for name in self.untaken:
+            arguments.pop(name, None)
+        if packed_batch.tells_documents and self.takes_mask:
+            arguments["attention_mask"] = packed_batch
+        if self.makes_positions:
+            leave_positions_to_model(packed_batch, arguments)
+        before = self.context.enter(Call(packed_batch, *self.context.current[1:]))
+        try:
+            return self.inner(**arguments)
+        finally:
+            self.context.enter(before)
+
+    def run_unread(self, arguments: dict[str, Any]) -> Any:
+        """Run a call whose masks are made already, or that the model itself refuses."""
+        return self.inner(**arguments)
+
+    def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
+        """The packing of a call; None if its masks are made already, or if its rows are not two-dimensional."""
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, PackedBatch):
+            return mask
+        if len(tokens_of(arguments)[1]) == 3:
+            if self.has_choices:
+                self._require_one_document_a_choice(arguments)
+            return None  # choices, or columns of codebooks
+        # Beside a cache a mask of pairs is generate()'s, which the base claims.
+        pairs = is_pair_mask(mask) and cache_of(arguments) is None
+        made = mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2)
+        return None if made else self.base.read_documents(arguments)
+
+    def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
+        """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
+        assert self.base.compaction is not None
+        if not self._runs_on_rows(arguments, packed_batch):
+            check_padding_labels(self.module, arguments, packed_batch, refuse=True)
+            return packed_batch, arguments
+        within = dict(arguments)
+        return self.base.compaction(packed_batch, within, shifts_labels(self.module, arguments)), within
+
+    def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> bool:
+        """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""
+        if not self.path or torch.compiler.is_compiling() or self._has_hooks():
+            return False
+        if not _computes_each_token(self.module, self.inner, self.path.partition(".")[0]):
+            return False
+        if "." in self.path and any(OF_OTHERS.fullmatch(name) and arguments[name] is not None for name in arguments):
+            return False
+        keep, (rows, length) = arguments.get("logits_to_keep"), packed_batch.tokens
+        labels, loss = labels_of(arguments), self.module.loss_function
+        if isinstance(keep, Tensor):
+            return False
+        if labels is None:
+            return True
+        causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
+        fits = (
+            isinstance(labels, Tensor)
+            and labels.shape == (rows, min(keep or length, length))
+            and labels.dtype == torch.int64
+        )
+        return causal and fits and "ignore_index" not in arguments
+
+    def _has_hooks(self) -> bool:
+        """Whether forward hooks of users run after the models inside: they see the batch."""
+        parts = accumulate(self.path.split("."), "{}.{}".format)
+        return bool(all_modules._global_forward_hooks) or any(
+            self.module.get_submodule(part)._forward_hooks for part in parts
+        )
+
+    def _require_parts(self) -> None:
+        """Refuse a call if the patched module was replaced since. It may be wrapped."""
+        part = self.module
+        for name in self.path.split(".") if self.path else ():
+            part = getattr(part, name, None)
+        if self.base.gone or (part is not self.base.module and not holds(self.module, self.base.module)):
+            raise UnsupportedModelError(
+                f"{self.name} was patched with a {self.part} as its {self.path}, which was replaced since, and nothing "
+                "tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model that the "
+                f"new {self.path} comes from, put the parts together, and patch the whole with tritonpack.patch(model)."
+            )
+
+    def require_in_place(self) -> None:
+        """Refuse a call whose result this forward must compute, if another forward has replaced it since."""
+        if not self.in_place:
+            raise ValueError(
+                f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
+                "rows would mix documents. Replace it first and patch the model then: call tritonpack.unpatch(model) "
+                "and tritonpack.patch(model)."
+            )
+
+    def require_result_of_each(self, packed_batch: PackedBatch) -> None:
+        """Refuse packed rows in a model that gives one result for each row."""
+        continued = packed_batch.cached and packed_batch.shape != packed_batch.tokens
+        if self.one_result and not packed_batch.shared and not continued:
+            require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
+
+    def _require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
+        """Refuse packed rows in multiple choice, whose tokens are (B, choices, T)."""
+        tokens, shape = tokens_of(arguments)
+        assert tokens is not None
+        given = {name: x for name in (*TELLING, "input_ids") if isinstance(x := arguments.get(name), Tensor)}
+        told = {name: x.flatten(0, 1) if x.shape == shape else x for name, x in given.items()}
+        rows = torch.Size((shape[0] * shape[1], shape[2]))
+        packed_batch = make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token)
+        require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
+
+    def require_known_loss(self, packed_batch: PackedBatch) -> None:
+        """Refuse labels of packed rows if the model's own loss mixes documents."""
+        if self.mixed_loss:
+            require_one_document_a_row(
+                packed_batch,
+                f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
+                f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded "
+                "rows to the unpatched model.",
+            )
+
+    def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
+        """Raise an error that names the argument by which a call has probably failed."""
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(error, OpenMaskError):
+            self._refuse_appended(_beside_tokens(arguments), error)
+        if packed_batch is None or packed_batch.cached:
+            return
+        labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
+        labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
+        if not (labelled or sizes_differ) or (documents := Documents.of(packed_batch)) is None:
+            return
+        count, rows = len(documents), packed_batch.tokens[0]
+        if labelled and arguments["labels"].shape == (count,):
+            raise ValueError(
+                f"{self.name} failed with labels of shape ({count},), one for each of {count} documents: it isn't "
+                f"known to give one result a document, and its rows hold {count} in {rows}. Pass padded rows, with one "
+                "document in each."
+            ) from error
+        names = [n for n in _beside_tokens(arguments) if arguments[n].shape[:1] == (count,) != (rows,)]
+        if sizes_differ:
+            self._refuse_appended(names, error)
+
+    def _refuse_appended(self, names: list[str], error: Exception) -> None:
+        """Raise an error that names the arguments that the model appends to its tokens, if there are any."""
+        if names:
+            named = " and ".join(names)
+            raise ValueError(
+                f"{self.name} appends {named} to its tokens, and a patched model can't tell which document each "
+                f"belongs to. Leave {named} out, or pass padded rows to the unpatched model."
+            ) from error
+
+    def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
+        """Refuse an output that has one value for each row, if rows hold several documents."""
+        rows, length = packed_batch.tokens
+        keep = arguments.get("logits_to_keep")
+        chosen = isinstance(keep, Tensor) or bool(keep)
+        for name, value in output.items() if isinstance(output, dict) else ():
+            if not isinstance(value, Tensor) or "loss" in name or value.shape[:1] != (rows,):
+                continue
+            of_tokens = value.shape == packed_batch.tokens and ONE_NUMBER_A_TOKEN.fullmatch(self.name) is not None
+            if name == "logits" and (chosen or of_tokens):
+                continue
+            # Losses of tokens, such as those of TRL's heads, may lack the last or the first token of a row.
+            flat, short = value.ndim < 3, value.shape[1:2] not in ((length,), (length - 1,))
+            if (flat or short) if OF_DOCUMENTS.fullmatch(name) else (flat and short):
+                require_one_document_a_row(
+                    packed_batch,
+                    f"{self.name} returns {name}, one for each row, whatever documents a row holds. Pass padded rows, "
+                    "with one document in each.",
+                )
+
+
+def _computes_each_token(head: PreTrainedModel, forward: Callable[..., Any], base: str) -> bool:
+    """Whether a head is known to compute the logits of each token by itself, and one loss of them.
+
+    Its forward must be transformers' own. It computes each token by itself because it takes `logits_to_keep`; its loss
+    reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+    """
+    own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
+    if not set(_packages(function)) <= HARMLESS or inspect.unwrap(function) is not own:
+        return False
+    code = own.__code__
+    if "loss_function" not in code.co_names or "logsumexp" in code.co_names:  # or another loss of all logits
+        return False
+    parts = {name for name, _ in head.get_submodule(base).named_children()}
+    return "logits_to_keep" in code.co_varnames and parts.isdisjoint(code.co_names)
+
+
+def _needs_logits(model: nn.Module) -> bool:
+    """Whether code around a model needs its logits right after the call, whoever reads them: DDP with a static graph,
+    and FSDP2 if it shards the weights of the head again."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    state = getattr(model, "_get_fsdp_state", None)
+    group = getattr(state(), "_fsdp_param_group", None) if state is not None else None
+    resharded = state is not None and getattr(group, "post_forward_mesh_info", "unknown") is not None
+    return resharded or (ddp is not None and ddp.static_graph)
+
+
+def _packages(forward: Any) -> Iterator[str]:
+    """The packages of the code that runs in a forward: of each of its wrappers, and its own."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+        yield home.partition(".")[0]
+        forward = getattr(forward, "__wrapped__", None)
+
+
+def _beside_tokens(arguments: Mapping[str, Any]) -> list[str]:
+    """The arguments that belong neither to tokens nor to documents, but to images, for example."""
+    tokens, shape = tokens_of(arguments)
+    left = (*PACKING, *TARGETS, "input_ids", "inputs_embeds")
+    tensors = [name for name, x in arguments.items() if name not in left and isinstance(x, Tensor)]
+    return [name for name in tensors if tokens is None or arguments[name].shape[:2] != shape[:2]]

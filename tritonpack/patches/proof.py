@@ -1,0 +1,428 @@
+"""Proof on the model itself: what other documents of a row hold changes no bit of a document's outputs.
+
+A model whose class the tests have shown to be exact, and whose code is all transformers' own, is trusted. Any other
+model is proven in its first call, whatever that call holds, so that ranks of FSDP do it together. A proof runs the
+model some twenty times on some 30 random tokens, in evaluation mode, without gradients, and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from transformers import PreTrainedModel
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.call_arguments import TREE, tokens_of
+from tritonpack.patches.exact_classes import installed, is_shown, without_wrappers
+from tritonpack.patches.families import HEADS_SHIFT, REFUSED_IN_TREES
+from tritonpack.patches.forwards import foreign_modules, has_known_loss, holds_both_sides
+from tritonpack.patches.interface import stock_name, use_eager_if_sdpa_differs
+from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.measuring import (
+    Batch,
+    apart,
+    as_prompts,
+    draw,
+    first_moved,
+    half_the_digits,
+    lay_out,
+    ordinary_tokens,
+    parts_in,
+    rounding_of,
+)
+from tritonpack.patches.names import ONE_DOCUMENT_A_ROW
+from tritonpack.patches.no_trace import no_trace
+from tritonpack.patches.report import holds, layer_windows
+from tritonpack.patches.rope import rope_limits
+from tritonpack.patches.tokens import text_config
+
+SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
+LONGEST_REACH = 1024  # the middle document is longer than windows and chunks of up to this many tokens
+MOST_ROUNDING = 0.2  # between two shapes of a call: a scale of quantized layers depends on all tokens
+
+_LOCK = threading.RLock()  # one proof at a time: for a moment the model runs unpatched
+
+Form = Callable[[Sequence[Tensor]], Batch]  # lays out documents (1, n)
+Parts = Mapping[str, list[Tensor] | Tensor]  # each output, cut into documents if it has a part for each
+
+
+class LeakError(Exception):
+    """Packed documents don't stay apart; the message says where."""
+
+
+class Proof:
+    """What shows that the heads of a patch, the models that users may call, keep documents apart.
+
+    Each head gets `proven`, whether its first call has shown that it is trusted or proven, for rows (False) and for
+    trees (True), and `trusted`, whether it was trusted when the model was patched, or is proven: code that
+    torch.compile traces can't ask again.
+    """
+
+    def __init__(self, applied: Any) -> None:
+        self.applied, self.running = applied, False
+        self.passing: int | None = None  # the thread in which the heads do nothing
+        for head in applied.heads:
+            head.proof, head.proven = self, {False: False, True: False}
+            head.trusted = {trees: not self._why(head, trees) for trees in (False, True)}
+
+    def require(self, head: Any, arguments: dict[str, Any]) -> None:
+        """Refuse a user's call of a head unless its documents are known to stay apart.
+
+        Without evidence the head is proven here, whatever the call holds. A call with meta or fake tensors passes.
+
+        Raises:
+            UnsupportedModelError: documents don't stay apart, or the model can't be tried.
+            ValueError: there is no evidence yet, and torch.compile traces this call.
+        """
+        trees = arguments.get(TREE) is not None or self.applied.asked.share_prefixes
+        if torch.compiler.is_compiling():
+            if not head.trusted[trees]:
+                raise ValueError(
+                    f"{head.name} isn't proven yet, and a graph can't do that. Call prove() on the handle of "
+                    "tritonpack.patch, or the model itself, once before torch.compile."
+                )
+            return
+        if head.proven[trees]:
+            return
+        sides = (tokens_of(arguments)[0], tokens_of(arguments, "decoder_")[0])
+        tokens = next((x for x in sides if x is not None), None)
+        if tokens is not None and not tokens.is_meta and detect_fake_mode(tokens) is None:
+            self._prove(head, head, trees, tokens.device)
+
+    def settle(self) -> None:
+        """Prove the heads now.
+
+        Raises:
+            UnsupportedModelError: as in `require`.
+            ValueError: the model has no weights yet.
+        """
+        outer = [head for head in self.applied.heads if not head.one_result]
+        for head in self.applied.heads:
+            if any(other is not head and holds(other.module, head.module) for other in outer):
+                continue
+            device = next(head.module.parameters()).device
+            if device.type == "meta":
+                raise ValueError("this model's weights are on the meta device; load them before prove().")
+            self._prove(head, head.module, self.applied.asked.share_prefixes, device)
+
+    def _prove(self, head: Any, run: Callable[..., Any], trees: bool, device: torch.device) -> None:
+        with _LOCK:
+            if self.running or head.proven[trees]:  # by this thread, or meanwhile by another one
+                return
+            self.running = True
+            try:
+                if trees:
+                    refuse_layers_in_trees(head.module)
+                for kind in sorted({False, trees}):
+                    if not head.proven[kind] and (why := self._why(head, kind)):
+                        _try(self.applied, head, run, kind, device, why)
+                    for one in self.applied.heads:
+                        if one is head or (holds(head.module, one.module) and not head.one_result):
+                            one.proven[kind] = one.trusted[kind] = True
+            finally:
+                self.running = False
+
+    def _why(self, head: Any, trees: bool) -> str:
+        """Why a head isn't trusted; empty if it is."""
+        kind = without_wrappers(type(head.module))
+        models = (part for part in self.applied.model.modules() if isinstance(part, PreTrainedModel))
+        around = [m for m in models if holds(m, head.module) and not ONE_DOCUMENT_A_ROW.fullmatch(type(m).__name__)]
+        if not any(is_shown(type(part), in_trees=trees) for part in (head.module, *around)):
+            where = " where documents share the tokens that they begin with" if trees and is_shown(kind) else ""
+            return f"{kind.__name__} isn't a model that tritonpack knows{where} (with transformers {installed()})"
+        if foreign := foreign_modules(head.module):
+            modules = dict(head.module.named_modules())
+            named = ", ".join(f"{path or 'the model'} ({type(modules[path]).__name__})" for path in foreign[:3])
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            return f"{kind.__name__} runs code that isn't transformers' own in {named}{more}"
+        return ""
+
+
+def refuse_layers_in_trees(model: nn.Module) -> None:
+    """Refuse a model with a layer that mixes documents that share the tokens that they begin with.
+
+    Raises:
+        UnsupportedModelError: the message names the layer.
+    """
+    for path, layer in model.named_modules():
+        if why := REFUSED_IN_TREES.get(type(layer).__name__):
+            raise UnsupportedModelError(
+                f"{path} ({type(layer).__name__}) isn't exact where documents share the tokens that they begin with: "
+                f"{why}. Leave share_prefixes and tree_ends out; unpad removes padding alone."
+            )
+
+
+def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: torch.device, why: str) -> None:
+    """Try a head on a few tokens. If its own loss mixes documents, that is noted in the head.
+
+    Raises:
+        UnsupportedModelError: `why` it was tried, and what was found.
+    """
+    saved = None if applied.compaction is None else vars(applied.compaction.saved).copy()
+    try:
+        with no_trace(head.module), torch.no_grad():
+            trial = _Trial(applied, head, run, device)
+            if trees:
+                trial.require_tree()
+            else:
+                trial.require_rows()
+                known = head.one_result or has_known_loss(head.module)
+                head.mixed_loss = "" if known else trial.why_loss_mixes()
+    except torch.OutOfMemoryError:
+        raise
+    except (LeakError, UnsupportedModelError) as error:
+        remedy = "Train it on padded rows, unpatched; tritonpack.testing.check_isolation shows where documents meet."
+        if trees:
+            remedy = "Leave share_prefixes and tree_ends out; unpad removes padding alone."
+        raise UnsupportedModelError(
+            f"{why}, and on a few tokens its packed documents don't stay apart: {error}. {remedy}"
+        ) from error
+    except Exception as error:  # a model's own code may raise anything
+        raise UnsupportedModelError(
+            f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: "
+            f"{one_line(error)}. Train it on padded rows, unpatched."
+        ) from error
+    finally:
+        if saved is not None:
+            vars(applied.compaction.saved).update(saved)
+
+
+class _Trial:
+    """One proof: how a head is called, and with which documents."""
+
+    def __init__(self, applied: Any, head: Any, run: Callable[..., Any], device: torch.device) -> None:
+        self.applied, self.head, self.run, self.device = applied, head, run, device
+        self.model: Any = head.module
+        self.both = holds_both_sides(self.model) and not head.name.endswith(HEADS_SHIFT)
+        text = text_config(self.model.config)
+        self.tokens = ordinary_tokens(self.model, getattr(text, "vocab_size", None))
+        reach = max([w or 0 for w in layer_windows(text)] + [getattr(text, "attention_chunk_size", None) or 0])
+        limits = [limit - 1 for _, limit in rope_limits(text)]  # beyond them rotary embeddings change
+        self.long = min([max(LONG, reach + 3) if reach <= LONGEST_REACH else LONG, *limits])
+
+    def draw(self, *lengths: int) -> list[Tensor]:
+        documents = draw(self.tokens, lengths, 1)
+        if self.head.one_result and holds_both_sides(self.model):
+            for document in documents:
+                document[:, -1] = self.model.config.eos_token_id  # where such a head reads a document's scores
+        return documents
+
+    def lay(self, form: Form, documents: Sequence[Tensor]) -> Batch:
+        """Documents in a form. An encoder's are two tokens longer, and all tokens of the decoder's seed them."""
+        batch = form(documents)
+        if not self.both:
+            return batch
+        seeds = [int((d * torch.arange(1, d.shape[1] + 1, device="cpu")).sum()) for d in documents]
+        lengths = [document.shape[1] + 2 for document in documents]
+        sources = [draw(self.tokens, (n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
+        return replace(batch, source=form(sources))
+
+    def call(self, batch: Batch, **more: Tensor) -> Any:
+        """Run the head, with the same random numbers in every call."""
+        given = {"input_ids": batch.ids, **batch.arguments}
+        if batch.source is not None:
+            given = {"input_ids": batch.source.ids, **batch.source.arguments, "decoder_input_ids": batch.ids}
+            given |= {f"decoder_{name}": x for name, x in batch.arguments.items()}
+        given = {name: x.to(self.device) for name, x in (given | more).items()}
+        given |= as_prompts(self.model, given["input_ids"])
+        if self.head.name.endswith("ForMultipleChoice"):
+            given = {name: x[:, None] for name, x in given.items()}
+        torch.manual_seed(0)
+        return self.run(**given)
+
+    def parts(self, form: Form, documents: Sequence[Tensor]) -> Parts:
+        batch = self.lay(form, documents)
+        return parts_in(self.call(batch), batch)
+
+    def require_rows(self) -> None:
+        """Try packed rows, or padded rows in a head with one result for each row.
+
+        Exchanged documents show the same tokens to code that sees all of a call, such as the scale of a quantized layer
+        or the experts of a mixture. Other tokens may move it, and then by as much in rows of their own.
+        """
+        a, c, other_a, other_c, b, x, y, other_x, other_y = self.draw(*[SHORT] * 4, *[self.long] * 5)
+        alone = self.alone(b)
+        rows = self.parts(_rows, [x, b, y])
+        for form in (_padded,) if self.head.one_result else (_packed, _numbered):
+            found = self.parts(form, [a, b, c])
+            for changed, changed_rows in (([c, b, a], [y, b, x]), ([other_a, b, other_c], [other_x, b, other_y])):
+                self.require_unmoved(form, [a, b, c], found, changed, rows, changed_rows)
+            self.require_close(alone, rows, found, form)
+
+    def require_tree(self) -> None:
+        """Try two documents that share the tokens that they begin with."""
+        stem, first, second, other = self.draw(*[max(self.long // 2, 1)] * 4)
+        x, b, other_x = (torch.cat([stem, rest], 1) for rest in (first, second, other))
+        alone, rows, found = self.alone(b), self.parts(_rows, [x, b]), self.parts(_tree, [stem, first, second])
+        self.require_unmoved(_tree, [stem, first, second], found, [stem, other, second], rows, [other_x, b])
+        self.require_close(alone, rows, found, _tree)
+
+    def alone(self, document: Tensor) -> Parts:
+        """The outputs of a document alone, if they are those of the unpatched model."""
+        with unpatched(self.applied):
+            stock = self.parts(_rows, [document])
+        if not any(isinstance(x, list) for x in stock.values()):
+            raise ValueError("it gives no value for each token or document")
+        patched = self.parts(_rows, [document])
+        size, name = _difference(stock, patched, 0)
+        if size > half_the_digits(_dtype(stock)):
+            raise LeakError(f"{name} of a document alone differs by {size:.0e} from the unpatched model's")
+        return patched
+
+    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: Form) -> None:
+        """Require a document's outputs to be those alone, up to 8 times the rounding that rows of their own show."""
+        seen, name = _difference(alone, rows, 1)
+        if seen > MOST_ROUNDING:
+            raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")
+        rounding = max(8 * seen, rounding_of(_dtype(alone)))
+        size, name = _difference(alone, found, 1)
+        if size > rounding:
+            raise LeakError(f"{name} of a document{_SAYS[form]} differs by {size:.0e} from that of the document alone")
+
+    def require_unmoved(
+        self, form: Form, documents: Any, found: Parts, changed: Any, rows: Parts, changed_rows: Any
+    ) -> None:
+        """Require that no bit of the second document's outputs moves, or no more than in rows of their own."""
+        moved, name = _moved(found, self.parts(form, changed))
+        if moved and moved > 4 * _moved(rows, self.parts(_rows, changed_rows))[0]:
+            layer = first_moved(self.model, self.call, self.lay(form, documents), self.lay(form, changed), [1])
+            where = layer or "no layer's output alone"
+            raise LeakError(
+                f"{name} of a document{_SAYS[form]} moves by {moved:.0e} with another one, first in {where}"
+            )
+
+    def why_loss_mixes(self) -> str:
+        """Why the model's own loss of packed documents isn't that of the same documents in rows; empty if it is."""
+        documents, losses = self.draw(*[self.long] * 3), []
+        try:
+            for form in (_rows, _packed):
+                batch = self.lay(form, documents)
+                found = parts_in(self.call(batch), batch)
+                main = found.get("logits", next(iter(found.values())))[0]
+                labels = torch.full_like(batch.ids, IGNORED)
+                for (row, place), document in zip(batch.spans, documents, strict=True):
+                    labels[row, place] = document[0] % main.shape[-1]
+                    labels[row, place.start] = IGNORED
+                if main.ndim < 2:
+                    labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
+                output = self.call(batch, labels=labels)
+                losses.append((output["loss"] if isinstance(output, Mapping) else output[0]).flatten())
+        except Exception as error:  # a model's own code may raise anything
+            return f"with labels it fails: {one_line(error)}"
+        if losses[0].numel() == 1 and apart(*([loss] for loss in losses)) <= rounding_of(main.dtype):
+            return ""
+        return f"it was {losses[1].tolist()}, and with the documents in rows of their own {losses[0].tolist()}"
+
+
+def _rows(documents: Sequence[Tensor]) -> Batch:
+    """Documents of one length in rows of their own, with nothing but their tokens."""
+    return replace(lay_out([[i] for i in range(len(documents))], documents), arguments={})
+
+
+def _packed(documents: Sequence[Tensor]) -> Batch:
+    """One row, told by position ids."""
+    batch = lay_out([range(len(documents))], documents)
+    return replace(batch, arguments={"position_ids": batch.arguments["position_ids"]})
+
+
+def _numbered(documents: Sequence[Tensor]) -> Batch:
+    """Two rows with padding, told by a mask that numbers documents."""
+    last = len(documents) - 1
+    batch = lay_out([range(last), [last]], documents, more=PADDING)
+    for number, place in enumerate(batch.spans, 1):
+        batch.arguments["attention_mask"][place] = number
+    return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
+
+
+def _padded(documents: Sequence[Tensor]) -> Batch:
+    """One document in each row, with padding on the right."""
+    batch = lay_out([[i] for i in range(len(documents))], documents)
+    return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
+
+
+def _tree(documents: Sequence[Tensor]) -> Batch:
+    """One row in which the second and the third document follow on the first; these are the documents then."""
+    stem, first, second = documents
+    sizes = [x.numel() for x in documents]
+    a, b, c = sizes[0], sizes[0] + sizes[1], sum(sizes)
+    ends = torch.tensor([c] * a + [b] * (b - a) + [c] * (c - b), device="cpu")[None]
+    depths = torch.cat([torch.arange(b, device="cpu"), torch.arange(a, a + c - b, device="cpu")])[None]
+    both = torch.cat([torch.arange(a, device="cpu"), torch.arange(b, c, device="cpu")])
+    return Batch(torch.cat([stem, first, second], 1), [(0, slice(b)), (0, both)], {TREE: ends, "position_ids": depths})
+
+
+_SAYS: dict[Form, str] = {
+    _packed: " told by position ids",
+    _numbered: " told by a mask that numbers documents",
+    _padded: " beside padding",
+    _tree: " that shares the tokens that it begins with",
+}
+
+
+@contextmanager
+def unpatched(applied: Any) -> Iterator[None]:
+    """A context without a patch: modules have the attention that they had before, or transformers' default.
+
+    The heads stay, so that calls of other threads wait at `require`. They pass on the calls of this thread.
+    """
+    parts = [part for part in applied.parts if part not in applied.heads and not part.gone]
+    for part in reversed(parts):
+        part.remove()
+    applied.proof.passing = threading.get_ident()
+    configs = {id(m.config): m for m in applied.model.modules() if isinstance(m, PreTrainedModel)}.values()
+    names = [(module.config, module.config._attn_implementation_internal) for module in configs]
+    try:
+        for module in configs:
+            module.config._attn_implementation_internal = stock_name(
+                module, module.config._attn_implementation_internal
+            )
+        use_eager_if_sdpa_differs(applied.model)
+        yield
+    finally:
+        for config, name in names:
+            config._attn_implementation_internal = name
+        applied.proof.passing = None
+        for part in parts:
+            part.install()
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line of moderate length, without a full stop."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
+
+
+def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
+    """How far the parts of one document are from those of a call of its own. Values for no document must be constant.
+
+    Raises:
+        LeakError: an output has no part for each document.
+    """
+    worst = (0.0, "")
+    for name, parts in expected.items():
+        got = found.get(name)
+        if not isinstance(parts, list):
+            continue
+        if isinstance(got, list):
+            worst = max(worst, (apart(parts[:1], got[place : place + 1]), name))
+        elif got is None or not torch.equal(got.flatten(), parts[0].flatten()):
+            shape = "is missing" if got is None else f"has shape {tuple(got.shape)}"
+            raise LeakError(f"{name} {shape} for several documents in a row")
+    return worst
+
+
+def _moved(before: Parts, after: Parts) -> tuple[float, str]:
+    """How far the outputs of the second document are apart in two calls; 0.0 means that all bits are equal."""
+    sizes = ((apart([x[1]], [after[name][1]]), name) for name, x in before.items() if isinstance(x, list))
+    return max(sizes, default=(0.0, ""))
+
+
+def _dtype(parts: Parts) -> torch.dtype:
+    return parts.get("logits", next(iter(parts.values())))[0].dtype

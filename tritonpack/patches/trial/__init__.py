@@ -1,1 +1,0 @@
-"""Small copies of models, and the comparison of documents packed in every form with each document alone."""
