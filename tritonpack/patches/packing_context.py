@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from tritonpack.patches.packed_batch import PackedBatch
 
 
-class Call(NamedTuple):
-    """A call of a patched model.
+@dataclass(frozen=True)
+class Call:
+    """A call of a patched model. It is no tuple: torch.compile ties a graph to the items of tuples that it reads.
 
     Attributes:
         told: the packing that was read from the arguments of the model that the user called, while that model runs. Its

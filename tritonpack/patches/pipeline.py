@@ -155,11 +155,12 @@ class Pipeline(InstanceForward):
             arguments["attention_mask"] = packed_batch
         if self.makes_positions:
             leave_positions_to_model(packed_batch, arguments)
-        before = self.context.enter(Call(packed_batch, *self.context.current[1:]))
+        outer = self.context.current
+        self.context.enter(Call(packed_batch, outer.running, outer.packed_batch))
         try:
             return self.inner(**arguments)
         finally:
-            self.context.enter(before)
+            self.context.enter(outer)
 
     def run_unread(self, arguments: dict[str, Any]) -> Any:
         """Run a call whose masks are made already, or that the model itself refuses."""
