@@ -88,6 +88,7 @@ def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pyt
     assert sweep.run(model_type).verdict == "exact"
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
+        handle.prove()
         shapes = count_calls(model)
         sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, sum(sweep.LENGTHS))}
@@ -104,6 +105,7 @@ def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatc
     assert sweep.run(model_type, forms=["position_ids", "collator"]).verdict == "exact"
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
+        handle.prove()
         shapes = count_calls(model)
         sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, 1), (1, 3), (1, 7), (1, 11)}

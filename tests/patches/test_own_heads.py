@@ -78,5 +78,5 @@ def test_labels_of_documents_for_results_of_rows_are_refused() -> None:
     with tritonpack.patch(model := build(RaterOfStates)) as handle:
         assert handle.report.attention == "tritonpack"
         assert model(**packed()).states.shape[:2] == (1, 22)
-        with pytest.raises(ValueError, match=r"RaterOfStates has a loss of its own.*pass padded rows"):
+        with pytest.raises(ValueError, match=r"failed with labels .* for each of 4 documents.*Pass padded rows"):
             model(**packed(), labels=LABELS)

@@ -43,7 +43,8 @@ def changed(change: Callable[[Any], Any], where: str) -> Patch:
 
     @contextlib.contextmanager
     def patch(model: nn.Module) -> Iterator[None]:
-        with tritonpack.patch(model):
+        with tritonpack.patch(model) as handle:
+            handle.prove()  # of what the model was before
             hook = model.get_submodule(where).register_forward_hook(lambda module, args, output: change(output))
             yield
             hook.remove()
@@ -250,9 +251,9 @@ class TestResults:
         rows = [Row(key, "patch", verdict, version="5.23.1") for key, verdict in verdicts.items()]
         rows.append(Row("C/a", "name", "exact", version="5.23.1"))
         path = tmp_path / "exact_classes.csv"
-        path.write_text("class,versions\nA,5.4 5.23\nC,5.4\nD,5.23\n")
+        path.write_text("class,versions,in_trees\nA,5.4 5.23,5.4\nC,5.4,\nD,5.23,5.23\n")
         results.save_shown(rows, path)
-        expected = ["class,versions", "A,5.4 5.23", "B,5.23", "C,5.4", ""]
+        expected = ["class,versions,in_trees", "A,5.4 5.23,5.4", "B,5.23,", "C,5.4,", ""]
         assert path.read_text() == "\n".join(expected)
 
 

@@ -99,7 +99,7 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         ("key", "verdict", "reason"),
         [
-            ("OPTForCausalLM/opt", "as it is", "its calls pass by the module"),
+            ("OPTForCausalLM/opt", "refused", "OPTDecoder passes by the OPTModel around it"),
             ("MusicgenForCausalLM/musicgen", "as it is", "several rows of ids"),
             ("BloomForCausalLM/bloom", "refused", "takes a dense mask"),
         ],

@@ -13,7 +13,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.compact import Compaction, Placement, share
+from tritonpack.patches.compact import Compaction, share
 from tritonpack.patches.cross_attention import cross_attention_mask
 from tritonpack.patches.document_places import require_one_document_a_row
 from tritonpack.patches.families import (
@@ -33,6 +33,7 @@ from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.pair_masks import is_pair_mask
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
 from tritonpack.patches.pipeline import Pipeline
+from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
@@ -129,7 +130,8 @@ class BaseForward(Pipeline):
             arguments.pop(name, None)
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.row is None:
             self._take_tree(packed_batch, arguments)
-        if packed_batch is not None and self.compaction is not None and self.outermost:
+        if packed_batch is not None and self.compaction is not None and not self.context.current.running:
+            self._require_outermost()
             if packed_batch.row is None and not packed_batch.compacted:
                 packed_batch = self.compaction(packed_batch, arguments)
                 placements += [] if packed_batch.row is None else [packed_batch.row.placement]
@@ -150,6 +152,15 @@ class BaseForward(Pipeline):
         if self.checkpoints is not None:
             self.checkpoints.hold()
         return packed_batch, of_layers, placements
+
+    def _require_outermost(self) -> None:
+        """Refuse a head that calls a module inside of the one that would remove padding, as OPT's does."""
+        if not self.outermost:
+            around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
+            raise UnsupportedModelError(
+                f"this call of {self.name} passes by the {around.name} around it, in which padding and common "
+                "beginnings are removed. Leave unpad and share_prefixes out."
+            )
 
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
         """Refuse a call whose attention, mask or rows another library has replaced since the patch."""
@@ -210,6 +221,7 @@ class BaseForward(Pipeline):
             arguments, shape, tokens.device, self.serving, self.pad_token, reads_pairs=pairs
         )
         packed_batch.cached = cache is not None
+        packed_batch.compacted = told is not None and told.compacted and told.tokens == shape
         if pairs and packed_batch.cached and not _is_empty(arguments):
             raise ValueError(
                 "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "

@@ -23,7 +23,7 @@ from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overl
 from tritonpack.patches.tensor_like import TensorLike
 
 if TYPE_CHECKING:
-    from tritonpack.patches.compact import Row
+    from tritonpack.patches.placement import Row
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 

@@ -132,7 +132,9 @@ class Pipeline(InstanceForward):
             self._explain(error, arguments, packed_batch)
             raise
         if row is not packed_batch:
-            output = lay_back_head(output, row.row, output.get("loss") is not None and not _needs_logits(self.module))
+            loss = output.get("loss")
+            trains = isinstance(loss, Tensor) and loss.requires_grad  # nobody reads the logits then
+            output = lay_back_head(output, row.row, trains and not _needs_logits(self.module))
         if not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
         return output if spans is None else spans.add_loss(output, self.name)
