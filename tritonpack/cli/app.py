@@ -151,7 +151,7 @@ def check_backend(
 def check(
     model: Annotated[str, Argument(metavar="MODEL", help="A model on the Hub, a folder, or a config.json.")],
     weights: Annotated[
-        bool, Option("--weights", help="Load the model, on --device, instead of building a small random copy.")
+        bool, Option("--weights", help="Load the model, on --device, and pack documents on it.")
     ] = False,
     device: DeviceOption = "auto",
     trust_remote_code: Annotated[
@@ -159,9 +159,9 @@ def check(
     ] = False,
     json: JsonOption = None,
 ) -> int:
-    """Say whether packing a model is exact, refused or leaking, with stock transformers and with tritonpack.
+    """Say whether packing a model is exact, refused, or unknown until its weights are loaded.
 
-    Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, wrong values, or no attention to pack for.
+    Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, or unknown.
     """
     _require("transformers", "the check")
     with _usage_errors():
