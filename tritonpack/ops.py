@@ -1,8 +1,8 @@
 """Calls of the backends: with autograd, and as operators `tritonpack::attention` and `tritonpack::attention_backward`.
 
 Operators are opaque to `torch.compile`: it calls them without breaking its graph, whatever the token counts. They take
-only tensors and numbers; `plan` makes these from a mask and the options. A call that nothing watches needs no operator:
-torch's dispatcher and its autograd for operators would take the host longer than all the rest.
+only tensors and numbers; `plan` makes these from a mask and the options. Eager calls skip the operators, because
+torch's dispatcher and its autograd for operators take the host longer than everything else.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _has_tangents(*tensors: Tensor) -> bool:
 
 
 def _is_plain_call(*tensors: Tensor) -> bool:
-    """Whether nothing watches a call: no compiler, no tracer, no mode of torch's dispatcher, no subclass of Tensor."""
+    """Whether a call may skip the operators: no compiler, no tracer, no dispatch mode, no subclass of Tensor."""
     return (
         not torch.compiler.is_compiling()
         and all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
@@ -119,7 +119,7 @@ def _backward(
 
 
 class _Attention(torch.autograd.Function):
-    """(q, k, v, sinks, mask, options, tiles, backend, its name) -> out, lse: the operator without the dispatcher."""
+    """The eager path of autograd: the same as `torch.ops.tritonpack.attention`, without the cost of the dispatcher."""
 
     @staticmethod
     def forward(

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
 from benchmarks.packing.suite import checked, print_suite, seconds
 from tests.lengths import log_normal, lookalike
-from tritonpack.cli.plan.strategies import interleaved_rows, next_fit_rows, shuffled_bins
+from tritonpack.cli.strategies import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.planning.cost import CostModel
@@ -76,8 +76,9 @@ def our_packers() -> list[Packer]:
 
 def baselines() -> list[Sampler]:
     """The baselines of `tritonpack plan`, without padded rows."""
-    methods = {"interleaved": interleaved_rows, "next-fit, strided": next_fit_rows, "best-fit, shuffled": shuffled_bins}
-    return [Sampler(name, method, method) for name, method in methods.items()]
+    methods = (interleaved_rows, next_fit_rows, shuffled_bins)
+    names = ("interleaved", "next-fit, strided", "best-fit, shuffled")
+    return [Sampler(name, method, method) for name, method in zip(names, methods, strict=True)]
 
 
 def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argparse.Namespace) -> None:

@@ -38,11 +38,27 @@ def test_cuda_without_gpu_is_refused(capsys, monkeypatch):
     assert "torch sees no GPU here; use --device cpu or auto" in capsys.readouterr().err
 
 
-def test_missing_package_is_named(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("missing", "arguments", "message"),
+    [
+        (
+            "matplotlib",
+            ["plan", "lengths.json"],
+            "the plan needs matplotlib, which isn't installed; pip install matplo",
+        ),
+        ("transformers", ["plan", "lengths.json", "--model", "config.json"], "--model needs transformers"),
+        (
+            "datasets",
+            ["pack", "a.jsonl", "--out", "rows"],
+            "packing to disk needs datasets, which isn't installed; pip",
+        ),
+    ],
+)
+def test_missing_package_is_named(missing, arguments, message, capsys, monkeypatch):
     find_spec = "tritonpack.cli.app.importlib.util.find_spec"
-    monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
-    assert run("plan", "lengths.json", "--capacity", "8") == 2
-    assert "the plan needs matplotlib, which isn't installed; pip install matplotlib" in capsys.readouterr().err
+    monkeypatch.setattr(find_spec, lambda name: None if name == missing else name)
+    assert run(*arguments, "--capacity", "8") == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=str)

@@ -89,12 +89,10 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch, capsy
         ([RIGHT, "--only", "nothing"], "no check matches"),
         ([RIGHT, "--dtype", "int8"], "--dtype"),
         ([RIGHT, "--device", "cuda"], "torch sees no GPU here; use --device cpu or auto"),
-        (
-            [RIGHT, "--device", "cpu", "--only", "empty/all", "--json", "/proc/nowhere/x"],
-            "--json /proc/nowhere/x can't be written: ",
-        ),
+        ([RIGHT, "--device", "cpu", "--only", "empty/all", "--json", "/proc/nowhere/x"],
+         "--json /proc/nowhere/x can't be written: "),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_exits_with_2(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run("check-backend", *arguments) == 2

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tests.small_copies.comparison import apart, tolerance
 from tritonpack.patches.compact import Saved
 
 UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}

@@ -10,8 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from tests.patches import zoo
 from tests.patches.zoo_rows import FULL, SLIDING, VOCAB, WINDOW
-from tritonpack.cli.small_copies import packed_forms, subject
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies import packed_forms, subject
+from tests.small_copies.small_copy import spread
 
 __all__ = ["EXACT", "LENGTHS", "STOCK_FAILS", "pairs_subject", "source_of", "targets", "tiny_pair_model"]
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import zoo
 from tests.patches.sweep import difference
-from tritonpack.cli.small_copies.comparison import tolerance
+from tests.small_copies.comparison import tolerance
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)  # routers' losses are computed in float32
@@ -140,8 +140,8 @@ def test_embeddings_scaled_by_the_mask_equal_alone() -> None:
 def retriever() -> PreTrainedModel:
     import transformers
 
-    from tritonpack.cli.small_copies.shrink import shrink
-    from tritonpack.cli.small_copies.small_copy import spread
+    from tests.small_copies.shrink import shrink
+    from tests.small_copies.small_copy import spread
 
     torch.manual_seed(0)
     config = shrink(transformers.ColModernVBertConfig())

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import zoo
 from tests.patches.test_patching import documents, positions
-from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tests.small_copies.comparison import apart, tolerance
 
 
 def loss_of(model: PreTrainedModel) -> Tensor:

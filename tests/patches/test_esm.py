@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import EsmConfig, EsmForMaskedLM, PreTrainedModel
 
 import tritonpack
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.small_copy import spread
 
 PADDING, MASK = 1, 32
 EXACT = 64 * torch.finfo(torch.float32).eps

@@ -17,9 +17,9 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tests.patches.sweep import difference
-from tritonpack.cli.small_copies.comparison import tolerance
-from tritonpack.cli.small_copies.packed_forms import FORMS, lay_out
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.comparison import tolerance
+from tests.small_copies.packed_forms import FORMS, lay_out
+from tests.small_copies.small_copy import spread
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)

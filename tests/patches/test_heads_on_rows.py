@@ -19,7 +19,7 @@ from tests.patches import zoo
 from tests.patches.models import COMMON, VOCAB, tiny_model
 from tests.patches.test_every_model import BUILT
 from tests.patches.test_unpad import LIMIT, WAYS, padded, real, results
-from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tests.small_copies.comparison import apart, tolerance
 from tritonpack.patches.compact import LaidBack
 
 QUICK = ("bamba", "gemma3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", "qwen3_next")

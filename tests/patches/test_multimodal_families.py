@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches.models import COMMON
 from tests.patches.test_multimodal import BEGIN, EXACT, IMAGE, counted, differs, document, numbered, text
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.small_copy import spread
 
 ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 TEXT: dict[str, Any] = {**COMMON, "rope_parameters": ROPE}

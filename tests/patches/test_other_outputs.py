@@ -20,8 +20,8 @@ from transformers.utils import ModelOutput
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.cli.small_copies.packed_forms import FORMS
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.packed_forms import FORMS
+from tests.small_copies.small_copy import spread
 from tritonpack.patches import proof
 
 LENGTHS = (9, 4, 6, 4)

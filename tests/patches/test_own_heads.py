@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.cli.small_copies.packed_forms import FORMS
+from tests.small_copies.packed_forms import FORMS
 
 LENGTHS = (7, 1, 3, 11)
 

@@ -10,8 +10,8 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.sweep import difference
 from tests.patches.test_heads import EXACT, TOLD, documents, gradients, padded, relative
-from tritonpack.cli.small_copies.packed_forms import FORMS
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.packed_forms import FORMS
+from tests.small_copies.small_copy import spread
 from tritonpack.patches import proof
 
 HEADS = {

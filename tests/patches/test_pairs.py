@@ -15,11 +15,11 @@ from tests.patches.models import COMMON, Graphs
 from tests.patches.pairs import EXACT, STOCK_FAILS, pairs_subject, targets, tiny_pair_model
 from tests.patches.sweep import difference
 from tests.patches.test_every_model import state, without_dropout
-from tritonpack.cli.small_copies.comparison import tolerance
-from tritonpack.cli.small_copies.judge import alone, judge
-from tritonpack.cli.small_copies.packed_forms import FORMS
-from tritonpack.cli.small_copies.small_copy import spread
-from tritonpack.cli.small_copies.subject import Subject
+from tests.small_copies.comparison import tolerance
+from tests.small_copies.judge import alone, judge
+from tests.small_copies.packed_forms import FORMS
+from tests.small_copies.small_copy import spread
+from tests.small_copies.subject import Subject
 
 WITHOUT_SDPA = {"bigbird_pegasus", "nllb-moe", "switch_transformers", "t5gemma"}
 # Stock transformers contradicts itself: its router treats the empty places of a static cache as padding.

@@ -19,8 +19,8 @@ import tritonpack
 from tests.patches.models import COMMON
 from tests.patches.sweep import difference
 from tests.patches.test_multimodal import EXACT, counted, differs, numbered, text
-from tritonpack.cli.small_copies.comparison import gradients_of
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.comparison import gradients_of
+from tests.small_copies.small_copy import spread
 from tritonpack.testing import check_isolation
 
 IMAGE = 60

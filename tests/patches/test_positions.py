@@ -13,7 +13,7 @@ from tests.patches.sweep.build import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import difference
 from tests.patches.sweep.subject import Subject
-from tritonpack.cli.small_copies.packed_forms import FORMS
+from tests.small_copies.packed_forms import FORMS
 from tritonpack.patches.rope import rope_limits
 
 

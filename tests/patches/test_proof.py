@@ -54,7 +54,7 @@ from tests.patches.foreign import (
     zoo_bert,
 )
 from tests.patches.pairs import tiny_pair_model
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.small_copy import spread
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import base_forward, choose_modules, proof
 from tritonpack.patches.layers import choose, positions

@@ -7,7 +7,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import assumed
-from tritonpack.cli.small_copies.packed_forms import FORMS
+from tests.small_copies.packed_forms import FORMS
 
 CASES = {case.name: case for case in cases()}
 

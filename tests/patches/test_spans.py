@@ -12,7 +12,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.sweep import difference
 from tests.patches.test_heads import EXACT, LENGTHS, TOLD, documents, gradients, head, packed, padded, relative
-from tritonpack.cli.small_copies.packed_forms import FORMS
+from tests.small_copies.packed_forms import FORMS
 
 HEADS = {
     "BertForQuestionAnswering": "bert",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import tritonpack
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tests.small_copies.comparison import apart, tolerance
 
 # Two rows, each with two trees, padding between and within trees, and branches.
 ENDS = torch.tensor([[5, 5, 2, 5, 5, 8, 8, 8], [0, 8, 8, 3, 8, 6, 8, 8]])

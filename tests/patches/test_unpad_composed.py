@@ -37,7 +37,7 @@ from tests.patches.padded_batches import (
     training_model,
 )
 from tests.patches.test_every_model import state
-from tritonpack.cli.small_copies.comparison import apart
+from tests.small_copies.comparison import apart
 from tritonpack.patches.applied_patch import applied_to
 
 pytestmark = pytest.mark.heavy

@@ -11,7 +11,7 @@ import tritonpack
 from tests.patches.models import tiny_model
 from tests.patches.test_heads_on_rows import FLOAT32, completions
 from tests.patches.test_unpad import WAYS, padded, real
-from tritonpack.cli.small_copies.comparison import apart
+from tests.small_copies.comparison import apart
 
 
 def test_logits_that_are_read_later() -> None:

@@ -28,8 +28,8 @@ from tests.patches.zoo_rows import (
     VOCAB,
 )
 from tests.patches.zoo_rows_others import OTHERS
-from tritonpack.cli.small_copies.small_copy import PARTS, model_class, part_of, spread
-from tritonpack.cli.small_copies.subject import codebooks_of, rows_for_codebooks, side_by_side
+from tests.small_copies.small_copy import PARTS, model_class, part_of, spread
+from tests.small_copies.subject import codebooks_of, rows_for_codebooks, side_by_side
 
 __all__ = [
     "DIFFERENTIABLE", "FLOAT32_ONLY", "FORWARD_ONLY", "MODEL_TYPES", "UNBUILT", "VARIANTS", "call", "documents",

@@ -15,25 +15,13 @@ NAN = float("nan")
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    s_aux: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, s_aux: Tensor | None = None,
     attn_mask: Tensor | None = None,
     make_mask: Callable[..., BlockDiagonalMask] = BlockDiagonalMask.from_cu_seqlens,
-) -> Any:
+) -> Any:  # fmt: skip
     """FlashAttention 2's function with sinks, on the blocked backend."""
     rows = {"total_q": q.shape[0], "total_k": k.shape[0]}
     if attn_mask is not None:
@@ -42,18 +30,9 @@ def attention(
         return out[0].transpose(0, 1).to(q.dtype)
     mask = make_mask(cu_seqlens_q, cu_seqlens_k, causal=causal, window=window_size, **rows)
     out, lse = varlen_attention(
-        q,
-        k,
-        v,
-        mask,
-        scale=softmax_scale,
-        softcap=softcap,
-        sinks=s_aux,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        return_lse=True,
-        backend="blocked",
-    )
+        q, k, v, mask, scale=softmax_scale, softcap=softcap, sinks=s_aux, alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p, return_lse=True, backend="blocked",
+    )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 

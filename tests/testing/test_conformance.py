@@ -91,49 +91,25 @@ FORWARD_AND_BACKWARD = ("forward/*", "backward/*")
 TREES = tuple(f"tree/{case.name}" for case in conformance.TREES)
 MANY = ("inputs/large-scores", "inputs/many-*", "inputs/slices")
 BROKEN = {
-    "ignores_boundaries": matching(
-        *FORWARD_AND_BACKWARD,
-        "inputs/large-scores",
-        "inputs/slices",
-        "empty/*",
-        "isolation/*",
-        "lse/*",
-        "dropout/*",
-        but=("*/one-document", "*/window-self", "empty/all"),
-    ),
-    "window_off_by_one": matching("*/window-*", "*/cross-window", "*/softcap-window", but=("*/window-wide",))
-    | matching("*/sinks-window"),
+    "ignores_boundaries": matching(*FORWARD_AND_BACKWARD, "inputs/large-scores", "inputs/slices", "empty/*",
+     "isolation/*", "lse/*", "dropout/*", but=("*/one-document", "*/window-self", "empty/all")),
+    "window_off_by_one": matching("*/window-*", "*/cross-window", "*/softcap-window",
+     but=("*/window-wide",)) | matching("*/sinks-window"),
     "top_left": matching("*/cross", "*/cross-more-queries", "lse/empty-rows", but=("isolation/*",)),
     "scale_forgotten": matching("*/scale"),
     "garbage_in_slack": matching("slack/*"),
     "garbage_in_gradients_of_slack": matching("slack/*"),
     "slack_leaks": matching("slack/inert"),
-    "head_order": matching(
-        "*/grouped", "*/group-of-three", "inputs/slices", "tree/shared-key-heads", but=("isolation/*", "repeat/*")
-    ),
+    "head_order": matching("*/grouped", "*/group-of-three", "inputs/slices", "tree/shared-key-heads",
+     but=("isolation/*", "repeat/*")),
     "softcap_ignored": matching("*/softcap*"),
-    "low_precision": matching(
-        *FORWARD_AND_BACKWARD,
-        *MANY,
-        "empty/*",
-        "lse/values",
-        "lse/gradient",
-        "dropout/*",
-        "lse/empty-rows",
-        *TREES,
-        but=("empty/all",),
-    ),
+    "low_precision": matching(*FORWARD_AND_BACKWARD, *MANY, "empty/*", "lse/values", "lse/gradient", "dropout/*",
+     "lse/empty-rows", *TREES, but=("empty/all",),),
     "noisy": matching("repeat/*"),
     "noisy_gradient": matching("repeat/*"),
     "drops_dk": matching("backward/*", "inputs/*", "empty/*", "lse/gradient", *TREES, but=("inputs/unchanged",)),
-    "zeros_for_dk": matching(
-        "backward/*",
-        "inputs/*",
-        "empty/*",
-        "lse/gradient",
-        *TREES,
-        but=("inputs/unchanged", "empty/all", "*/one-token-documents", "*/window-self"),
-    ),
+    "zeros_for_dk": matching("backward/*", "inputs/*", "empty/*", "lse/gradient", *TREES,
+     but=("inputs/unchanged", "empty/all", "*/one-token-documents", "*/window-self")),
     "tree_ignored": matching("tree/*"),
     "sibling_leaks": matching("tree/*"),
     "lse_to_the_base_2": matching("lse/*"),
@@ -145,7 +121,7 @@ BROKEN = {
     "dropout_not_scaled": matching("dropout/*"),
     "dropout_ignored": matching("dropout/*"),
     "dropout_differs_in_backward": matching("dropout/*"),
-}
+}  # fmt: skip
 
 
 class TestWrongFunctions:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -30,6 +31,9 @@ DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the 
 JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
+
+# Python arguments in messages, such as tail='keep', overlong='split' or 'drop', or columns=input_ids,labels.
+_ARGUMENTS = re.compile(r"\b(objective|overlong|tail|columns|split|out)=('?[\w./-]+(?:,\w+)*'?(?:(?:, | or )'\w+')*)")
 
 # Former commands -> how to run them in a clone of the repository.
 _MOVED = {
@@ -72,31 +76,41 @@ def _usage_errors(reword: Callable[[str], str] = str) -> Iterator[None]:
         raise _UsageError(reword(str(error))) from error
 
 
-def _number(option: str, kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -> Callable[[str], float]:
-    """A parser for the value of an option that must be a number from `least` to `most`."""
+def _number(option: str, text: str, least: int = 1, most: int = 2**31 - 1, kind: Any = int, **rest: Any) -> Any:
+    """An option whose value must be a number from `least` to `most`."""
 
-    def number(text: str) -> float:
+    def number(given: str) -> float:
         try:
-            value = kind(text)
+            value = kind(given)
         except ValueError:
             value = math.nan
         if not least <= value <= most:
             what = "an integer" if kind is int else "a number"
-            raise _UsageError(f"{option} must be {what} from {least} to {most}; got {text}.")
+            raise _UsageError(f"{option} must be {what} from {least} to {most}; got {given}.")
         return value
 
-    return number
+    return Option(option, parser=number, help=text, **rest)
 
 
-def _name(option: str, *allowed: str) -> Callable[[str], str]:
-    """A parser for the value of an option that must be one of the allowed names."""
+def _name(option: str, text: str, *allowed: str) -> Any:
+    """An option whose value must be one of the allowed names."""
 
-    def name(text: str) -> str:
-        if text not in allowed:
-            raise _UsageError(f"{option} must be one of {', '.join(allowed)}; got {text}.")
-        return text
+    def name(given: str) -> str:
+        if given not in allowed:
+            raise _UsageError(f"{option} must be one of {', '.join(allowed)}; got {given}.")
+        return given
 
-    return name
+    return Option(option, parser=name, help=text, metavar=f"<{'|'.join(allowed)}>")
+
+
+OverlongOption = Annotated[
+    str, _name("--overlong", "What to do with documents longer than --capacity.", "error", "truncate", "split", "drop")
+]
+
+
+def as_options(message: str) -> str:
+    """An error message of tritonpack.packing with options in place of arguments: --tail keep for tail='keep'."""
+    return _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", message)
 
 
 class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
@@ -137,7 +151,7 @@ def check_backend(
 def check(
     model: Annotated[str, Argument(metavar="MODEL", help="A model on the Hub, a folder, or a config.json.")],
     weights: Annotated[
-        bool, Option("--weights", help="Load the model, on --device, instead of building a small random copy.")
+        bool, Option("--weights", help="Load the model, on --device, and pack documents on it.")
     ] = False,
     device: DeviceOption = "auto",
     trust_remote_code: Annotated[
@@ -145,9 +159,9 @@ def check(
     ] = False,
     json: JsonOption = None,
 ) -> int:
-    """Say whether packing a model is exact, refused or leaking, with stock transformers and with tritonpack.
+    """Say whether packing a model is exact, refused, or unknown until its weights are loaded.
 
-    Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, wrong values, or no attention to pack for.
+    Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, or unknown.
     """
     _require("transformers", "the check")
     with _usage_errors():
@@ -161,158 +175,78 @@ def check(
 
 @app.command()
 def plan(
-    lengths: Annotated[
-        Path,
-        Argument(
-            metavar="LENGTHS",
-            help="Tokens of each document: whole numbers or lists of token ids in a .json, .jsonl, .npy, .parquet, "
-            ".csv or .txt file.",
-        ),
-    ],
-    capacity: Annotated[
-        int,
-        Option(
-            parser=_number("--capacity", int, 1, 2**30),
-            help="Tokens that one GPU takes per step.",
-            show_default=False,
-        ),
-    ],
-    ranks: Annotated[int, Option(parser=_number("--ranks", int, 1, 2**20), help="GPUs (data-parallel processes).")] = 1,
-    epochs: Annotated[
-        int, Option(parser=_number("--epochs", int, 1), help="Epochs to plan; the table has their means.")
-    ] = 1,
-    seed: Annotated[
-        int, Option(parser=_number("--seed", int, 0, 2**63 - 1), help="Decides the order of documents.")
-    ] = 0,
-    objective: Annotated[
-        Literal["quadratic", "linear", "cost"],
-        Option(
-            parser=_name("--objective", "quadratic", "linear", "cost"),
-            help="What the ranks of a step share evenly: squared lengths (attention's load), tokens, the model's cost.",
-        ),
-    ] = "quadratic",
-    tail: Annotated[
-        Literal["drop", "spread", "keep"],
-        Option(
-            parser=_name("--tail", "drop", "spread", "keep"),
-            help="Documents left for the last step: drop them, spread them over all steps, or keep a partial step.",
-        ),
-    ] = "drop",
-    lookahead: Annotated[
-        float,
-        Option(
-            parser=_number("--lookahead", float, 0, 1),
-            help="Tokens beyond a full step that a step may choose from, as a share of its tokens, from 0 to 1.",
-        ),
-    ] = 0.01,
-    steps_together: Annotated[
-        int | None,
-        Option(
-            parser=_number("--steps-together", int, 1),
-            help="Steps planned at once: fuller rows where a step holds few documents.",
-            show_default="as many as needed",
-        ),
-    ] = None,
-    overlong: Annotated[
-        Literal["error", "truncate", "split", "drop"],
-        Option(
-            parser=_name("--overlong", "error", "truncate", "split", "drop"),
-            help="What to do with documents longer than --capacity.",
-        ),
-    ] = "error",
-    model: Annotated[
-        str | None,
-        Option(help="The model whose cost counts: on the Hub, a folder, a config.json.", show_default="a Llama of 8B"),
-    ] = None,
+    path: Annotated[Path, Argument(metavar="LENGTHS", help="Tokens of each document: whole numbers or lists of token "
+        "ids in a .json, .jsonl, .npy, .parquet, .csv or .txt file.")],
+    capacity: Annotated[int, _number("--capacity", "Tokens that one GPU takes per step.", 1, 2**30)],
+    num_ranks: Annotated[int, _number("--ranks", "GPUs (data-parallel processes).", 1, 2**20)] = 1,
+    epochs: Annotated[int, _number("--epochs", "Epochs to plan; the table has their means.")] = 1,
+    seed: Annotated[int, _number("--seed", "Decides the order of documents.", 0, 2**63 - 1)] = 0,
+    objective: Annotated[str, _name("--objective", "What the ranks of a step share evenly: squared lengths "
+        "(attention's load), tokens, the model's cost.", "quadratic", "linear", "cost")] = "quadratic",
+    tail: Annotated[str, _name("--tail", "Documents left for the last step: drop them, spread them over all steps, or "
+        "keep a partial step.", "drop", "spread", "keep")] = "drop",
+    lookahead: Annotated[float, _number("--lookahead", "Tokens beyond a full step that a step may choose from, as a "
+        "share of its tokens, from 0 to 1.", 0, 1, float)] = 0.01,
+    steps_together: Annotated[int | None, _number("--steps-together", "Steps planned at once: fuller rows where a step "
+        "holds few documents.", show_default="as many as needed")] = None,
+    overlong: OverlongOption = "error",
+    model: Annotated[str | None, Option(show_default="a Llama of 8B", help="The model whose cost counts: on the Hub, a "
+        "folder, a config.json.")] = None,
     column: Annotated[str | None, Option(help="The column with the lengths, if the file has several.")] = None,
     out: Annotated[Path, Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
     json: JsonOption = None,
-) -> None:
+) -> None:  # fmt: skip
     """Show how full and how even packed batches of your documents are, compared with padding and simpler ways.
 
     Example: tritonpack plan lengths.json --capacity 32768 --ranks 8
     """
+    options = locals()
     _require("matplotlib", "the plan")
     if model is not None:
         _require("transformers", "--model")
-    with _usage_errors():  # before imports that take seconds
-        require_lengths(lengths)
+    with _usage_errors(as_options):
+        require_lengths(path)  # before imports that take seconds
         if model is not None:
             require_path(model)
-    from tritonpack.cli.plan import Options, as_options, examine
+        from tritonpack.cli.plan import examine
 
-    options = Options(
-        path=lengths, column=column, capacity=capacity, num_ranks=ranks, epochs=epochs, seed=seed, objective=objective,
-        tail=tail, lookahead=lookahead, steps_together=steps_together, overlong=overlong, model=model, out=out,
-        json=json,
-    )  # fmt: skip
-    with _usage_errors(as_options):
-        examine(options)
+        examine(**options)
 
 
 @app.command()
 def pack(
-    dataset: Annotated[
-        str,
-        Argument(
-            metavar="DATASET",
-            help="A folder of save_to_disk; a file, a folder or a pattern of .arrow, .parquet or .jsonl files; a name "
-            "on the Hub.",
-        ),
-    ],
-    capacity: Annotated[
-        int, Option(parser=_number("--capacity", int, 1, 2**30), help="Tokens of a row.", show_default=False)
-    ],
+    dataset: Annotated[str, Argument(metavar="DATASET", help="A folder of save_to_disk; a file, a folder or a pattern "
+        "of .arrow, .parquet or .jsonl files; a name on the Hub.")],
+    capacity: Annotated[int, _number("--capacity", "Tokens of a row.", 1, 2**30)],
     out: Annotated[Path, Option(help="Folder for the rows: new, empty, or of a command that was interrupted.")],
     split: Annotated[str | None, Option(help="The split, of a dataset with several.")] = None,
-    columns: Annotated[
-        str | None,
-        Option(help="Columns with one value per token that rows keep, such as input_ids,labels.", show_default="all"),
-    ] = None,
-    overlong: Annotated[
-        Literal["error", "truncate", "split", "drop"],
-        Option(
-            parser=_name("--overlong", "error", "truncate", "split", "drop"),
-            help="What to do with documents longer than --capacity.",
-        ),
-    ] = "error",
-    algorithm: Annotated[
-        Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"],
-        Option(
-            parser=_name("--algorithm", "best_fit_decreasing", "first_fit", "next_fit", "windowed"),
-            help="How documents are chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.",
-        ),
-    ] = "best_fit_decreasing",
-    max_items: Annotated[
-        int | None, Option(parser=_number("--max-items", int, 1), help="Most documents of a row.", show_default="any")
-    ] = None,
-    seed: Annotated[int, Option(parser=_number("--seed", int, 0, 2**63 - 1), help="Decides the order of rows.")] = 0,
+    columns: Annotated[str | None, Option(show_default="all", help="Columns with one value per token that rows keep, "
+        "such as input_ids,labels.")] = None,
+    overlong: OverlongOption = "error",
+    algorithm: Annotated[str, _name("--algorithm", "How documents are chosen: best_fit_decreasing makes the fewest "
+        "rows, next_fit keeps their order.", "best_fit_decreasing", "first_fit", "next_fit", "windowed"
+    )] = "best_fit_decreasing",
+    max_items: Annotated[int | None, _number("--max-items", "Most documents of a row.", show_default="any")] = None,
+    seed: Annotated[int, _number("--seed", "Decides the order of rows.", 0, 2**63 - 1)] = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, Option(parser=_number("--jobs", int, 1, 1024), help="Processes.")] = 1,
-    shard_mib: Annotated[
-        int, Option(parser=_number("--shard-mib", int, 1, 2**20), help="MiB of a file of the result, about.")
-    ] = 128,
+    jobs: Annotated[int, _number("--jobs", "Processes.", 1, 1024)] = 1,
+    shard_mib: Annotated[int, _number("--shard-mib", "MiB of a file of the result, about.", 1, 2**20)] = 128,
     json: JsonOption = None,
-) -> None:
+) -> None:  # fmt: skip
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.
 
     After an interruption the same command goes on after what its processes had finished.
 
     Example: tritonpack pack data/documents --capacity 32768 --out rows --jobs 8
     """
-    for module in ("datasets", "matplotlib"):
-        _require(module, "packing to disk")
-    with _usage_errors():  # before imports that take seconds
-        require_documents(dataset)
-        require_folder(out, "packing.png")
-    from tritonpack.cli.pack import Options, as_options, examine
-
-    options = Options(
-        dataset=dataset, capacity=capacity, out=out, split=split, columns=columns, overlong=overlong,
-        algorithm=algorithm, max_items=max_items, seed=seed, shuffle=shuffle, jobs=jobs, shard_mib=shard_mib, json=json,
-    )  # fmt: skip
+    options = locals()
+    _require("datasets", "packing to disk")
     with _usage_errors(as_options):
-        examine(options)
+        require_documents(dataset)  # before imports that take seconds
+        require_folder(out)
+        from tritonpack.cli.pack import examine
+
+        examine(**options)
 
 
 @app.command()

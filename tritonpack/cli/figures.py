@@ -1,15 +1,27 @@
-"""Functions for the pictures of several commands: a grid of panels, colors, and rows of documents drawn as bars."""
+"""Pictures: a grid of panels, colors, rows of documents drawn as bars; and the picture of `tritonpack plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from tritonpack.cli.files import write_figure
+from tritonpack.cli.words import count
+
+if TYPE_CHECKING:
+    from tritonpack.cli.strategies import Result
+    from tritonpack.packing.planning.cost import CostModel
+    from tritonpack.packing.planning.plan import Plan
 
 INK = "#333333"
 # Okabe and Ito's palette, which people with common forms of color blindness can tell apart. Its two darkest colors are
@@ -17,6 +29,16 @@ INK = "#333333"
 DOCUMENT_COLORS = ("#56B4E9", "#E69F00", "#66C2A5", "#CC79A7", "#F0E442", "#E0885A")
 PADDING_COLOR = "#BDBDBD"
 ROOM_COLOR = "#F2F2F2"
+_BAND_COLOR = "#D6E6F2"
+_LOAD_STYLES: dict[str, dict[str, Any]] = {
+    "most loaded rank": {"color": "#D55E00", "linewidth": 1.5},
+    "mean rank": {"color": INK, "linewidth": 1.2, "linestyle": (0, (3, 1.5))},
+    "least loaded rank": {"color": "#0072B2", "linewidth": 1.2},
+}
+# The most that is drawn.
+_PACKED_ROWS, _PADDED_ROWS, _STEPS = 10, 16, 200
+_NARROWEST = 0.9  # the lowest load drawn, over the highest, is at most this: even loads look even
+_PIXELS = 800  # about the width of a row
 
 
 def make_panels(title: str, rows: int, columns: int, height: float) -> tuple[Figure, Any]:
@@ -80,3 +102,109 @@ def letters(number: int) -> str:
     """The name of a document, by its number from 0 on: A, B, ..., Z, AA, AB, ..."""
     before, last = divmod(number, 26)
     return (letters(before - 1) if before else "") + chr(ord("A") + last)
+
+
+def draw_plan(
+    path: Path, ours: Result, other: Result, lengths: NDArray[np.integer], cost: CostModel, title: str, seed: int
+) -> None:
+    """Draw documents in padded and in packed rows, and the load of each rank in every step.
+
+    Args:
+        path: the PNG to write.
+        ours, other: tritonpack's plan, and the packed plan whose loads are shown beside it.
+        lengths: (documents,) the tokens of each document of both plans.
+        cost: for the loads.
+        seed: decides the order of the documents in the padded rows.
+    """
+    figure, ((padded, packed), (left, right)) = make_panels(title, 2, 2, height=9.5)
+    _draw_documents(padded, packed, ours, lengths, seed)
+    right.sharey(left)
+    loads = [_loads(result.plan, lengths, cost) for result in (other, ours)]
+    for axes, result, load in zip((left, right), (other, ours), loads, strict=True):
+        _draw_loads(axes, result, load)
+    # The last step doesn't set the scale, because it may be nearly empty. Our plan has at least one step.
+    shown = np.concatenate([load[: min(_STEPS, max(len(load) - 1, 1))].ravel() for load in loads])
+    top = 1.01 * shown.max()
+    left.set_ylim(min(0.99 * shown.min(), _NARROWEST * top), top)
+    left.set_ylabel("load of a rank, in tokens\n(attention counted in; the axis doesn't begin at 0)")
+    handles = [
+        Patch(facecolor=DOCUMENT_COLORS[0], label="A, B, ...: documents"),
+        Patch(facecolor=PADDING_COLOR, hatch="////", edgecolor="white", label="padding, computed for nothing"),
+        Patch(facecolor=ROOM_COLOR, edgecolor=PADDING_COLOR, label="room left in the row"),
+        *(Line2D([], [], label=label, **style) for label, style in _LOAD_STYLES.items()),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
+    write_figure(path, figure)
+
+
+def _draw_documents(padded: Axes, packed: Axes, ours: Result, lengths: NDArray[np.integer], seed: int) -> None:
+    """Draw the first rows of our plan, and the same documents padded, in random order."""
+    plan = ours.plan
+    ranks = plan.num_ranks
+    most = max(_PACKED_ROWS // ranks * ranks, min(ranks, _PACKED_ROWS))  # whole steps, if one has few enough rows
+    rows = [plan.row(*divmod(index, ranks)).tolist() for index in range(min(plan.num_steps * ranks, most))]
+    documents = np.concatenate(rows)
+    order = np.random.default_rng(seed).permutation(documents)
+    number_of = {document: number for number, document in enumerate(order.tolist())}
+    packed_rows = [[(number_of[document], int(lengths[document])) for document in row] for row in rows]
+
+    per_row = plan.capacity // int(lengths.max())
+    padded_rows: list[list[tuple[int | None, int]]] = []
+    slots = 0
+    for start in range(0, len(order), per_row):
+        row = lengths[order[start : start + per_row]]
+        longest = int(row.max())
+        slots += len(row) * longest
+        padded_rows.append([])
+        for number, length in enumerate(row.tolist(), start):
+            padded_rows[-1] += [(number, length), (None, longest - length)]
+
+    height = max(min(len(padded_rows), _PADDED_ROWS), len(rows))
+    draw_rows(padded, padded_rows[:_PADDED_ROWS], plan.capacity, height, _PIXELS)
+    draw_rows(packed, packed_rows, plan.capacity, height, _PIXELS)
+    tokens = int(lengths[documents].sum())
+    padded.set_title(
+        f"{count(len(order), 'document')} padded: {count(len(padded_rows), 'row')}, {1 - tokens / slots:.0%} padding"
+        + (f" (the first {_PADDED_ROWS} drawn)" if len(padded_rows) > _PADDED_ROWS else "")
+    )
+    packed.set_title(
+        f"{ours.name}: the same in {_rows_named(len(rows), ranks)}, {tokens / len(rows) / plan.capacity:.1%} full"
+    )
+    padded.set_ylabel("row")
+
+
+def _rows_named(rows: int, ranks: int) -> str:
+    """Say which rows the first `rows` of a plan are."""
+    steps = rows // ranks
+    if steps == 0:
+        return f"{count(rows, 'row')} (step 1, ranks 1 to {rows} of {ranks:,})"
+    return f"{count(rows, 'row')} ({'step 1' if steps == 1 else f'steps 1 to {steps}'})"
+
+
+def _loads(plan: Plan, lengths: NDArray[np.integer], cost: CostModel) -> NDArray[np.float64]:
+    """(steps, ranks): the cost of each row, over the cost of one token."""
+    wide = lengths.astype(np.int64)
+    loads = plan.sums(wide) + cost.per_square / cost.per_token * plan.sums(wide**2)
+    return loads.astype(np.float64)
+
+
+def _draw_loads(axes: Axes, result: Result, loads: NDArray[np.float64]) -> None:
+    """Draw the largest, the mean and the smallest load of every step."""
+    name = result.name
+    if not len(loads):
+        axes.set_title(f"{name}: no whole step")
+        return
+    shown = loads[:_STEPS]
+    edges = np.arange(len(shown) + 1) + 0.5
+    axes.stairs(shown.max(1), edges, baseline=shown.min(1), fill=True, color=_BAND_COLOR)
+    for values, style in zip((shown.max(1), shown.mean(1), shown.min(1)), _LOAD_STYLES.values(), strict=True):
+        axes.stairs(values, edges, baseline=None, **style)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step" + (f" (the first {_STEPS} of {len(loads):,})" if len(loads) > _STEPS else ""))
+    axes.set_xlim(edges[0], edges[-1])
+    waiting = 1 - loads.mean() / loads.max(1).mean()
+    waits = (
+        f"ranks wait {waiting:.1%} of the time for the most loaded one" if loads.shape[1] > 1 else "load of each step"
+    )
+    axes.set_title(f"{name}: {waits}")

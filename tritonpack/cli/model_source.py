@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 import transformers
 
 from tritonpack.cli.paths import require_path
-from tritonpack.cli.small_copies.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
+from tritonpack.patches.proof import one_line
 
-NAMED = "the class that its configuration names"
+# transformers' auto classes, in the order in which a model is looked for.
+_AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 _VERSION = f"transformers {transformers.__version__}"
 _LOG_IN = "log in with `hf auth login` (or set HF_TOKEN)"
 
@@ -51,50 +52,39 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
     return config
 
 
-def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
-    """The model class that a configuration names in `architectures`.
+@dataclass(frozen=True)
+class Loaded:
+    """A model.
 
-    Returns:
-        The class, or None if the class of an auto class is to be checked; the reason for that, as the end of a
-        sentence, empty if it is the same class.
+    Attributes:
+        instead_of: the class that its configuration names, if the model is of another one; else empty.
+        why: the reason for that.
     """
-    (name, *_) = config.architectures or [""]
-    if not name or (trust_remote_code and getattr(config, "auto_map", None)):
-        return None, ""
-    with suppress(ValueError, KeyError):  # no auto class has a model for it
-        if model_class(config).__name__ == name:
-            return None, ""
-    if config.model_type in PARTS:
-        return None, f"{name}, which holds more than a language model"
-    kind: Any = None
-    with suppress(Exception):  # its module imports a package that isn't installed
-        kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        return None, f"{name}, which isn't a model class of {_VERSION}"
-    taken = getattr(kind, "config_class", None)
-    if not isinstance(config, taken or ()):
-        takes = getattr(taken, "__name__", "another configuration")
-        return None, f"{name}, which takes a {takes} and no {type(config).__name__}"
-    return kind, ""
+
+    model: Any
+    instead_of: str
+    why: str
 
 
-def instead_of(config: Any, built: Built) -> str:
-    """The class that a configuration names, if the model is of another class; else empty."""
-    names = config.architectures or [""]
-    return "" if type(built.model).__name__ in names else names[0]
+def build_without_weights(name: str, config: Any, trust_remote_code: bool) -> Loaded:
+    """Build a model on the meta device.
+
+    Raises:
+        ValueError: it can't be built.
+    """
+    try:
+        kind, why = _class_of(config, trust_remote_code)
+        with torch.device("meta"):
+            if issubclass(kind, transformers.PreTrainedModel):
+                model: Any = kind(config)
+            else:
+                model = kind.from_config(config, trust_remote_code=True)
+    except Exception as error:  # a configuration's or a model's own code may raise anything
+        raise ValueError(f"{name}: no model can be built: {one_line(error)}; correct its configuration") from error
+    return _loaded(model, config, why)
 
 
-def with_note(built: Built, config: Any, why: str) -> Built:
-    """The model, with a note that says why it is of another class than the configuration names, if it is."""
-    named = instead_of(config, built)
-    if not named:
-        return built
-    why = why or f"{named}, which AutoModel classes don't lead to"
-    note = f"its configuration names the class {why}; {type(built.model).__name__} was checked instead"
-    return replace(built, notes=(note, *built.notes))
-
-
-def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Built:
+def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Loaded:
     """Load a model in the dtype of its weights.
 
     Args:
@@ -110,21 +100,43 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
     if Path(source).is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     try:
-        kind, why = named_class(config, trust_remote_code)
-        part, what = config, NAMED
-        options: dict[str, Any] = {}
-        if kind is None:
-            kind, part = auto_class(config), part_of(config)
-            what = AUTO[kind.__name__]
-            if part is config:
-                options = {"trust_remote_code": trust_remote_code}
-            else:
-                kind = model_class(config)
-        model = kind.from_pretrained(source, config=part, dtype="auto", **options).to(device).eval()
-        use_eager_if_sdpa_differs(model)
+        kind, why = _class_of(config, trust_remote_code)
+        options = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
+        model = kind.from_pretrained(source, config=config, dtype="auto", **options).to(device).eval()
     except Exception as error:  # files, memory, packages and a model's own code may raise anything
         raise ValueError(_why(name, error)) from error
-    return with_note(Built(model, f"{type(model).__name__}, {what}"), config, why)
+    return _loaded(model, config, why)
+
+
+def _loaded(model: Any, config: Any, why: str) -> Loaded:
+    use_eager_if_sdpa_differs(model)
+    names = config.architectures or [""]
+    return Loaded(model, "" if type(model).__name__ in names else names[0], why)
+
+
+def _class_of(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
+    """The class that a configuration names in `architectures`, else that of the first of transformers' auto classes.
+
+    Returns:
+        The class, or an auto class if the model brings its own code; why it isn't the class that is named.
+    """
+    (name, *_) = config.architectures or [""]
+    own = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    for auto in (getattr(transformers, x) for x in _AUTO if x in own):
+        return auto, "its own code leads to this one"
+    kind: Any = None
+    with suppress(Exception):  # its module imports a package that isn't installed
+        kind = getattr(transformers, name, None) if name else None
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        if isinstance(config, kind.config_class or ()):
+            return kind, ""
+        why = f"that class takes no {type(config).__name__}"
+    else:
+        why = f"{_VERSION} has no such model class"
+    for auto in (getattr(transformers, x) for x in _AUTO):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)], why
+    raise ValueError(f"transformers has no model for a {type(config).__name__}")
 
 
 def _source(name: str) -> str:

@@ -73,7 +73,7 @@ class Proof:
         self.passing: int | None = None  # the thread in which the heads do nothing
         for head in applied.heads:
             head.proof, head.proven = self, {False: False, True: False}
-            head.trusted = {trees: not self._why(head, trees) for trees in (False, True)}
+            head.trusted = {trees: not self.why_unknown(head, trees) for trees in (False, True)}
 
     def require(self, head: Any, arguments: dict[str, Any]) -> None:
         """Refuse a user's call of a head unless its documents are known to stay apart.
@@ -124,7 +124,7 @@ class Proof:
                 if trees:
                     refuse_layers_in_trees(head.module)
                 for kind in sorted({False, trees}):
-                    if not head.proven[kind] and (why := self._why(head, kind)):
+                    if not head.proven[kind] and (why := self.why_unknown(head, kind)):
                         _try(self.applied, head, run, kind, device, why)
                     for one in self.applied.heads:
                         if one is head or (holds(head.module, one.module) and not head.one_result):
@@ -132,7 +132,7 @@ class Proof:
             finally:
                 self.running = False
 
-    def _why(self, head: Any, trees: bool) -> str:
+    def why_unknown(self, head: Any, trees: bool) -> str:
         """Why a head isn't trusted; empty if it is."""
         kind = without_wrappers(type(head.module))
         models = (part for part in self.applied.model.modules() if isinstance(part, PreTrainedModel))

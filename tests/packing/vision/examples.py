@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from tests.patches.zoo import tiny_config
-from tritonpack.cli.small_copies.small_copy import spread
+from tests.small_copies.small_copy import spread
 
 BEGIN, END, IMAGE, VIDEO = 58, 59, 60, 61
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}

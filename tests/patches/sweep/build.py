@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from tests.patches import zoo
 from tests.patches.sweep import detectron
 from tests.patches.sweep.classes import Case, load
-from tritonpack.cli.small_copies.shrink import shrink
-from tritonpack.cli.small_copies.small_copy import PARTS, part_of, spread
+from tests.small_copies.shrink import shrink
+from tests.small_copies.small_copy import PARTS, part_of, spread
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
 
 LABELS = 3  # of classification

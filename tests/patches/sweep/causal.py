@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.cli.small_copies import comparison
-from tritonpack.cli.small_copies import judge as judging
-from tritonpack.cli.small_copies.comparison import apart
-from tritonpack.cli.small_copies.judge import Judgement, Results
-from tritonpack.cli.small_copies.packed_forms import FORMS, LENGTHS, Batch
-from tritonpack.cli.small_copies.subject import Subject
+from tests.small_copies import comparison
+from tests.small_copies import judge as judging
+from tests.small_copies.comparison import apart
+from tests.small_copies.judge import Judgement, Results
+from tests.small_copies.packed_forms import FORMS, LENGTHS, Batch
+from tests.small_copies.subject import Subject
 
 __all__ = ["FORMS", "LENGTHS", "STOCK_FORMS", "Row", "alone", "difference", "judge", "logits", "run", "tolerance"]
 

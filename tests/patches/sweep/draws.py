@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonpack.cli.small_copies.comparison import apart, tolerance
+from tests.small_copies.comparison import apart, tolerance
 
 HALF = 0.5  # noise is half a standard deviation, because noise of 0 would hide what it is scaled by
 

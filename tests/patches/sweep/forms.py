@@ -14,8 +14,8 @@ from torch import Tensor
 
 import tritonpack
 from tests.patches.sweep.classes import Case
-from tritonpack.cli.small_copies import packed_forms
-from tritonpack.cli.small_copies.packed_forms import Batch
+from tests.small_copies import packed_forms
+from tests.small_copies.packed_forms import Batch
 
 Form = Callable[[list[Tensor]], Batch]
 

@@ -25,9 +25,9 @@ from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
-from tritonpack.cli.small_copies.comparison import Parts, apart, gradients_of, influence, tolerance
-from tritonpack.cli.small_copies.outputs import Output, UnlikeError
-from tritonpack.cli.small_copies.packed_forms import LENGTHS
+from tests.small_copies.comparison import Parts, apart, gradients_of, influence, tolerance
+from tests.small_copies.outputs import Output, UnlikeError
+from tests.small_copies.packed_forms import LENGTHS
 from tritonpack.patches.exact_classes import installed, versions
 
 PACKAGE = str(Path(tritonpack.__file__).parent)

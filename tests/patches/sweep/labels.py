@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.cli.small_copies.outputs import UnlikeError
-from tritonpack.cli.small_copies.packed_forms import Batch
+from tests.small_copies.outputs import UnlikeError
+from tests.small_copies.packed_forms import Batch
 from tritonpack.patches.labels import IGNORED
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.patches.sweep.forms import Form, alone
 from tests.patches.sweep.labels import first_tokens, losses_in, mean_over_labels, token_labels
 from tests.patches.sweep.subject import Subject
-from tritonpack.cli.small_copies.comparison import apart, gradients_of
-from tritonpack.cli.small_copies.packed_forms import Batch, lay_out
+from tests.small_copies.comparison import apart, gradients_of
+from tests.small_copies.packed_forms import Batch, lay_out
 from tritonpack.patches.labels import IGNORED
 
 SCORES = ("ViltForQuestionAnswering",)  # the label of a document has a score for each answer, (documents, answers)

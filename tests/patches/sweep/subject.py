@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tests.patches import zoo
 from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import alone, end_to_end
-from tritonpack.cli.small_copies.outputs import Output, UnlikeError, outputs_alone, parts_of
-from tritonpack.cli.small_copies.packed_forms import Batch, with_choices
-from tritonpack.cli.small_copies.subject import codebooks_of, draw_of, exchanged, rows_for_codebooks, side_by_side
+from tests.small_copies.outputs import Output, UnlikeError, outputs_alone, parts_of
+from tests.small_copies.packed_forms import Batch, with_choices
+from tests.small_copies.subject import codebooks_of, draw_of, exchanged, rows_for_codebooks, side_by_side
 from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.tokens import is_config, special_tokens
 

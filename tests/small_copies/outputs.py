@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tritonpack.cli.small_copies.comparison import Parts, apart
-from tritonpack.cli.small_copies.packed_forms import Batch
+from tests.small_copies.comparison import Parts, apart
+from tests.small_copies.packed_forms import Batch
 from tritonpack.patches.call_arguments import CACHES
 
 # The shape of an output: (B, T, ...), (k, B, T, ...), (B * T, ...) or (documents, ...).

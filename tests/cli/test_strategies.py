@@ -3,7 +3,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from tritonpack.cli.plan.strategies import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
+from tritonpack.cli.strategies import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
 
 BASELINES = [interleaved_rows, next_fit_rows, padded_rows, shuffled_bins]
 

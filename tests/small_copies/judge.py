@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonpack.cli.small_copies.comparison import apart, gradients_of, influence
-from tritonpack.cli.small_copies.outputs import Output, outputs_alone, tensors_in
-from tritonpack.cli.small_copies.packed_forms import whole
-from tritonpack.cli.small_copies.small_copy import one_line
-from tritonpack.cli.small_copies.subject import Subject
+from tests.small_copies.comparison import apart, gradients_of, influence
+from tests.small_copies.outputs import Output, outputs_alone, tensors_in
+from tests.small_copies.packed_forms import whole
+from tests.small_copies.small_copy import one_line
+from tests.small_copies.subject import Subject
 from tritonpack.errors import UnsupportedModelError
 
 

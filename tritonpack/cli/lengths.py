@@ -79,27 +79,21 @@ def _read_json(path: Path, column: str | None) -> NDArray[np.int64]:
 
 
 def _read_lines(path: Path, column: str | None) -> NDArray[np.int64]:
+    what = "a number" if path.suffix.lower() == ".txt" else "JSON"
+
     def documents() -> Iterator[tuple[str, Any]]:
-        number = 0
-        with path.open(encoding="utf-8-sig") as file:
-            try:
+        number, line = 0, ""
+        try:
+            with path.open(encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, 1):
                     if not line.isspace():
-                        yield f", line {number}", _parsed(line, number, path)
-            except (UnicodeDecodeError, OSError) as error:
-                raise _UnreadableError(
-                    f", line {number + 1} or one after it, can't be read: {_reason(error)}"
-                ) from error
+                        yield f", line {number}", json.loads(line)
+        except (UnicodeDecodeError, OSError) as error:
+            raise _UnreadableError(f", line {number + 1} or one after it, can't be read: {_reason(error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
 
     return _count(documents(), column)
-
-
-def _parsed(line: str, number: int, path: Path) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        what = "a number" if path.suffix.lower() == ".txt" else "JSON"
-        raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
 
 
 def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
@@ -150,26 +144,20 @@ def _read_npy(path: Path, column: str | None) -> NDArray[np.int64]:
 
 
 READERS: dict[str, Callable[[Path, str | None], NDArray[np.int64]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_lines,
-    ".npy": _read_npy,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
+    ".json": _read_json, ".jsonl": _read_lines, ".npy": _read_npy, ".parquet": _read_parquet, ".csv": _read_csv,
     ".txt": _read_lines,
-}
+}  # fmt: skip
 
 
 def _choose_column(names: Sequence[str], asked: str | None, where: str = "") -> str:
     """The column to read: the one asked for, the first usual one, or the only one."""
     listed = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "") or "none"
-    if asked is not None:
-        if asked not in names:
-            raise _UnreadableError(f"{where} has no column {asked!r}; it has {listed}. Name one of them with --column")
-        return asked
-    usual = [name for name in USUAL_COLUMNS if name in names]
-    if len(names) != 1 and not usual:
+    if asked is not None and asked not in names:
+        raise _UnreadableError(f"{where} has no column {asked!r}; it has {listed}. Name one of them with --column")
+    found = [asked] if asked is not None else [name for name in USUAL_COLUMNS if name in names]
+    if len(names) != 1 and not found:
         raise _UnreadableError(f"{where} has the columns {listed}; name the one with the lengths with --column")
-    return (usual or names)[0]
+    return (found or names)[0]
 
 
 def _count(documents: Iterable[tuple[str, Any]], column: str | None) -> NDArray[np.int64]:

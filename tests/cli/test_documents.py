@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 pytest.importorskip("datasets")
 
 import datasets

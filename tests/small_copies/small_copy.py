@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from tritonpack.cli.small_copies.shrink import shrink
+from tests.small_copies.shrink import shrink
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
 
 # transformers' auto classes in the order in which a model is looked for, and what each of their models is.

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from tritonpack.cli.lengths import READERS, read_lengths
 from tritonpack.cli.paths import LENGTHS
-from tritonpack.cli.plan.read_lengths import READERS, read_lengths
 
 
 def written(tmp_path, name, content):
@@ -206,15 +206,13 @@ def test_refuses_text_named_parquet(tmp_path):
         (np.array([1.0, 2.0]), r"float64 of shape \(2,\), not a row of integers"),
         (np.array([[1, 2]]), r"int64 of shape \(1, 2\)"),
         (np.array([4, 0]), "document 1, has 0 tokens"),
-        (
-            np.array([4, 2**63], dtype=np.uint64),
-            "document 1, has 9223372036854775808 tokens; a document has from 1 to 2147483647",
-        ),
+        (np.array([4, 2**63], dtype=np.uint64),
+         "document 1, has 9223372036854775808 tokens; a document has from 1 to 2147483647"),
         (np.array([4, 2**31]), "document 1, has 2147483648 tokens"),
         (np.zeros(0, dtype=np.int64), "holds no document"),
         (np.array([[1], [2, 3]], dtype=object), "can't be read as a .npy file: Object arrays"),
     ],
-)
+)  # fmt: skip
 def test_refuses_npy(tmp_path, values, message):
     np.save(tmp_path / "a.npy", values, allow_pickle=True)
     with pytest.raises(ValueError, match=message):

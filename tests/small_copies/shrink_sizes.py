@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from tritonpack.cli.small_copies.shrink_rows import (
+from tests.small_copies.shrink_rows import (
     HEAD_DIM,
     HEAD_DIMS,
     HEADS,

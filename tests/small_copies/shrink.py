@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from tritonpack.cli.small_copies.shrink_rows import FIRST_LAYERS, LAST_LAYERS, LAYERS, PERIODS, ROWS, SHARED, VOCAB
-from tritonpack.cli.small_copies.shrink_sizes import Sizes, Values, is_number
+from tests.small_copies.shrink_rows import FIRST_LAYERS, LAST_LAYERS, LAYERS, PERIODS, ROWS, SHARED, VOCAB
+from tests.small_copies.shrink_sizes import Sizes, Values, is_number
 from tritonpack.patches.tokens import is_config, names_tokens, special_tokens
 
 C = TypeVar("C")

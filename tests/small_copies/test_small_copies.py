@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.patches import zoo
-from tritonpack.cli.small_copies.packed_forms import whole
-from tritonpack.cli.small_copies.shrink import shrink
-from tritonpack.cli.small_copies.small_copy import NotSmallError, small_copy
-from tritonpack.cli.small_copies.subject import subject_of
+from tests.small_copies.packed_forms import whole
+from tests.small_copies.shrink import shrink
+from tests.small_copies.small_copy import NotSmallError, small_copy
+from tests.small_copies.subject import subject_of
 from tritonpack.patches.tokens import special_tokens
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -98,7 +98,7 @@ def test_windows_affect_short_documents(name: str, field: str, wider: int, monke
         return type(config).from_dict({**shrink(config).to_dict(), field: wider})
 
     narrow = run(small_copy(default(name)).model)
-    monkeypatch.setattr("tritonpack.cli.small_copies.small_copy.shrink", widened)
+    monkeypatch.setattr("tests.small_copies.small_copy.shrink", widened)
     assert (run(small_copy(default(name)).model) - narrow).abs().max() > 1e-3 * narrow.abs().max()
 
 

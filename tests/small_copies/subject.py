@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tritonpack.cli.small_copies.outputs import Output, UnlikeError, parts_of, tensors_in
-from tritonpack.cli.small_copies.packed_forms import FORMS, Batch, Form, paired, with_choices
+from tests.small_copies.outputs import Output, UnlikeError, parts_of, tensors_in
+from tests.small_copies.packed_forms import FORMS, Batch, Form, paired, with_choices
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, PROMPT_TYPES
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.tokens import special_tokens

@@ -1,0 +1,330 @@
+"""`tritonpack doctor`: what is installed, what can run here, and whether what can run is right.
+
+Each check computes something small and returns a sentence about it, or raises an exception: SkipTest if this machine
+can't run it and doesn't need to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+from unittest import SkipTest
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import tritonpack
+from tritonpack.backends import BACKENDS, Backend, has_matrix_products, resolve_backend
+from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
+from tritonpack.cli.machine import installed_version, resolve_device
+from tritonpack.cli.words import count
+from tritonpack.errors import BackendUnavailableError
+
+# The oldest version of each package that works, as in pyproject.toml; None where any does.
+OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": None, "numba": "0.61"}
+NEWEST_TRANSFORMERS = "5.24"  # the newest that the tests ran with
+
+_STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        what: the name of the check.
+        outcome: "right"; "wrong": it should work here and doesn't; "warning": it works, but something else may not;
+            "not here": this machine can't run it and doesn't need to.
+        detail: figures, or the reason and the remedy.
+        seconds: how long the check took.
+    """
+
+    what: str
+    outcome: str
+    detail: str
+    seconds: float = 0.0
+
+
+def examine(path: Path | None = None) -> bool:
+    """Print versions, the device and the result of each check; write the same to `path` as JSON if there is one.
+
+    Returns:
+        Whether everything that can run here is right.
+
+    Raises:
+        ValueError: `path` can't be written.
+    """
+    require_writable(path)
+    console = Console(stderr=path == STANDARD_OUTPUT)
+    versions = {name: platform.python_version() if name == "python" else installed_version(name) for name in OLDEST}
+    facts = {
+        "tritonpack": tritonpack.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        **{name: version or "not installed" for name, version in versions.items()},
+        "device": _device_name(),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        grid.add_row(name, escape(fact))
+    console.print(grid)
+
+    torch.set_num_threads(1)  # the tensors are tiny
+    findings = [*examine_versions(versions), *examine_gpu()]
+    with Console(stderr=True).status("") as status:
+        for what, check in CHECKS.items():
+            status.update(what)
+            findings.append(run_check(what, check))
+    rows = Table("what", "here", "seconds", "")
+    for finding in findings:
+        outcome = f"[{_STYLES[finding.outcome]}]{finding.outcome}[/]"
+        rows.add_row(finding.what, outcome, f"{finding.seconds:.1f}", escape(finding.detail))
+    console.print(rows)
+    console.print(escape(verdict(findings)))
+    passed = not any(finding.outcome == "wrong" for finding in findings)
+    if path is not None:
+        write_json(path, {"passed": passed, "facts": facts, "findings": [asdict(finding) for finding in findings]})
+    return passed
+
+
+def run_check(what: str, check: Callable[[], str]) -> Finding:
+    """Run a check; an exception of any kind becomes a finding, so that the other checks still run."""
+    begin = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcome, detail = "right", check()
+    except SkipTest as error:
+        outcome, detail = "not here", str(error)
+    except Exception as error:
+        outcome, detail = "wrong", f"{type(error).__name__}: {error}"
+    return Finding(what, outcome, detail, round(time.perf_counter() - begin, 2))
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """A sentence about all findings."""
+    named = {outcome: ", ".join(f.what for f in findings if f.outcome == outcome) for outcome in _STYLES}
+    if named["wrong"]:
+        return f"Something should work here and doesn't: {named['wrong']}."
+    rest = f" Not on this machine: {named['not here']}." if named["not here"] else ""
+    noted = f" Mind the warnings: {named['warning']}." if named["warning"] else ""
+    return f"Everything that can run here is right.{rest}{noted}"
+
+
+def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
+    """Versions of the packages in OLDEST that are too old, untested or known not to work together."""
+    for package, oldest in OLDEST.items():
+        version = versions[package]
+        if version and oldest and _minor(version) < _minor(oldest):
+            detail = f"{version} is too old; tritonpack needs {oldest} or later (pip install -U '{package}>={oldest}')"
+            yield Finding(package, "wrong", detail)
+    transformers, triton, numpy = (versions[package] for package in ("transformers", "triton", "numpy"))
+    if transformers and _minor(transformers) > _minor(NEWEST_TRANSFORMERS):
+        yield Finding(
+            "transformers",
+            "warning",
+            f"{transformers} is newer than {NEWEST_TRANSFORMERS}, the newest tested: patch() tries a model that it "
+            "doesn't know on a few tokens first; `tritonpack check MODEL` tries yours in all forms of packing",
+        )
+    if triton and numpy and _minor(triton) == (3, 6) and _minor(numpy) >= (2, 4):
+        yield Finding(
+            "triton and numpy",
+            "warning",
+            f"Triton {triton} with NumPy {numpy}: kernels fail in Triton's interpreter (TRITON_INTERPRET=1), not on "
+            "GPUs; install Triton 3.7 or later, or numpy<2.4",
+        )
+
+
+def examine_gpu() -> Iterator[Finding]:
+    """A GPU that torch can't use, or one without matrix instructions in Triton."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        if not has_matrix_products(device):
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            properties = torch.cuda.get_device_properties(device) if torch.version.hip else None
+            kind = properties.gcnArchName if properties else f"compute capability {capability}"
+            detail = (
+                f"{torch.cuda.get_device_name()} ({kind}): Triton has matrix instructions from compute capability 8.0, "
+                "CDNA and RDNA 3, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
+            )
+            yield Finding("GPU", "warning", detail)
+        return
+    if shutil.which("nvidia-smi") is None:
+        return
+    if torch.version.cuda is None:
+        remedy = f"torch {torch.__version__} is built without CUDA; install a build with it (pytorch.org/get-started)"
+    else:
+        remedy = f"torch {torch.__version__} can't use it; is the driver new enough for CUDA {torch.version.cuda}?"
+    yield Finding("GPU", "warning", f"nvidia-smi is here, but torch sees no GPU: {remedy}")
+
+
+def _device_name() -> str:
+    """The GPU, or the CPU if torch sees no GPU."""
+    if not torch.cuda.is_available():
+        return f"CPU, {count(torch.get_num_threads(), 'thread')} (torch sees no GPU)"
+    properties = torch.cuda.get_device_properties(0)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {capability}"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """(3, 6) for "3.6.0+git1234"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+_CHECKED = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64")
+_INTERPRETED = ("multi-query", "cross-more-queries")  # a second or two each in Triton's interpreter
+
+
+def attention(backend: Backend) -> str:
+    """Compare outputs and gradients of a backend with float64, by the rule of `tritonpack.testing`."""
+    from tritonpack.testing import check_backend
+
+    device = resolve_device("auto")
+    try:
+        resolve_backend(backend, torch.empty(1, 1, 16, device=device))
+    except BackendUnavailableError as error:
+        raise SkipTest(str(error)) from error
+    names: tuple[str, ...] = _CHECKED
+    dtypes, how = [torch.float32, torch.bfloat16], f"on {device.type}"
+    if backend == "triton" and device.type == "cpu":
+        names, dtypes, how = _INTERPRETED, [torch.float32], "in Triton's interpreter"
+    elif backend == "triton":
+        from tritonpack.kernels.tile_shapes import current_arch
+
+        names, how = (*names, "head-dim-128"), f"compiled here, with the tiles of {current_arch(device)}"
+        dtypes = dtypes if has_matrix_products(device) else [torch.float32]
+    largest = 0.0
+    for name in names:
+        for dtype in dtypes:
+            errors = check_backend(_inputs(name, dtype, device), backend)
+            shares = [error / errors.allowed[key] for key, error in errors.backend.items() if errors.allowed[key]]
+            largest = max(largest, *shares)
+    what = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    cases = count(len(names), "case")
+    return f"{cases}, forward and backward, {what}, {how}: at most {largest:.0%} of the error allowed"
+
+
+def _inputs(case: str, dtype: torch.dtype, device: torch.device) -> Any:
+    from tritonpack.testing import CASES, make_inputs
+
+    return make_inputs(next(one for one in CASES if one.name == case), dtype, device)
+
+
+def automatic() -> str:
+    """Name the backends that "auto" selects here."""
+    q = torch.empty(1, 1, 16, device=resolve_device("auto"))
+    auto, double = resolve_backend("auto", q), resolve_backend("auto", q.double())
+    return f"backend='auto' uses {auto} here, and {double} for float64"
+
+
+def varlen_function() -> str:
+    """Check flash_attn_varlen_func: bitwise isolation, unused slack, empty documents and equal repeated runs."""
+    from tritonpack.flash_attn import flash_attn_varlen_func
+    from tritonpack.testing import conformance
+
+    device = resolve_device("auto")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    asked = ["isolation/*", "slack/*", "empty/*", "repeat/*"]
+    report = conformance.run(flash_attn_varlen_func, dtypes=[dtype], device=device, only=asked)
+    if not report.passed:
+        raise AssertionError("; ".join(f"{x.check}: {x.detail}" for x in report.results if not x.passed))
+    return f"isolated to the bit, slack inert, runs repeat: {count(len(report.of('pass')), 'conformance check')}"
+
+
+def models() -> str:
+    """Check on a small patched Llama that packed documents equal each document alone, and none changes another."""
+    if importlib.util.find_spec("transformers") is None:
+        raise SkipTest("transformers isn't installed, so there is no model to patch; pip install transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tritonpack.patches import patch
+    from tritonpack.testing import check_isolation
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(resolve_device("auto"))
+    with patch(model):
+        report = check_isolation(model)
+    return (
+        f"a small Llama, patched: packed differs from alone by {report.packed_against_alone:.0e}, and "
+        f"documents change each other by {report.moved_by_others:g}"
+    )
+
+
+def packing() -> str:
+    """Pack lengths whose bins are known, and plan steps of two ranks. Both compile what a first packing would."""
+    if importlib.util.find_spec("numba") is None:
+        raise SkipTest("numba isn't installed, which packing needs; pip install numba")
+    import numpy as np
+
+    from tritonpack.packing import pack, plan_epoch
+
+    bins = sorted(sorted(int(i) for i in items) for items in pack([6, 5, 4, 3, 2], capacity=10))
+    if bins != [[0, 2], [1, 3, 4]]:
+        raise AssertionError(f"lengths 6, 5, 4, 3, 2 in bins of 10 make {bins}, not [[0, 2], [1, 3, 4]]")
+    lengths = np.arange(1, 11).repeat(8)
+    plan = plan_epoch(lengths, 16, 2, tail="keep")
+    fullest = int(plan.sums(lengths).max())
+    if sorted(plan.items.tolist()) != list(range(len(lengths))) or fullest > 16:
+        raise AssertionError(
+            f"{plan} of {len(lengths)} documents for rows of 16 tokens holds rows of {fullest}: {plan.items}"
+        )
+    return "documents packed and planned as they should be"
+
+
+def sequence_parallelism() -> str:
+    """Compare each exchange, in a process group of this process alone, with attention without a group."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise SkipTest("this build of torch has no torch.distributed, so batches can't be shared by several GPUs")
+    device = resolve_device("auto")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not getattr(dist, f"is_{backend}_available")():
+        raise SkipTest(f"torch.distributed is built without {backend}")
+    from tritonpack.attention import varlen_attention
+    from tritonpack.parallel import attend, make_layout
+    from tritonpack.parallel.dimensions import Exchange
+
+    inputs = _inputs("multi-query", torch.float32, device)
+    layout, exchanges = make_layout("balanced", inputs.mask, 1), get_args(Exchange)
+
+    def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        out = compute(*leaves, inputs.mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
+
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = results(varlen_attention)
+        for exchange in exchanges:
+            found = results(partial(attend, layout=layout, exchange=exchange))
+            torch.testing.assert_close(found, expected, msg=f"exchange={exchange!r}: ".__add__)
+    finally:
+        dist.destroy_process_group()
+    return f"{', '.join(exchanges)}: as without a group, forward and backward (a group of one process by {backend})"
+
+
+# "gluon" is an experiment, and "auto" never chooses it.
+CHECKS: dict[str, Callable[[], str]] = {
+    **{f"attention: {name}": partial(attention, name) for name in BACKENDS if name not in ("auto", "gluon")},
+    "attention: auto": automatic,
+    "flash_attn functions": varlen_function,
+    "patched models": models,
+    "packing": packing,
+    "sequence parallelism": sequence_parallelism,
+}

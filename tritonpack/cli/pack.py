@@ -1,0 +1,104 @@
+"""`tritonpack pack`: packs documents into a dataset of rows on disk, and prints what became of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+from rich.console import Console
+
+from tritonpack.cli.documents import open_documents
+from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
+from tritonpack.cli.words import count, percent
+from tritonpack.errors import OutputError
+from tritonpack.packing.columns import LEARNED
+from tritonpack.packing.lengths import OverlongReport
+from tritonpack.packing.rows import choose_columns, packed_dataset
+
+_CACHE = ".packing"  # a folder of the rows that holds what is done, until they are complete
+
+
+def examine(
+    *, dataset: str, out: Path, split: str | None, columns: str | None, seed: int, shuffle: bool, shard_mib: int,
+    json: Path | None, **options: Any,
+) -> None:  # fmt: skip
+    """Pack, print the summary, write it as JSON. The arguments are the command's options.
+
+    Raises:
+        ValueError: see `pack_dataset`, or documents or an output can't be read or written.
+        OSError: a result can't be written.
+    """
+    given = {**locals(), **options}
+    del given["options"]
+    require_writable(json, "--json")
+    console = Console(stderr=json == STANDARD_OUTPUT)
+    if not console.is_terminal:
+        datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs what it raises
+    cache = out / _CACHE
+    if out.resolve().is_relative_to(Path(dataset).resolve()):
+        raise ValueError(f"out={out} lies in {dataset}, whose files are the documents; name a folder outside.")
+    if out.exists() and not cache.exists() and any(out.iterdir()):
+        raise ValueError(f"out={out} isn't empty; name another folder, or remove it.")
+    new = [each for each in (out, *out.parents) if not each.exists()]
+    cache.mkdir(parents=True, exist_ok=True)
+    asked = None if columns is None else [name.strip() for name in columns.split(",")]
+    try:
+        documents, place = open_documents(dataset, split, cache)
+        rows, packing = packed_dataset(documents, columns=asked, folder=cache, place=place, **options)
+        names, total = documents.column_names, len(documents)
+        del documents  # whose files are mapped into memory
+        if shuffle:
+            rows = rows.shuffle(seed=seed, keep_in_memory=True)
+        for file in out.glob("data-*.arrow"):  # of a process that was killed
+            file.unlink()
+        processes = None if options["jobs"] == 1 else min(options["jobs"], len(rows))
+        rows.save_to_disk(str(out), max_shard_size=shard_mib * 2**20, num_proc=processes)
+    except ValueError:
+        shutil.rmtree(cache)
+        with suppress(OSError):  # not empty, by another process
+            for each in new:
+                each.rmdir()
+        raise
+    except OSError as error:
+        reason = f"{error.strerror or error}; free space in {out} and run the same command again"
+        raise OutputError(error.errno, reason, str(out)) from error
+    shutil.rmtree(cache)
+    read, kept = choose_columns(names, asked)
+    learned = [name for name in read if name in LEARNED and name not in kept.values()]
+    found = {
+        "options": given, "path": out, "documents": total, "tokens": packing.num_tokens + packing.report.tokens_lost,
+        "rows": packing.num_bins, "row_documents": len(packing.items), "row_tokens": packing.num_tokens,
+        "capacity": packing.capacity, "lower_bound": packing.lower_bound, "efficiency": packing.efficiency,
+        "report": asdict(packing.report), "columns": rows.column_names, "labels_from": learned,
+        "left_out": [name for name in names if name not in (*kept.values(), *learned)],
+    }  # fmt: skip
+    console.print(*_summary(found), sep="\n", markup=False, highlight=False, soft_wrap=True)
+    if json is not None:
+        write_json(json, found)
+
+
+def _summary(found: dict[str, Any]) -> Iterator[str]:
+    """What became of the documents, in sentences."""
+    report = OverlongReport(**found["report"])
+    yield f"{count(found['documents'], 'document')} of {count(found['tokens'], 'token')}."
+    if report.documents:
+        yield f"{report}."
+    pieces = "" if report.policy != "split" or not report.documents else " and pieces"
+    holds = "holds" if found["rows"] == 1 else "hold"
+    yield (
+        f"{count(found['rows'], 'row')} of {count(found['capacity'], 'token')} {holds} "
+        f"{count(found['row_documents'], 'document')}{pieces} of {count(found['row_tokens'], 'token')}: "
+        f"{percent(found['efficiency'])} full. No packing needs fewer than {count(found['lower_bound'], 'row')}."
+    )
+    yield f"Columns: {', '.join(found['columns'])}."
+    if found["labels_from"]:
+        yield f"Labels are made from {' and '.join(found['labels_from'])}, which the rows don't keep."
+    if found["left_out"]:
+        yield f"Left out: {', '.join(found['left_out'])}."
+    yield f"datasets.load_from_disk({str(found['path'])!r}) loads the rows."
