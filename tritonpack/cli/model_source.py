@@ -128,7 +128,7 @@ def _class_of(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
     with suppress(Exception):  # its module imports a package that isn't installed
         kind = getattr(transformers, name, None) if name else None
     if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-        if isinstance(config, kind.config_class or ()):
+        if isinstance(config, getattr(kind, "config_class", None) or ()):
             return kind, ""
         why = f"that class takes no {type(config).__name__}"
     else:
