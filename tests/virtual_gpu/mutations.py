@@ -3,22 +3,28 @@
     python -m tests.virtual_gpu.mutations sm_90 gluon --places 3
 
 A mutation is found by a report or an exception of the virtual GPU, by a result beyond the tolerance, or by bits that
-differ between two seeds. Places are drawn among the lines of the PTX that ran.
+differ between two seeds. Places are drawn among the lines of the PTX that ran. Of a mutation that isn't found it says
+why: a run shows that no lane's operands make a difference there, or `EXPLAINED` has a reason for the line of the
+kernel's source. The exit status is 1 if there is neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import linecache
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.virtual_gpu.device import virtual_gpu
+from tritonpack import kernels
 from tritonpack.backends import gluon
 from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.tolerance import check_outputs, run
@@ -31,13 +37,14 @@ class Operator(NamedTuple):
         name: what it does.
         pattern: of a part of one line.
         replacement: of that part, as `re.sub` takes it.
-        harmless: where it has no effect on any result; "" if it has one wherever the line runs.
+        traps: another replacement of that part, which leaves the instruction as it is and traps where the mutated one
+            would do something else; "" if that can't be said of a lane alone.
     """
 
     name: str
     pattern: str
     replacement: str | Callable[[re.Match[str]], str]
-    harmless: str = ""
+    traps: str | Callable[[re.Match[str]], str] = ""
 
 
 def _more(by: int) -> Callable[[re.Match[str]], str]:
@@ -48,51 +55,57 @@ def _flipped(found: re.Match[str]) -> str:
     return f"{found[1]}{1 - int(found[2])}"
 
 
-_OTHER_BOUND = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
-_WAIT = r"(mbarrier\.try_wait\.parity\S* complete, \[[^]]*\], )(%r\d+)"
+def _other_bound(found: re.Match[str]) -> str:
+    return f"setp.{_OTHER_BOUND[found[1]]}.{found[2]}"
 
-_BARRIER = """Other barriers or mbarriers order the same accesses. Vector clocks don't depend on the schedule: without a
-report, no two conflicting accesses of the run are unordered, in whatever order warps run."""
-_COPY = "Nothing uses the bytes of the copies that are still in flight; each use of them would be reported."
-_ZEROS = "The rows lie in the tensors, and what is computed from them is masked."
-_FENCE = "No other instruction has used the registers since the fence before."
-_PROXY = """No thread has written the bytes that TMA or wgmma uses since the fence before. The initialisation of an
-mbarrier needs none: Triton's own kernels have none between it and a copy by TMA."""
-_ARRIVAL = "Nothing waits for the phase: a tile's last block in a buffer that isn't used again."
-_PHASE = "The place waits for this phase alone, because its mbarrier is used once, or twice in each tile."
-_BOUND = """No element of the run lies on the bound, or one more copy is requested that nothing uses. One more key at
-the edge of a window may change results by less than the tolerance."""
-_STRIDE = "The value is 0 in the run, such as the number of the first buffer, or it is masked."
-_PRODUCT = "The mask drops the whole product."
+
+def _traps(condition: str) -> str:
+    return f".reg .pred differs; setp.{condition}; @differs trap; "
+
+
+_OTHER_BOUND = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+_BOUND = r"setp\.(lt|le|gt|ge)\.([su]\d+\s+(%p\d+), (\S+), (\S+);)"
+_WAIT = r"(mbarrier\.try_wait\.parity\S* complete, \[[^]]*\], )(%r\d+)"
+_GUARDED_LOAD = r"@(!?)(%p\d+) (ld\.global)"
 OPERATORS = (
-    Operator("barrier removed", r"^\s*(bar|barrier)\.sync\b.*;", "", _BARRIER),
-    Operator("cp.async wait laxer", r"(cp\.async\.wait_group\s+)(\d+)", _more(1), _COPY),
-    Operator("cp.async wait removed", r"cp\.async\.wait_group.*;", "", _COPY),
-    Operator("cp.async fills no zeros", r"(cp\.async\.c[ag]\..*), %r\d+;", r"\1;", _ZEROS),
+    Operator("barrier removed", r"^\s*(bar|barrier)\.sync\b.*;", ""),
+    Operator("cp.async wait laxer", r"(cp\.async\.wait_group\s+)(\d+)", _more(1)),
+    Operator("cp.async wait removed", r"cp\.async\.wait_group.*;", ""),
+    Operator("cp.async fills no zeros", r"(cp\.async\.c[ag]\..*), %r\d+;", r"\1;"),
     Operator("wgmma wait laxer", r"(wgmma\.wait_group\S*\s+)(\d+)", _more(1)),
     Operator("wgmma wait removed", r"wgmma\.wait_group.*;", ""),
-    Operator("wgmma.fence removed", r"wgmma\.fence.*;", "", _FENCE),
-    Operator("proxy fence removed", r"fence\.proxy\.async.*;", "", _PROXY),
-    Operator("arrival removed", r"^.*mbarrier\.arrive\.shared.*;", "", _ARRIVAL),
+    Operator("wgmma.fence removed", r"wgmma\.fence.*;", ""),
+    Operator("proxy fence removed", r"fence\.proxy\.async.*;", ""),
+    Operator("arrival removed", r"^.*mbarrier\.arrive\.shared.*;", ""),
     Operator("expected bytes removed", r"^.*mbarrier\.arrive\.expect_tx.*;", ""),
-    Operator("phase always 0", _WAIT, r"\g<1>0", _PHASE),
-    Operator("phase always 1", _WAIT, r"\g<1>1", _PHASE),
+    Operator("phase always 0", _WAIT, r"\g<1>0", _traps(r"ne.b32 differs, \2, 0") + r"\g<0>"),
+    Operator("phase always 1", _WAIT, r"\g<1>1", _traps(r"ne.b32 differs, \2, 1") + r"\g<0>"),
     Operator("phase flipped", _WAIT, r".reg .b32 flipped; xor.b32 flipped, \2, 1; \1flipped"),
-    Operator("predicate of a load dropped", r"@!?%p\d+ (ld\.global)", r"\1", _ZEROS),
+    Operator(
+        "predicate of a load dropped",
+        _GUARDED_LOAD,
+        r"\3",
+        lambda found: f"@{'' if found[1] else '!'}{found[2]} trap; {found[0]}",
+    ),
     Operator("predicate of a store dropped", r"@!?%p\d+ (st\.)", r"\1"),
     Operator("first TMA coordinates swapped", r"\{(%r\d+), (%r\d+), (%r\d+)\}", r"{\2, \1, \3}"),
     Operator("last TMA coordinates swapped", r"\{(%r\d+), (%r\d+), (%r\d+)\}", r"{\1, \3, \2}"),
-    Operator("bound off by one", r"(?<=setp\.)(lt|le|gt|ge)(?=\.[su])", lambda m: _OTHER_BOUND[m[0]], _BOUND),
-    Operator("stride halved", r"(shl\.b\d+ .*, )([1-9]\d*)(?=;)", _more(-1), _STRIDE),
-    Operator("ldmatrix transposition flipped", r"(ldmatrix\S*)\.trans", r"\1", _PRODUCT),
-    Operator("ldmatrix transposed", r"(ldmatrix\S*x4)(?=\.shared)", r"\1.trans", _PRODUCT),
-    Operator("wgmma transposition of B flipped", r"(wgmma\.mma.*, )([01])(?=;)", _flipped, _PRODUCT),
     Operator(
-        "wgmma transposition of A flipped",
-        r"(wgmma\.mma\S* \{[^}]*\}, %rd.*, )([01])(?=, [01];)",
-        _flipped,
-        _PRODUCT,
+        "bound off by one",
+        _BOUND,
+        _other_bound,
+        lambda found: f"{_traps(f'eq.{found[2].split()[0]} differs, {found[4]}, {found[5]}')}{found[0]}",
     ),
+    Operator(
+        "stride halved",
+        r"shl\.b(\d+)(\s+\S+, (\S+), )([1-9]\d*)(?=;)",
+        lambda found: f"shl.b{found[1]}{found[2]}{int(found[4]) - 1}",
+        _traps(r"ne.b\1 differs, \3, 0") + r"\g<0>",
+    ),
+    Operator("ldmatrix transposition flipped", r"(ldmatrix\S*)\.trans", r"\1"),
+    Operator("ldmatrix transposed", r"(ldmatrix\S*x4)(?=\.shared)", r"\1.trans"),
+    Operator("wgmma transposition of B flipped", r"(wgmma\.mma.*, )([01])(?=;)", _flipped),
+    Operator("wgmma transposition of A flipped", r"(wgmma\.mma\S* \{[^}]*\}, %rd.*, )([01])(?=, [01];)", _flipped),
 )
 # Architecture and backend -> heads, longest document, window, slack. A tile visits blocks that the window cuts, full
 # ones and those of the diagonal, enough that buffers are used again.
@@ -101,7 +114,33 @@ TARGETS = {
     ("sm_90", "triton"): (2, 400, 200, 40),
     ("sm_90", "gluon"): (1, 900, 700, 40),
 }
+_BEHIND = "in flight are the zeros of the block behind the loop, and nothing uses their bytes again"
+_ZEROS = "the rows lie in the tensors, and the mask drops what is computed of them"
+# Kernel, operator and place -> why a mutation there has no effect
+EXPLAINED = {
+    ("dq_kernel", "barrier removed", "tl.store(dq_ptr + offs"): (
+        "a barrier follows the last block, and nothing touches shared memory between the two"
+    ),
+    ("forward_kernel", "bound off by one", "for step in tl.range(step_begin"): (
+        "one more block is requested behind the loop, and nothing uses it"
+    ),
+    **{
+        (kernel, operator, place): _BEHIND
+        for operator in ("cp.async wait laxer", "cp.async wait removed")
+        for kernel, place in (
+            ("forward_kernel", "for step in tl.range(step_begin"),
+            ("dq_kernel", "for step in tl.range(step_begin"),
+            ("dkdv_kernel", "for _ in tl.range(0"),
+        )
+    },
+    **{
+        (kernel, "cp.async fills no zeros", place): _ZEROS
+        for kernel in ("forward_kernel", "dq_kernel")
+        for place in ("k = load_rows(k_desc", "v = load_rows(v_desc")
+    },
+}
 SEEDS = (1, 2)
+KERNELS = Path(kernels.__file__).parent
 
 
 class Mutation(NamedTuple):
@@ -112,12 +151,16 @@ class Mutation(NamedTuple):
         kernel: whose PTX it changes.
         line: of the PTX, from 1.
         text: of the changed line.
+        place: the line of the kernel's source that the PTX comes from, up to a comma.
+        traps: the unchanged line with a trap, as in `Operator`; "" if there is none.
     """
 
     operator: str
     kernel: str
     line: int
     text: str
+    place: str
+    traps: str
 
     def __call__(self, kernel: str, ptx: str) -> str:
         """The PTX with the line changed, as `virtual_gpu` takes it."""
@@ -164,9 +207,12 @@ class Target:
         for executable in self.executables:
             texts = executable.ptx.split("\n")
             for number in sorted({line.number for line in executable.lines() if line.lanes}):
-                text = re.sub(operator.pattern, operator.replacement, texts[number - 1], count=1)
-                if text != texts[number - 1] and kernel in executable.name:
-                    found.append(Mutation(operator.name, executable.name, number, text))
+                text = texts[number - 1]
+                broken = re.sub(operator.pattern, operator.replacement, text, count=1)
+                if broken != text and kernel in executable.name:
+                    traps = re.sub(operator.pattern, operator.traps, text, count=1) if operator.traps else ""
+                    place = source_of(texts, number).partition(",")[0]
+                    found.append(Mutation(operator.name, executable.name, number, broken, place, traps))
         return found
 
     def found_by(self, mutation: Mutation) -> str:
@@ -191,6 +237,27 @@ class Target:
     def has_no_effect(self, mutation: Mutation) -> bool:
         """True if the results have the same bits with the mutation."""
         return same_bits(self.launch(SEEDS[0], mutation), self.outputs)
+
+    def why(self, mutation: Mutation) -> str:
+        """Why a mutation wasn't found; "" if that isn't known."""
+        if mutation.traps:
+            with suppress(RuntimeError):  # it stops at the trap
+                self.launch(SEEDS[0], mutation._replace(text=mutation.traps))
+            if not self.gpu.reports:
+                return "in this run no lane's operands make a difference here"
+        return EXPLAINED.get((mutation.kernel, mutation.operator, mutation.place), "")
+
+
+def source_of(texts: Sequence[str], number: int) -> str:
+    """The line of a kernel's source that a line of its PTX comes from, of a helper the line that calls it; else ""."""
+    files = dict(re.findall(r'\.file\s+(\d+) "(.*)"', "\n".join(texts)))
+    for text in reversed(texts[:number]):
+        if found := re.search(r"\.loc\s+(\d+) (\d+) \d+(?:, function_name \S+, inlined_at (\d+) (\d+))?", text):
+            for file, line in ((found[3], found[4]), (found[1], found[2])):
+                path = KERNELS / Path(files.get(file, "")).name
+                if path.is_file() and line != "0":
+                    return linecache.getline(str(path), int(line)).strip()
+    return ""
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -217,13 +284,20 @@ def main() -> None:
     parser.add_argument("--operator", default="", help="only those whose name contains this")
     options = parser.parse_args()
     torch.manual_seed(0)
-    target, counts = Target(options.arch, options.backend), Counter[tuple[str, str]]()
+    target, counts = Target(options.arch, options.backend), Counter[str]()
+    reasons: dict[tuple[str, str, str, str], list[int]] = {}
     for mutation in drawn(target, options.places, options.seed, options.operator):
         how = target.found_by(mutation) or f"NOT FOUND{', no effect' * target.has_no_effect(mutation)}"
-        counts[mutation.operator, how.partition(":")[0]] += 1
-        print(f"{mutation.operator} | {mutation.kernel} | {mutation.line} | {how[:200]}", flush=True)
-    for (operator, how), count in counts.items():
-        print(f"{operator}: {count} {how}")
+        counts[how.partition(":")[0]] += 1
+        print(f"{mutation.operator} | {mutation.kernel} | {mutation.line} | {mutation.place} | {how[:200]}", flush=True)
+        if how.startswith("NOT"):
+            key = mutation.kernel, mutation.operator, mutation.place, target.why(mutation)
+            reasons.setdefault(key, []).append(mutation.line)
+    print(f"\n{dict(counts)}\n")
+    for (kernel, operator, place, reason), lines in sorted(reasons.items()):
+        print(f"{kernel} | {operator} | {place} | lines {lines} | {reason or 'NOT EXPLAINED'}")
+    if any(not reason for *_, reason in reasons):
+        raise SystemExit("mutations were neither found nor explained")
 
 
 if __name__ == "__main__":
