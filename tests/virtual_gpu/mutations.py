@@ -66,7 +66,6 @@ def _traps(condition: str) -> str:
 _OTHER_BOUND = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 _BOUND = r"setp\.(lt|le|gt|ge)\.([su]\d+\s+(%p\d+), (\S+), (\S+);)"
 _WAIT = r"(mbarrier\.try_wait\.parity\S* complete, \[[^]]*\], )(%r\d+)"
-_GUARDED_LOAD = r"@(!?)(%p\d+) (ld\.global)"
 OPERATORS = (
     Operator("barrier removed", r"^\s*(bar|barrier)\.sync\b.*;", ""),
     Operator("cp.async wait laxer", r"(cp\.async\.wait_group\s+)(\d+)", _more(1)),
@@ -81,13 +80,15 @@ OPERATORS = (
     Operator("phase always 0", _WAIT, r"\g<1>0", _traps(r"ne.b32 differs, \2, 0") + r"\g<0>"),
     Operator("phase always 1", _WAIT, r"\g<1>1", _traps(r"ne.b32 differs, \2, 1") + r"\g<0>"),
     Operator("phase flipped", _WAIT, r".reg .b32 flipped; xor.b32 flipped, \2, 1; \1flipped"),
-    Operator(
-        "predicate of a load dropped",
-        _GUARDED_LOAD,
-        r"\3",
-        lambda found: f"@{'' if found[1] else '!'}{found[2]} trap; {found[0]}",
+    *(
+        Operator(
+            f"predicate of a {name} dropped",
+            rf"@(!?)(%p\d+) ({instruction})",
+            r"\3",
+            lambda found: f"@{'' if found[1] else '!'}{found[2]} trap; {found[0]}",
+        )
+        for name, instruction in (("load", r"ld\.global"), ("store", r"st\."))
     ),
-    Operator("predicate of a store dropped", r"@!?%p\d+ (st\.)", r"\1"),
     Operator("first TMA coordinates swapped", r"\{(%r\d+), (%r\d+), (%r\d+)\}", r"{\2, \1, \3}"),
     Operator("last TMA coordinates swapped", r"\{(%r\d+), (%r\d+), (%r\d+)\}", r"{\1, \3, \2}"),
     Operator(
@@ -107,37 +108,71 @@ OPERATORS = (
     Operator("wgmma transposition of B flipped", r"(wgmma\.mma.*, )([01])(?=;)", _flipped),
     Operator("wgmma transposition of A flipped", r"(wgmma\.mma\S* \{[^}]*\}, %rd.*, )([01])(?=, [01];)", _flipped),
 )
-# Architecture and backend -> heads, longest document, window, slack. A tile visits blocks that the window cuts, full
-# ones and those of the diagonal, enough that buffers are used again.
+# Architecture and backend -> the longest document and its window. A tile visits blocks that either end of the window
+# cuts and full ones, enough that buffers are used again.
 TARGETS = {
-    ("sm_80", "triton"): (2, 400, 200, 40),
-    ("sm_90", "triton"): (2, 400, 200, 40),
-    ("sm_90", "gluon"): (1, 900, 700, 40),
+    ("sm_80", "triton"): (400, (200, 70)),
+    ("sm_90", "triton"): (400, (200, 70)),
+    ("sm_90", "gluon"): (500, (400, 70)),
 }
-_BEHIND = "in flight are the zeros of the block behind the loop, and nothing uses their bytes again"
-_ZEROS = "the rows lie in the tensors, and the mask drops what is computed of them"
-# Kernel, operator and place -> why a mutation there has no effect
+# Why a mutation has no effect -> where: kernels, how the operator's name begins, and the line of the kernel's source
 EXPLAINED = {
-    ("dq_kernel", "barrier removed", "tl.store(dq_ptr + offs"): (
-        "a barrier follows the last block, and nothing touches shared memory between the two"
+    "a barrier follows the last block, and nothing touches shared memory between the two": (
+        "dq_kernel: barrier: tl.store(dq_ptr + offs",
     ),
-    ("forward_kernel", "bound off by one", "for step in tl.range(step_begin"): (
-        "one more block is requested behind the loop, and nothing uses it"
+    "between the barriers around it shared memory is only read": ("dq_kernel: barrier: dp = tl.dot(dout",),
+    "a barrier follows before the arrival that frees what was read": (
+        "hopper_dkdv_kernel: barrier: mbarrier.wait(filled.index(following)",
     ),
-    **{
-        (kernel, operator, place): _BEHIND
-        for operator in ("cp.async wait laxer", "cp.async wait removed")
-        for kernel, place in (
-            ("forward_kernel", "for step in tl.range(step_begin"),
-            ("dq_kernel", "for step in tl.range(step_begin"),
-            ("dkdv_kernel", "for _ in tl.range(0"),
-        )
-    },
-    **{
-        (kernel, "cp.async fills no zeros", place): _ZEROS
-        for kernel in ("forward_kernel", "dq_kernel")
-        for place in ("k = load_rows(k_desc", "v = load_rows(v_desc")
-    },
+    "in a tile's last blocks: the arrival for q follows a barrier, and is waited for before the buffer is used again": (
+        "hopper_forward_kernel: barrier: mbarrier.arrive(k_free.index(slot))",
+    ),
+    "the arrival for the keys follows a barrier and is waited for first; behind the last block nothing waits": (
+        "hopper_dq_kernel: barrier: mbarrier.arrive(values_free)",
+    ),
+    "one more block is requested behind the loop, and nothing uses it": (
+        "forward_kernel: bound: for step in tl.range(step_begin",
+        "forward_kernel: bound: v = load_rows(v_desc",
+    ),
+    "in flight are the zeros of the block behind the loop, and nothing uses their bytes again": (
+        "forward_kernel dq_kernel: cp.async wait: for step in tl.range(step_begin",
+        "dkdv_kernel: cp.async wait: for _ in tl.range(0",
+        "dkdv_kernel: cp.async wait: if TREE:",
+    ),
+    "the rows lie in the tensors, and the mask drops what is computed of them": (
+        "forward_kernel dq_kernel: cp.async fills: k = load_rows(k_desc",
+        "forward_kernel dq_kernel: cp.async fills: v = load_rows(v_desc",
+        "forward_kernel dq_kernel: cp.async fills: query_start, query_stop = load_bounds(query_start_ptr",
+    ),
+    "zeros are those of the block behind the loop, which lies in the tensor too and isn't used": (
+        "dkdv_kernel: cp.async fills: lse2_m = tl.load(lse2_ptr + statistics)  # [M]",
+        "dkdv_kernel: cp.async fills: delta_m = tl.load(delta_ptr + statistics)  # [M]",
+    ),
+    "nothing was stored in shared memory since the fence before": (
+        "dkdv_kernel: proxy: dp = tl.dot(v",
+        "dkdv_kernel: proxy: dk = dot(ds",
+    ),
+    "it orders initialisations of mbarriers before TMA; Triton's kernels lack it in places, so it isn't asked for": (
+        "forward_kernel: proxy: k = load_rows(k_desc",
+        "hopper_forward_kernel hopper_dq_kernel hopper_dkdv_kernel: proxy: fence_async_shared()",
+    ),
+    "no instruction touched the product's registers since the fence before, and its operands lie in shared memory": (
+        "dkdv_kernel: wgmma.fence: dp = tl.dot(v",
+        "hopper_dkdv_kernel: wgmma.fence: dp = request_product(v_rows",
+        "hopper_dq_kernel: wgmma.fence: dp = request_product(dout_rows",
+    ),
+    "`where` drops what it loads in rows that see nothing": (
+        "dq_kernel: predicate of a load: delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt",
+    ),
+    "the rows that it leaves out are finite in this run, and their weight is 0": (
+        "hopper_forward_kernel: predicate of a load: copy_seen((copy",
+        "hopper_dq_kernel hopper_dkdv_kernel: predicate of a load: copy_seen(copies",
+        "hopper_dq_kernel hopper_dkdv_kernel: predicate of a load: start, stop = load_bounds(start_ptr",
+    ),
+    "a key at an edge of the window counts less than the tolerance": (
+        "forward_kernel dq_kernel: bound: visible = within(offs_n[None",
+        "dkdv_kernel: bound: visible = within(offs_m[None",
+    ),
 }
 SEEDS = (1, 2)
 KERNELS = Path(kernels.__file__).parent
@@ -182,9 +217,9 @@ class Target:
 
     def __init__(self, arch: str, backend: str) -> None:
         self.arch, self.backend = arch, backend
-        heads, longest, window, slack = TARGETS[arch, backend]
+        longest, window = TARGETS[arch, backend]
         lengths = (1, 90, 0, 17, longest)
-        case = Case("mutated", lengths, slack=slack, heads=heads, kv_heads=1, head_dim=64, window=(window, 0))
+        case = Case("mutated", lengths, slack=40, heads=2, kv_heads=1, head_dim=64, causal=False, window=window)
         self._inputs: Inputs = make_inputs(case, torch.float16, "cpu")  # whose tolerance is the smallest
         for rows in (self._inputs.q, self._inputs.k, self._inputs.v, self._inputs.dout):
             rows[-case.slack :] = float("nan")
@@ -211,7 +246,7 @@ class Target:
                 broken = re.sub(operator.pattern, operator.replacement, text, count=1)
                 if broken != text and kernel in executable.name:
                     traps = re.sub(operator.pattern, operator.traps, text, count=1) if operator.traps else ""
-                    place = source_of(texts, number).partition(",")[0]
+                    place = re.match(r"(?:[^=(]*=)?[^,]*", source_of(texts, number))[0]
                     found.append(Mutation(operator.name, executable.name, number, broken, place, traps))
         return found
 
@@ -245,7 +280,35 @@ class Target:
                 self.launch(SEEDS[0], mutation._replace(text=mutation.traps))
             if not self.gpu.reports:
                 return "in this run no lane's operands make a difference here"
-        return EXPLAINED.get((mutation.kernel, mutation.operator, mutation.place), "")
+        if mutation.operator == "barrier removed":
+            (ptx,) = (executable.ptx for executable in self.executables if executable.name == mutation.kernel)
+            if stands_beside_another(ptx.split("\n"), mutation.line):
+                return "the barrier beside it orders the same"
+        for reason, places in EXPLAINED.items():
+            for kernels_there, operator, place in (text.split(": ", 2) for text in places):
+                is_there = mutation.kernel in kernels_there.split() and mutation.place == place
+                if is_there and mutation.operator.startswith(operator):
+                    return reason
+        return ""
+
+
+def stands_beside_another(texts: Sequence[str], number: int) -> bool:
+    """True if another barrier of these threads, or of all, orders what the barrier at a line orders.
+
+    Between the two a thread may announce copies to an mbarrier, and behind the other one also request them.
+    """
+    barrier, announced = r"\s*(?:bar|barrier)\.sync\s+\d+(, \d+)?;", r"\s*@%p\d+ mbarrier\.arrive\.expect_tx"
+    own = re.match(barrier, texts[number - 1])
+    before, behind = (texts[number - 2 :: -1], rf"{announced}|\s*@%p\d+ cp\.async\.bulk"), (texts[number:], announced)
+    for between, passed in (before, behind):
+        for text in between:
+            other = re.match(barrier, text)
+            if own and other and other[1] in (None, own[1]):
+                return True
+            touches = re.search(r"bar\S*\.sync|shared|global|wgmma|matrix|\bbra|^\$L__BB|ret;", text)
+            if touches and not re.match(passed, text):
+                break
+    return False
 
 
 def source_of(texts: Sequence[str], number: int) -> str:
@@ -253,10 +316,11 @@ def source_of(texts: Sequence[str], number: int) -> str:
     files = dict(re.findall(r'\.file\s+(\d+) "(.*)"', "\n".join(texts)))
     for text in reversed(texts[:number]):
         if found := re.search(r"\.loc\s+(\d+) (\d+) \d+(?:, function_name \S+, inlined_at (\d+) (\d+))?", text):
-            for file, line in ((found[3], found[4]), (found[1], found[2])):
-                path = KERNELS / Path(files.get(file, "")).name
-                if path.is_file() and line != "0":
-                    return linecache.getline(str(path), int(line)).strip()
+            pairs = ((KERNELS / Path(files.get(found[k], "")).name, int(found[k + 1] or 0)) for k in (1, 3))
+            known = [(path, line) for path, line in pairs if path.is_file() and line]  # its own, the call's
+            if known:
+                path, line = known[-1 if "primitives" in known[0][0].name else 0]
+                return linecache.getline(str(path), line).strip()
     return ""
 
 

@@ -30,7 +30,10 @@ NAMES = {
 @pytest.mark.parametrize(("arch", "backend"), NAMES, ids=["-".join(kernels) for kernels in NAMES])
 def test_cases(arch: str, backend: str) -> None:
     """Forward and backward, each in a process whose Triton is 3.6, with a cache of its own."""
-    folder = installed(OLDER)
+    try:
+        folder = installed(OLDER)
+    except subprocess.CalledProcessError:
+        pytest.skip(f"Triton {OLDER} can't be downloaded here")
     paths = os.pathsep.join((str(folder), str(ROOT)))
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": f"{folder}-cache", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
