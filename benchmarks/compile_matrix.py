@@ -13,6 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from benchmarks.compile_report import Row, read_rows
 from tests.kernels.lint import SHARED_KIB
 
 VERSIONS = ("3.6.0", "3.9.0")
-FOLDER = Path(".matrix")
+FOLDER = Path(__file__).parents[1] / ".matrix"
 PAGE = Path(__file__).parents[1] / "docs" / "compile-matrix.md"
 
 INTRODUCTION = """\
@@ -57,15 +58,23 @@ Each other cell has a number for each loop over blocks, in the order of the code
 these the barriers of threads and the waits for memory or products. Spills are above."""
 
 
+def installed(version: str) -> Path:
+    """The folder of a version of Triton beside the one that is installed; the first call downloads it."""
+    target = FOLDER / version
+    if not target.exists():
+        FOLDER.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as part:  # a folder that is there is complete
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", f"{part}/{version}"]
+            subprocess.run([*pip, f"triton=={version}"], check=True)
+            Path(part, version).rename(target)
+    return target
+
+
 def report(version: str, jobs: int) -> None:
     """Compile what is out of date under a version."""
     environment = dict(os.environ)
     if version != triton.__version__:
-        target = FOLDER / version
-        if not target.exists():
-            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
-            subprocess.run([*pip, f"triton=={version}"], check=True)
-        paths = (str(target.resolve()), environment.get("PYTHONPATH"))
+        paths = (str(installed(version)), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-m", "benchmarks.compile_report", "--jobs", str(jobs)]
     subprocess.run(command, check=True, env=environment)

@@ -145,7 +145,7 @@ def test_sample_has_all_kernels() -> None:
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v != triton.__version__])
 def test_launches_under_another_version(version: str) -> None:
     """A GPU may come with a version that isn't the installed one."""
-    folder = ROOT / FOLDER / version
+    folder = FOLDER / version
     if not folder.exists():
         pytest.skip(f"`make compile-matrix` downloads Triton {version} to {folder}")
     command = [sys.executable, "-m", "benchmarks.gpu.compile_ahead", "--without-gpu", "sm_90", "--jobs", "1"]

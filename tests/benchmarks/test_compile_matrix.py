@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 
 from benchmarks.compile_matrix import PAGE, VERSIONS, is_common, page
-from benchmarks.compile_report import make_row, read_rows, stale
+from benchmarks.compile_report import Row, make_row, read_rows, stale
 from tests.kernels.aot import Configuration, HopperConfiguration, compile_configuration
 from tests.kernels.lint import launchable
 from tritonpack.kernels.tile_shapes import FLOAT32_KIB, TILES
@@ -30,6 +30,9 @@ OPEN = {
     ("3.9.0", "dq-sm_90-d128-bf16-group2-softcap-tree"),
     ("3.9.0", "dq-gfx942-d128-bf16-group2-softcap"),
 }  # fmt: skip
+
+# What differs from process to process in binaries for AMD, by a few instructions: LLVM may add terms in another order.
+VARYING = {"registers", "instructions", "loop_instructions", "loop_waits"}
 
 QUICK = {
     "dkdv-sm_80-d128-bf16", "dq-sm_100-d64-bf16", "dkdv-gfx942-d64-bf16",
@@ -76,9 +79,14 @@ def test_binary_is_that_of_the_report(configuration: Configuration) -> None:
     if committed is None:  # another version of Triton
         assert not row["findings"] or not is_common(str(configuration))
     elif committed["key"] == row["key"]:
-        assert {name: value for name, value in committed.items() if value} == {n: v for n, v in row.items() if v}
+        assert _facts(committed) == _facts(row)
     else:  # test_report_is_up_to_date fails, too
         assert (row["findings"], row["minor"]) == (committed["findings"], committed["minor"])
+
+
+def _facts(row: Row) -> Row:
+    left_out = VARYING if "-gfx" in row["configuration"] else set()
+    return {name: value for name, value in row.items() if value and name not in left_out}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

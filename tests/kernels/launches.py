@@ -151,7 +151,7 @@ def mask_calls() -> list[Call]:
                 f"ids-{rule}",
                 positions if rule != "codes" else lambda device: positions(device).clamp(max=2).to(torch.uint8),
                 partial(_intervals, rule, reach),
-                frozenset({"edges_kernel", "runs_kernel"}),
+                frozenset({"runs_kernel"}),
             )
             for rule in ("positions", "segments", "padding", "codes")
         ),
@@ -183,19 +183,19 @@ def mask_calls() -> list[Call]:
             "tables",
             mask,
             lambda mask: tile_tables(mask, *cuts),
-            frozenset({"chunks_kernel", "begins_kernel", "order_kernel"}),
+            frozenset({"tables_kernel"}),
         ),
         Call(
             "tables-whole-documents",
             transposed,
             lambda mask: tile_tables(mask, *cuts, whole_documents=True),
-            frozenset({"begins_kernel", "order_kernel"}),
+            frozenset({"tables_kernel"}),
         ),
         Call(
             "tables-tree",
             tree,
             lambda mask: tree_tables(mask, Cut(32, 64, 128), Cut(128, 64, 128, of_keys=True)),
-            frozenset({"chunks_kernel", "begins_kernel", "extremes_kernel", "count_kernel", "fill_kernel"}),
+            frozenset({"tables_kernel", "extremes_kernel", "count_kernel", "fill_kernel"}),
         ),
     ]
 

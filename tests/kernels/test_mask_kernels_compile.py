@@ -22,41 +22,24 @@ pytestmark = pytest.mark.compile
 
 ROWS = {"ROWS": intervals.RUN_ROWS, "LOOK": intervals.LOOK}
 UNCHECKED = ROWS | {"table_ptr": None}
-RUNS = ("positions", "segments", "padding", "codes")
 TREES = {"ROWS": trees.ROWS, "PIECE": trees.PIECE}
 # Tiles of a shipped configuration: forward, dq and the gradients of keys.
 CUTS = {"ROWS": (32, 32, 128), "LONG": (128, 128, 128), "OF_KEYS": (False, False, True), "TREE": False}
-CHUNKS = CUTS | {"HALO": 128, "WINDOW": tables.WINDOW, "document_ptr": None}
-WHOLE = CUTS | {"HALO": 0, "WINDOW": tables.WINDOW}
-ADDED = {"SUMMARIES": tables.SUMMARIES}
 BLOCKS = {"BLOCK": (64, 64, 128), "OF_KEYS": CUTS["OF_KEYS"]}
 EXTREMES = BLOCKS | {"RANGES": tree_tables.RANGES, "STEP": tree_tables.STEP}
 COUNT = BLOCKS | {"ROWS_AT_ONCE": tree_tables.ROWS_AT_ONCE, "BLOCKS": tree_tables.BLOCKS}
-ORDER = {
-    "BLOCK": (64, 64, 0),
-    "EVEN": (0, 0, 0),
-    "GROUPS": MOST_ORDERED,
-    "TILES": tables.TILES,
-    "OTHERS": tables.OTHERS,
-    "STEP": tables.STEP,
-}
+SIZES = {name: getattr(tables, name) for name in ("WINDOW", "TILES", "OTHERS", "STEP")}
+ORDER = CUTS | SIZES | {"BLOCK": (64, 64, 0), "EVEN": (0, 0, 0), "GROUPS": MOST_ORDERED}
+SHARED, WHOLE = {"HALO": 128, "document_ptr": None}, {"HALO": 0}
+FIRST_ROWS = dict.fromkeys(("ends_ptr", "tables_ptr", "BLOCK", "EVEN", "GROUPS")) | {"TREE": True}
 TABLES = {
-    "chunks": (tables.chunks_kernel, CHUNKS, "*i32", tables.WARPS),
-    "chunks-tree": (tables.chunks_kernel, CHUNKS | {"TREE": True}, "*i32", tables.WARPS),
-    "chunks-whole": (tables.chunks_kernel, WHOLE, "*i32", tables.WARPS),
-    "begins": (tables.begins_kernel, CHUNKS | ADDED, "*i32", tables.WARPS),
-    "begins-tree": (
-        tables.begins_kernel,
-        CHUNKS | ADDED | {"TREE": True, "tile_start_ptr": None, "tile_stop_ptr": None},
-        "*i32",
-        tables.WARPS,
-    ),
-    "begins-whole": (tables.begins_kernel, WHOLE | ADDED, "*i32", tables.WARPS),
+    "tables": (tables.tables_kernel, ORDER | SHARED, "*i32", tables.WARPS),
+    "tables-even": (tables.tables_kernel, ORDER | SHARED | {"EVEN": (1, 1, 0)}, "*i32", tables.WARPS),
+    "tables-whole": (tables.tables_kernel, ORDER | WHOLE, "*i32", tables.WARPS),
+    "first-rows-tree": (tables.tables_kernel, ORDER | SHARED | FIRST_ROWS, "*i32", tables.WARPS),
     "extremes": (tree_tables.extremes_kernel, EXTREMES, "*i32", 4),
     "count": (tree_tables.count_kernel, COUNT, "*i32", 4),
     "fill": (tree_tables.fill_kernel, COUNT | {"OTHERS": tree_tables.OTHERS}, "*i32", 4),
-    "order": (tables.order_kernel, CUTS | ORDER, "*i32", tables.WARPS),
-    "order-even": (tables.order_kernel, CUTS | ORDER | {"EVEN": (1, 1, 0)}, "*i32", tables.WARPS),
 }
 KERNELS = {
     **TABLES,
@@ -64,8 +47,6 @@ KERNELS = {
     "transpose-unchecked": (intervals.transpose_kernel, {"CHECKED": False, "ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets-int64": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i64", 4),
-    "edges": (intervals.edges_kernel, {"RULE": "segments", **ROWS}, "*i64", 4),
-    "edges-unchecked": (intervals.edges_kernel, {"RULE": "positions", **UNCHECKED}, "*i64", 4),
     "positions": (intervals.runs_kernel, {"RULE": "positions", **UNCHECKED}, "*i64", intervals.RUN_WARPS),
     "segments": (intervals.runs_kernel, {"RULE": "segments", **ROWS}, "*i64", intervals.RUN_WARPS),
     "padding": (intervals.runs_kernel, {"RULE": "padding", **ROWS}, "*u8", intervals.RUN_WARPS),
@@ -133,15 +114,15 @@ def compile_kernel(name: str, arch: str) -> Code:
 
 @pytest.mark.parametrize("arch", TILES)
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.sampled(*(f"{name}-sm_90" for name in ("dense-32", "order", "positions", "transpose", "tree-ends")))
+@pytest.mark.sampled(*(f"{name}-sm_90" for name in ("dense-32", "tables", "positions", "transpose", "tree-ends")))
 @pytest.mark.swept(every=3)
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
-    # At least two programs fit on a multiprocessor: programs have up to 512 threads, those of tables and of runs 256.
-    # RDNA has more registers.
+    # At least two programs of up to 512 threads fit on a multiprocessor; one of tables, of which a call has three. RDNA
+    # has more registers.
     rdna = arch.startswith("gfx1")
-    assert code.registers <= (128 if name in TABLES or name in RUNS else 64) * (3 if rdna else 1)
+    assert code.registers <= (128 if name in TABLES else 64) * (3 if rdna else 1)
     if name.startswith("dense"):
         any_store = "STG" if arch.startswith("sm") else "buffer_store"
         wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "buffer_store_b128" if rdna else "buffer_store_dwordx4")

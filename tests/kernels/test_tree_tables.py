@@ -32,8 +32,7 @@ TREES = {
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let programs see few rows, tiles and blocks at a time."""
-    for name, value in (("WINDOW", 64), ("SUMMARIES", 2)):
-        monkeypatch.setattr(tables, name, value)
+    monkeypatch.setattr(tables, "WINDOW", 64)
     for name, value in (("RANGES", 4), ("STEP", 8), ("ROWS_AT_ONCE", 4), ("BLOCKS", 4), ("OTHERS", 8)):
         monkeypatch.setattr(tree_kernels, name, value)
 

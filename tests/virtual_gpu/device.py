@@ -177,7 +177,8 @@ def virtual_gpu(
 
     Raises:
         ValueError: another architecture or seed.
-        RuntimeError: a machine with a GPU, whose libcuda is loaded, or without a C compiler.
+        RuntimeError: a machine with a GPU, whose libcuda is loaded, or without a C compiler; another such block hasn't
+            ended, in this thread or another.
         Unsupported: a kernel with an instruction that isn't modelled.
         AssertionError: on leaving, faults that were found.
     """

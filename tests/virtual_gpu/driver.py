@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -84,18 +85,20 @@ class Launches:
         return [launch.kernel for launch in self]
 
 
+_one_block, _one_launch = threading.Lock(), threading.Lock()
 # The kernels that were loaded, by the address of their function: name and PTX. What each launch calls first.
 loaded: dict[int, tuple[str, str]] = {}
 before_launch: list[Callable[[int, tuple[Any, ...]], None]] = []
 
 
 class _Launcher(CudaLauncher):
-    """Triton's launcher, which shows each launch's function and arguments first."""
+    """Triton's launcher, which shows each launch's function and arguments first; threads launch one after the other."""
 
     def __call__(self, gx: int, gy: int, gz: int, stream: int, function: int, *others: Any) -> None:
-        for see in before_launch:
-            see(function, others)
-        super().__call__(gx, gy, gz, stream, function, *others)
+        with _one_launch:
+            for see in before_launch:
+                see(function, others)
+            super().__call__(gx, gy, gz, stream, function, *others)
 
 
 def _load(kernel: CompiledKernel) -> None:
@@ -129,11 +132,14 @@ def fake_gpu(arch: str = "sm_90") -> Iterator[Launches]:
     are built by kernels in this block.
 
     Raises:
-        RuntimeError: there is a real GPU, whose libcuda is loaded.
+        RuntimeError: there is a real GPU, whose libcuda is loaded; or a thread of this process is in such a block.
     """
     if torch.cuda.is_available():
         raise RuntimeError("fake_gpu is for machines without a GPU; this one has one.")
+    if not _one_block.acquire(blocking=False):
+        raise RuntimeError("a process has one virtual GPU at a time; leave the other block first, or launch in it.")
     with ExitStack() as stack:
+        stack.callback(_one_block.release)
         for owner, name, answer in questions(arch):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, answer)

@@ -272,6 +272,7 @@ OP(mbar_init) {  // a: address, b: count
       continue;
     if (m->valid)
       report(w, l, "initialisation of a live mbarrier");
+    shared_at(w, l, m->address, 8, 8, WRITE, 0);
     m->valid = 1;
     m->maker = (u32)w->id;
     m->made = w->seen.of[w->id];
@@ -292,8 +293,10 @@ OP(mbar_inval) {
         report(w, l, "invalidation of an mbarrier after a use by warp %d that nothing waited for", k);
         break;
       }
-    if (m)
+    if (m) {
+      shared_at(w, l, m->address, 8, 8, WRITE, 0);
       m->valid = 0;
+    }
   }
   return NEXT;
 }

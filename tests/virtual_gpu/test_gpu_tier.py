@@ -84,13 +84,11 @@ def test_a_patched_model() -> None:
         test_gpu.test_a_patched_model()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", test_models.KINDS)
+@pytest.mark.parametrize("name", ["llama", "falcon", "qwen3_moe", "bamba"])
 @pytest.mark.slow
-@pytest.mark.swept("llama-torch.bfloat16", every=8)
-def test_documents_stay_apart(name: str, dtype: torch.dtype) -> None:
+def test_documents_stay_apart(name: str) -> None:
     with as_cuda("sm_90") as gpu:
-        test_models.test_documents_stay_apart(name, dtype)
+        test_models.test_documents_stay_apart(name, torch.bfloat16)
     assert gpu.launches.kernels
 
 

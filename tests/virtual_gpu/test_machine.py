@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,10 +141,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("statement", "message"),
         [
-            ("sin.approx.f32 %r1, %r1;", "the instruction"),
+            ("sin.approx.f32 %r1, %r1;", "an instruction, or a form of one, that the virtual GPU doesn't model"),
             ("add.s64 %r1, %rd1, %rd1;", "%r1 has 4 bytes, and the instruction writes 8"),
             ("add.s64 %rd1, %r1, %rd1;", "%r1 has 4 bytes, and the instruction reads 8"),
-            ("add.s32 %q1, %r1, %r1;", "the register %q1"),
+            ("add.s32 %q1, %r1, %r1;", "the register %q1 isn't declared"),
         ],
     )
     def test_instruction(self, statement: str, message: str) -> None:
@@ -158,6 +159,29 @@ class TestRefusals:
         assert gpu.executables == []
         expected = rf"probe_kernel, PTX line \d+: {re.escape(statement[:-1])}: {re.escape(message)}"
         assert re.fullmatch(expected, str(raised.value))
+
+
+def test_blocks_are_refused_within_a_block() -> None:
+    with virtual_gpu():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="one virtual GPU at a time; leave the other block first"):
+                virtual_gpu("sm_90").__enter__()
+    with virtual_gpu("sm_90"):
+        pass
+
+
+def test_threads_share_a_block() -> None:
+    x = torch.randn(2, 2500)
+
+    def launch(seed: int) -> bool:
+        out = torch.empty(2500)
+        for _ in range(20):
+            add_kernel[(3,)](x[seed], x[seed], out.fill_(0), 2500, 1024)
+        return torch.equal(out, 2 * x[seed])
+
+    with virtual_gpu() as gpu, ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(launch, range(2)))
+    assert len(gpu.launches) == 40
 
 
 def test_faults_are_raised_with_the_reports() -> None:

@@ -10,11 +10,10 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.virtual_gpu.conftest import NEEDS
-from tests.virtual_gpu.mutations import OPERATORS, TARGETS, Target, drawn
+from tests.virtual_gpu.mutations import TARGETS, Target, drawn
 
 pytestmark = NEEDS
 WITHIN_TOLERANCE = {"bound off by one"}  # by a key with a small weight
-HARMLESS = {operator.name: operator.harmless for operator in OPERATORS}
 targets = pytest.mark.parametrize(("arch", "backend"), TARGETS, ids=["-".join(target) for target in TARGETS])
 
 
@@ -24,12 +23,12 @@ def target(arch: str, backend: str) -> Target:
 
 
 def check(target: Target, places: int, name: str = "") -> None:
-    """Every mutation is found, or its operator says where it has no effect, and the results keep their bits."""
+    """Every mutation is found, or it is known why it has no effect, and the results keep their bits."""
     outcomes = []
     for mutation in drawn(target, places, 0, name):
         found = bool(target.found_by(mutation))
         outcomes.append(found)
-        assert found or HARMLESS[mutation.operator], mutation
+        assert found or target.why(mutation), mutation
         assert found or mutation.operator in WITHIN_TOLERANCE or target.has_no_effect(mutation), mutation
     assert sum(outcomes) > len(outcomes) / 3
 
@@ -42,9 +41,8 @@ def test_removed(arch: str, backend: str) -> None:
 
 @targets
 @pytest.mark.slow
-@pytest.mark.swept("sm_80-triton")
 def test_all_operators(arch: str, backend: str) -> None:
-    check(target(arch, backend), 2)
+    check(target(arch, backend), 1)
 
 
 def test_a_mutation_changes_one_line() -> None:

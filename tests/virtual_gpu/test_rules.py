@@ -238,6 +238,12 @@ RULES = (
         f"{WAIT.format(0)} bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
         r"invalidation of an mbarrier after a use by warp \d|isn't initialised",
     ),
+    Rule(
+        "mbarrier-in-memory",
+        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; ld.shared.b32 %r6, [%r3];",
+        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; ld.shared.b32 %r6, [%r3];",
+        r"race: read of shared byte 0 after a write by warp 0|read of shared byte 0, which the program hasn't written",
+    ),
     Rule("trap", "@%p1 trap;", "ret;", "trap"),
 )
 

@@ -111,7 +111,7 @@ class Translator:
         if name not in self._registers:
             size = self._prefixes.get(name.rstrip("0123456789"))
             if size is None:
-                raise Unsupported(f"the register {name}")
+                raise Unsupported(f"the register {name} isn't declared")
             self._registers[name] = self._allocate(size), size
         return self._registers[name]
 
@@ -245,7 +245,7 @@ class Translator:
         for pattern, method in _rules:
             if found := pattern.fullmatch(opcode):
                 return method(self, given, *found.groups())
-        raise Unsupported("the instruction")
+        raise Unsupported("an instruction, or a form of one, that the virtual GPU doesn't model")
 
     @_rule(r"((?:min|max)(?:\.NaN)?\.f32)")
     def _of_three(self, given: list[str], opcode: str) -> None:

@@ -8,7 +8,7 @@ A tile `reads_unseen_keys` if its blocks hold keys that no query sees (padding, 
 kernels zero them.
 
 The table is built on the mask's device, without waiting for it: the host knows a bound of its length, and the entries
-that aren't needed are empty. On GPUs tritonpack/kernels/tables.py builds the same tables in three launches.
+that aren't needed are empty. On GPUs tritonpack/kernels/tables.py builds the same tables in one launch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ then those of which every pair is visible. Blocks begin at multiples of their si
 
 The tables of a mask that came from host memory (`BlockDiagonalMask.to`) are built there and copied. Those of another
 mask are built on its device, without waiting for it, with room for all blocks of all tiles; on GPUs by
-tritonpack/kernels/tree_tables.py in five launches.
+tritonpack/kernels/tree_tables.py in four launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels that build intervals from offsets, from ids (two launches) or by transposing other intervals.
+"""The kernels that build intervals from offsets, from ids or by transposing other intervals.
 
 From offsets and ids they also store the intervals of the transpose. All assert that their input is valid.
 tritonpack/masks/intervals.py and, for transposing, bounds.py compute the same in torch.
@@ -18,8 +18,8 @@ announce_compilation()  # here: launches on a GPU take masks or tile tables from
 
 OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
 RUN_ROWS = 1024
-RUN_WARPS = 8
-LOOK = 1024  # programs whose first and last begins are read at once
+RUN_WARPS = 16
+LOOK = 512  # rows that are read at once to find where a run began, or ends
 # Launch options of kernels with assertions. Triton compiles these under `debug` alone, which would also add checks of
 # integer overflow. On AMD GPUs torch's compiler leaves its assertions out, too.
 ASSERTIONS = {"debug": torch.version.hip is None, "sanitize_overflow": False}
@@ -184,29 +184,6 @@ def check_pieces(ids_ptr, table_ptr, offs, ids, begins, row_length, slots, RULE:
     return tl.min(sound, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_length", "slots"])
-def edges_kernel(
-    ids_ptr, table_ptr, first_begin_ptr, last_begin_ptr, documents_ptr, num_rows, row_length, slots, RULE: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """The first and the last row of each block at which a run begins, and how many documents begin in the block.
-
-    If no run begins, the rows are `num_rows` and -1. Grid (blocks of ROWS,). Fills `table` [slots] with zeros, unless
-    it is None.
-    """
-    block = tl.program_id(0)
-    offs = block * ROWS + tl.arange(0, ROWS)
-    starts, live, _ = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
-    starts = starts & (offs < num_rows)
-    tl.store(documents_ptr + block, tl.sum((starts & live).to(tl.int32), 0))
-    tl.store(first_begin_ptr + block, tl.min(tl.where(starts, offs, num_rows), 0))
-    tl.store(last_begin_ptr + block, tl.max(tl.where(starts, offs, -1), 0))
-    if table_ptr is not None:
-        for step in range(block * ROWS, slots, tl.num_programs(0) * ROWS):
-            place = step + tl.arange(0, ROWS)
-            tl.store(table_ptr + place, tl.zeros([ROWS], dtype=tl.int32), mask=place < slots)
-
-
 @triton.jit(do_not_specialize=["num_rows", "row_length", "slots", "left", "right", "chunk"])
 def runs_kernel(
     ids_ptr,
@@ -214,12 +191,9 @@ def runs_kernel(
     start_ptr,
     stop_ptr,
     diagonal_ptr,
-    document_ptr,
+    begin_ptr,
     query_start_ptr,
     query_stop_ptr,
-    first_begin_ptr,
-    last_begin_ptr,
-    documents_ptr,
     num_rows,
     row_length,
     slots,
@@ -230,33 +204,35 @@ def runs_kernel(
     ROWS: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """Six numbers per row [T]; grid (blocks of ROWS,).
+    """Six numbers per row [T], one of them the first row of the row's document, -1 in padding; grid (blocks of ROWS,).
 
-    A program finds the runs within its rows by two scans, and numbers documents by a third. `edges_kernel` has stored
-    the first and the last row of each block at which a run begins, and how many documents begin in it. `table` [slots]
-    holds zeros, or is None if ids aren't checked; `slots` is a power of two of at least 2 T.
+    A program finds the runs within its rows by two scans. The rows around it tell where the run of its first row began,
+    and where that of its last row ends. `table` [slots] holds zeros, or is None if ids aren't checked; `slots` is a
+    power of two of at least 2 T.
     """
-    begin_row = tl.program_id(0) * ROWS
-    offs = begin_row + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) * ROWS
+    offs = first_row + tl.arange(0, ROWS)
     none = 2**31 - 1
     starts, live, ids = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
     begin = tl.associative_scan(tl.where(starts, offs, -1), 0, larger)
-    before = -1
-    document = -1  # of the row before the program's first one
-    for step in range(0, tl.program_id(0), LOOK):
-        blocks = step + tl.arange(0, LOOK)
-        found = tl.load(last_begin_ptr + blocks, mask=blocks < tl.program_id(0), other=-1)
-        before = tl.maximum(before, tl.max(found, 0))
-        document += tl.sum(tl.load(documents_ptr + blocks, mask=blocks < tl.program_id(0), other=0), 0)
+    before = tl.min(begin, 0)
+    look = first_row
+    while (before < 0) & (look > 0):
+        look -= LOOK
+        others = look + tl.arange(0, LOOK)
+        begins = load_runs(ids_ptr, others, num_rows, row_length, RULE)[0] & (others >= 0)
+        before = tl.max(tl.where(begins, others, -1), 0)
     begin = tl.maximum(begin, before)
 
     ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
     end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, smaller, reverse=True)
-    after = num_rows
-    for step in range(tl.program_id(0) + 1, tl.num_programs(0), LOOK):
-        blocks = step + tl.arange(0, LOOK)
-        found = tl.load(first_begin_ptr + blocks, mask=blocks < tl.num_programs(0), other=num_rows)
-        after = tl.minimum(after, tl.min(found, 0))
+    after = tl.max(end, 0)
+    look = first_row + ROWS + 1
+    while after == none:  # the row behind the last one counts as a begin
+        others = look + tl.arange(0, LOOK)
+        begins = load_runs(ids_ptr, others, num_rows, row_length, RULE)[0]
+        after = tl.min(tl.where(begins, others, none), 0)
+        look += LOOK
     end = tl.minimum(end, after)
 
     inside = offs < num_rows
@@ -266,11 +242,9 @@ def runs_kernel(
     seen = tl.where(live, begin, end)
     store_interval(query_start_ptr, query_stop_ptr, offs, offs, seen, end, begin, inside, right, left, chunk)
     tl.store(diagonal_ptr + offs, offs, mask=inside)
-    first = starts & live & inside
-    number = document + tl.cumsum(first.to(tl.int32), 0)
-    tl.store(document_ptr + offs, tl.maximum(number, 0), mask=inside)
+    tl.store(begin_ptr + offs, tl.where(live, begin, -1), mask=inside)
     if table_ptr is not None:
-        sound = check_pieces(ids_ptr, table_ptr, offs, ids, first, row_length, slots, RULE)
+        sound = check_pieces(ids_ptr, table_ptr, offs, ids, starts & live & inside, row_length, slots, RULE)
         if RULE == "segments":
             sound = tl.minimum(sound, tl.min(((ids >= 0) | ~inside).to(tl.int32), 0))
             tl.device_assert(
@@ -370,10 +344,10 @@ def intervals_of_offsets(
 def intervals_of_ids(
     ids: Tensor, rule: str, left: int, right: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """(start, stop, diagonal, document) of queries, and (start, stop) of keys, each (B * T,) int32.
+    """(start, stop, diagonal, begin) of queries, and (start, stop) of keys, each (B * T,) int32.
 
-    For "segments" and "padding" the kernel asserts what `BlockDiagonalMask.from_segment_ids` and `from_padding_mask`
-    ask for.
+    `begin` is the first row of each row's document, -1 in padding. For "segments" and "padding" the kernel asserts what
+    `BlockDiagonalMask.from_segment_ids` and `from_padding_mask` ask for.
 
     Args:
         ids: (B, T) integers or bool.
@@ -383,44 +357,34 @@ def intervals_of_ids(
         left, right, chunk: see `intervals_of_offsets`.
     """
     total = ids.numel()
-    start, stop, diagonal, document, query_start, query_stop = (
-        ids.new_empty(total, dtype=torch.int32) for _ in range(6)
-    )
+    start, stop, diagonal, begin, query_start, query_stop = (ids.new_empty(total, dtype=torch.int32) for _ in range(6))
     if total:
         ids = ids.contiguous()
         is_checked = ASSERTIONS["debug"] and rule in ("segments", "padding")
         slots = triton.next_power_of_2(2 * total) if is_checked else 0
-        blocks = triton.cdiv(total, RUN_ROWS)
-        arguments = {
-            "ids_ptr": ids.view(torch.uint8) if ids.dtype == torch.bool else ids,
-            "table_ptr": ids.new_empty(slots, dtype=torch.int32) if slots else None,
-            "first_begin_ptr": ids.new_empty(blocks, dtype=torch.int32),
-            "last_begin_ptr": ids.new_empty(blocks, dtype=torch.int32),
-            "documents_ptr": ids.new_empty(blocks, dtype=torch.int32),
-            "num_rows": total,
-            "row_length": ids.shape[1],
-            "slots": slots,
-            "RULE": rule,
-            "ROWS": RUN_ROWS,
-        }
         with torch.cuda.device_of(ids):
-            edges_kernel[(blocks,)](**arguments)
-            runs_kernel[(blocks,)](
+            runs_kernel[(triton.cdiv(total, RUN_ROWS),)](
+                ids_ptr=ids.view(torch.uint8) if ids.dtype == torch.bool else ids,
+                table_ptr=ids.new_zeros(slots, dtype=torch.int32) if slots else None,
                 start_ptr=start,
                 stop_ptr=stop,
                 diagonal_ptr=diagonal,
-                document_ptr=document,
+                begin_ptr=begin,
                 query_start_ptr=query_start,
                 query_stop_ptr=query_stop,
+                num_rows=total,
+                row_length=ids.shape[1],
+                slots=slots,
                 left=left,
                 right=right,
                 chunk=chunk,
+                RULE=rule,
+                ROWS=RUN_ROWS,
                 LOOK=LOOK,
                 num_warps=RUN_WARPS,
-                **arguments,
                 **ASSERTIONS,
             )
-    return start, stop, diagonal, document, (query_start, query_stop)
+    return start, stop, diagonal, begin, (query_start, query_stop)
 
 
 def transposed_intervals(

@@ -1,15 +1,15 @@
-"""The kernels that build tile tables: `tile_tables` of tritonpack/backends/tile_table.py computes the same in torch.
+"""The kernel that builds tile tables: `tile_tables` of tritonpack/backends/tile_table.py computes the same in torch.
 
-Three launches build the tables of all kernels of a call. The rows are cut into chunks, one for each program. The first
-launch finds the tiles that begin in each chunk, as far as the chunk's own rows tell. The second one knows from these
-numbers where the tiles of a chunk lie in the table, and stores their first rows. The third one orders the tiles.
+One launch builds the tables of all kernels of a call, with a program for each of them. It passes over the rows, a chunk
+at a time, and stores the first row of each tile; then it orders the tiles. More programs would have to wait for each
+other, by more launches, each of which takes longer to compile than this one to run.
 
-Legend: a cut says how a kernel cuts the queries or the keys into tiles; the second axis of every grid holds the cuts,
-and tuples hold a number for each cut. A stretch holds one long document, or the shorter ones between two long ones.
-Its first row begins a tile. `stride` is the room of a cut's tiles. No length is a compile-time constant.
+Legend: a cut says how a kernel cuts the queries or the keys into tiles; tuples hold a number for each cut. A stretch
+holds one long document, or the shorter ones between two long ones. Its first row begins a tile. `stride` is the room of
+a cut's tiles. No length is a compile-time constant.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +18,11 @@ from torch import Tensor
 
 from tritonpack.kernels.intervals import larger, smaller
 
-WINDOW = 1024  # rows that a program reads: its chunk, and on both sides the rows that decide which documents are long
-SUMMARIES = 128  # chunks whose numbers are added at once
-TILES = 16  # tiles that a program orders; few, so that all programs run at the same time
-OTHERS = 512  # groups of tiles that they are compared with at once; many, because each step waits for memory
+WINDOW = 2048  # rows that are read at once: a chunk, and on both sides the rows that decide which documents are long
+TILES = 64  # tiles that are ordered at once
+OTHERS = 128  # groups of tiles that they are compared with at once
 STEP = 32  # rows or keys of each tile that are read at once
-WARPS = 8
+WARPS = 16
 
 
 class Bounds(NamedTuple):
@@ -120,144 +119,6 @@ def load_chunk(
     return offs, own, begins & own
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_chunks"])
-def chunks_kernel(
-    key_start_ptr,
-    key_stop_ptr,
-    query_start_ptr,
-    query_stop_ptr,
-    document_ptr,
-    chunks_ptr,
-    num_queries,
-    num_keys,
-    num_chunks,
-    ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    TREE: tl.constexpr,
-    HALO: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Three numbers of each chunk, [cuts, 3, chunks]; grid (chunks, cuts).
-
-    The first and the last row at which a stretch begins, 2**31 - 1 and -1 if there is none, and the number of tiles
-    that begin from this first row on.
-    """
-    chunk, cut = tl.program_id(0), tl.program_id(1)
-    of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
-    start_ptr, stop_ptr, _, other_stop_ptr, total, columns = pick_side(
-        of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
-    )
-    offs, own, begins = load_chunk(
-        chunk,
-        pick(LONG, cut),
-        start_ptr,
-        stop_ptr,
-        other_stop_ptr,
-        document_ptr,
-        of_keys,
-        total,
-        columns,
-        TREE,
-        HALO,
-        WINDOW,
-    )
-    stretch = tl.associative_scan(tl.where(begins, offs, -1), 0, larger)
-    tiles = own & (stretch >= 0) & ((offs - stretch) % rows == 0)
-    chunk_ptr = chunks_ptr + 3 * cut * num_chunks + chunk
-    tl.store(chunk_ptr, tl.min(tl.where(begins, offs, 2**31 - 1), 0))
-    tl.store(chunk_ptr + num_chunks, tl.max(stretch, 0))
-    tl.store(chunk_ptr + 2 * num_chunks, tl.sum(tiles.to(tl.int32), 0))
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_chunks", "stride"])
-def begins_kernel(
-    key_start_ptr,
-    key_stop_ptr,
-    query_start_ptr,
-    query_stop_ptr,
-    document_ptr,
-    chunks_ptr,
-    first_ptr,
-    number_ptr,
-    tile_start_ptr,
-    tile_stop_ptr,
-    num_queries,
-    num_keys,
-    num_chunks,
-    stride,
-    ROWS: tl.constexpr,
-    LONG: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    TREE: tl.constexpr,
-    HALO: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SUMMARIES: tl.constexpr,
-):
-    """Write the first row of each tile, then the number of rows, [cuts, stride], and the number of tiles [cuts].
-
-    `tile_start` and `tile_stop` [cuts, stride], unless they are None, get the first key of each tile's first row and
-    the end of the keys of its last row. Grid (chunks, cuts). A program adds up the tiles of the chunks before its own:
-    the tiles that the chunk counted, and the tiles before its first stretch, in a stretch that began in an earlier
-    chunk.
-    """
-    CHUNK: tl.constexpr = WINDOW - 2 * HALO
-    chunk, cut = tl.program_id(0), tl.program_id(1)
-    of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
-    start_ptr, stop_ptr, _, other_stop_ptr, total, columns = pick_side(
-        of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
-    )
-    if chunk * CHUNK >= total:
-        return
-    chunks_ptr += 3 * cut * num_chunks
-    current = -1  # the begin of the stretch that the chunk's first row continues
-    place = 0
-    for step in range(0, chunk, SUMMARIES):
-        others = step + tl.arange(0, SUMMARIES)
-        counted = others < chunk
-        last = tl.load(chunks_ptr + num_chunks + others - 1, mask=(others > 0) & (others <= chunk), other=-1)
-        stretch = tl.maximum(tl.associative_scan(last, 0, larger), current)
-        begin = others * CHUNK
-        end = tl.load(chunks_ptr + others, mask=counted, other=0)
-        end = tl.minimum(end, begin + CHUNK)
-        tiles = tl.load(chunks_ptr + 2 * num_chunks + others, mask=counted, other=0)
-        tiles += tl.where(counted, tl.cdiv(end - stretch, rows) - tl.cdiv(begin - stretch, rows), 0)
-        place += tl.sum(tiles, 0)
-        last = tl.load(chunks_ptr + num_chunks + others, mask=counted, other=-1)
-        current = tl.maximum(current, tl.max(last, 0))
-
-    offs, own, begins = load_chunk(
-        chunk,
-        pick(LONG, cut),
-        start_ptr,
-        stop_ptr,
-        other_stop_ptr,
-        document_ptr,
-        of_keys,
-        total,
-        columns,
-        TREE,
-        HALO,
-        WINDOW,
-    )
-    stretch = tl.maximum(tl.associative_scan(tl.where(begins, offs, -1), 0, larger), current)
-    tiles = own & ((offs - stretch) % rows == 0)
-    ordinal = place + tl.cumsum(tiles.to(tl.int32), 0)
-    number = tl.max(ordinal, 0)
-    first_ptr += cut * stride.to(tl.int64)
-    tl.store(first_ptr + ordinal - 1, offs, mask=tiles)
-    is_last = (chunk + 1) * CHUNK >= total
-    tl.store(first_ptr + number, total, mask=is_last)
-    tl.store(number_ptr + cut, number, mask=is_last)
-    if tile_start_ptr is not None:
-        tile_start_ptr += cut * stride.to(tl.int64)
-        tile_stop_ptr += cut * stride.to(tl.int64)
-        tl.store(tile_start_ptr + ordinal - 1, tl.load(start_ptr + offs, mask=tiles, other=0), mask=tiles)
-        follows = tiles & (offs > 0)  # the row above is the last row of a tile
-        tl.store(tile_stop_ptr + ordinal - 2, tl.load(stop_ptr + offs - 1, mask=follows, other=0), mask=follows)
-        tl.store(tile_stop_ptr + number - 1, tl.load(stop_ptr + total - 1), mask=is_last)
-
-
 @triton.jit
 def load_tiles(first_ptr, tiles, number, total):
     """The rows [first, end) of tiles; from `number` on both are the number of rows."""
@@ -266,30 +127,30 @@ def load_tiles(first_ptr, tiles, number, total):
     return first, end
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride"])
-def order_kernel(
-    key_start_ptr,
-    key_stop_ptr,
-    query_start_ptr,
-    query_stop_ptr,
+@triton.jit
+def order_tiles(
+    tiles,
+    own,
+    start_ptr,
+    stop_ptr,
+    other_start_ptr,
+    other_stop_ptr,
     first_ptr,
-    number_ptr,
     tile_start_ptr,
     tile_stop_ptr,
     tables_ptr,
-    num_queries,
-    num_keys,
+    number,
+    total,
+    columns,
     stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    EVEN: tl.constexpr,
+    rows,
+    block,
+    is_even,
     GROUPS: tl.constexpr,
-    TILES: tl.constexpr,
     OTHERS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The tables [cuts, stride, 3]; grid (blocks of TILES, cuts).
+    """Store the entries of some tiles in a table [stride, 3].
 
     Groups of neighbouring tiles are ordered by the keys of their first tile: the fewest tiles a group, a power of two,
     that leave at most GROUPS groups. A group's place is the number of groups with more keys, and of those before it
@@ -300,17 +161,6 @@ def order_kernel(
     between the intervals of two neighbouring rows of the tile. The bounds of the keys after them are loaded, and where
     blocks begin at even keys the bounds of the key before them.
     """
-    cut = tl.program_id(1)
-    rows, block = pick(ROWS, cut), pick(BLOCK, cut)
-    start_ptr, stop_ptr, other_start_ptr, other_stop_ptr, total, columns = pick_side(
-        pick(OF_KEYS, cut), key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
-    )
-    first_ptr += cut * stride.to(tl.int64)
-    tile_start_ptr += cut * stride.to(tl.int64)
-    tile_stop_ptr += cut * stride.to(tl.int64)
-    number = tl.load(number_ptr + cut)
-    own = tl.program_id(0) * TILES
-    tiles = own + tl.arange(0, TILES)
     used = tiles < number
     first, end = load_tiles(first_ptr, tiles, number, total)
     start = tl.load(tile_start_ptr + tiles, mask=used, other=0)
@@ -321,7 +171,7 @@ def order_kernel(
         shift += 1
     groups = number >> shift
     group = tiles >> shift
-    place = tl.zeros([TILES], dtype=tl.int32)
+    place = tl.zeros(tiles.shape, dtype=tl.int32)
     keys = tl.load(tile_stop_ptr + (group << shift), mask=used, other=0)
     keys -= tl.load(tile_start_ptr + (group << shift), mask=used, other=0)
     for step in range(0, tl.where(own >> shift < groups, groups, 0), OTHERS):
@@ -335,14 +185,14 @@ def order_kernel(
     place += tl.sum(as_many.to(tl.int32), 1)
     place = tl.where(group < groups, (place << shift) + in_group, tiles)
 
-    gaps = tl.zeros([TILES], dtype=tl.int32)
+    gaps = tl.zeros(tiles.shape, dtype=tl.int32)
     for step in range(1, tl.where(block > 0, rows, 0), STEP):
         offs = first[:, None] + step + tl.arange(0, STEP)[None, :]
         inside = offs < end[:, None]
         begin = tl.load(start_ptr + offs, mask=inside, other=0)
         before = tl.load(stop_ptr + offs - 1, mask=inside, other=0)
         gaps += tl.sum((begin > before).to(tl.int32), 1)
-    even = start - (start & pick(EVEN, cut))
+    even = start - (start & is_even)
     even_start = tl.load(other_start_ptr + even, mask=even < start, other=0)
     even_stop = tl.load(other_stop_ptr + even, mask=even < start, other=1)
     gaps += (even_start == even_stop).to(tl.int32)
@@ -355,11 +205,111 @@ def order_kernel(
         gaps += tl.sum(unseen.to(tl.int32), 1)
     reads_unseen = (gaps > 0) | (block == 0)
 
-    entry = tables_ptr + 3 * (cut * stride.to(tl.int64) + place)
+    entry = tables_ptr + 3 * place.to(tl.int64)
     stored = tiles < stride
     tl.store(entry, first, mask=stored)
     tl.store(entry + 1, end, mask=stored)
     tl.store(entry + 2, reads_unseen.to(tl.int32), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride"])
+def tables_kernel(
+    key_start_ptr,
+    key_stop_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    document_ptr,
+    first_ptr,
+    number_ptr,
+    ends_ptr,
+    tables_ptr,
+    num_queries,
+    num_keys,
+    stride,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TREE: tl.constexpr,
+    HALO: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    OTHERS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The first row of each tile, then the number of rows, [cuts, stride], the number of tiles [cuts], and the tables
+    [cuts, stride, 3], unless `tables` is None; grid (cuts,).
+
+    `ends` [cuts, 2, stride] gets the first key of each tile's first row and the end of the keys of its last row.
+    """
+    CHUNK: tl.constexpr = WINDOW - 2 * HALO
+    cut = tl.program_id(0)
+    of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
+    start_ptr, stop_ptr, other_start_ptr, other_stop_ptr, total, columns = pick_side(
+        of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
+    )
+    first_ptr += cut * stride.to(tl.int64)
+    if tables_ptr is not None:
+        tile_start_ptr = ends_ptr + 2 * cut * stride.to(tl.int64)
+        tile_stop_ptr = tile_start_ptr + stride
+    number = 0  # of the tiles so far
+    current = 0  # the first row of the stretch so far
+    for chunk in range(tl.cdiv(total, CHUNK)):
+        offs, own, begins = load_chunk(
+            chunk,
+            pick(LONG, cut),
+            start_ptr,
+            stop_ptr,
+            other_stop_ptr,
+            document_ptr,
+            of_keys,
+            total,
+            columns,
+            TREE,
+            HALO,
+            WINDOW,
+        )
+        stretch = tl.maximum(tl.associative_scan(tl.where(begins, offs, -1), 0, larger), current)
+        tiles = own & ((offs - stretch) % rows == 0)
+        place = number + tl.cumsum(tiles.to(tl.int32), 0) - 1
+        tl.store(first_ptr + place, offs, mask=tiles)
+        if tables_ptr is not None:
+            tl.store(tile_start_ptr + place, tl.load(start_ptr + offs, mask=tiles, other=0), mask=tiles)
+            follows = tiles & (offs > 0)  # the row above is the last row of a tile
+            tl.store(tile_stop_ptr + place - 1, tl.load(stop_ptr + offs - 1, mask=follows, other=0), mask=follows)
+        number = tl.max(place, 0) + 1
+        current = tl.max(stretch, 0)
+    tl.store(first_ptr + number, total)
+    tl.store(number_ptr + cut, number)
+    if tables_ptr is not None:
+        tl.store(tile_stop_ptr + number - 1, tl.load(stop_ptr + total - 1))
+        tl.debug_barrier()
+        tables_ptr += 3 * cut * stride.to(tl.int64)
+        for own_tiles in range(0, stride, TILES):
+            order_tiles(
+                own_tiles + tl.arange(0, TILES),
+                own_tiles,
+                start_ptr,
+                stop_ptr,
+                other_start_ptr,
+                other_stop_ptr,
+                first_ptr,
+                tile_start_ptr,
+                tile_stop_ptr,
+                tables_ptr,
+                number,
+                total,
+                columns,
+                stride,
+                rows,
+                pick(BLOCK, cut),
+                pick(EVEN, cut),
+                GROUPS,
+                OTHERS,
+                STEP,
+            )
 
 
 def first_rows(
@@ -370,7 +320,7 @@ def first_rows(
     stride: int,
     *,
     whole: bool,
-    ends: tuple[Tensor, Tensor] | None = None,
+    **order: Any,
 ) -> tuple[Tensor, Tensor]:
     """The first row of each tile, then the number of rows, (cuts, stride), and the number of tiles, (cuts,), all int32.
 
@@ -379,43 +329,34 @@ def first_rows(
         rows, longs, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py.
         stride: more than the number of tiles that any cut can have.
         whole: whether no tile may hold rows of two documents.
-        ends: two tensors (cuts, stride) int32 that get the first key of each tile's first row, and the end of the keys
-            of its last row.
+        order: arguments of the kernel that order the tiles and build their tables.
     """
-    num_queries, num_keys = bounds.key_start.shape[0], bounds.query_start.shape[0]
     halo = 0 if whole else max(longs)
-    window = max(WINDOW, triton.next_power_of_2(4 * halo))
-    num_chunks = triton.cdiv(max(num_keys if keys else num_queries for keys in of_keys), window - 2 * halo)
-    new_empty = bounds.key_start.new_empty
-    chunks, first, number = new_empty(len(rows), 3, num_chunks), new_empty(len(rows), stride), new_empty(len(rows))
-    arguments = {
-        "key_start_ptr": bounds.key_start,
-        "key_stop_ptr": bounds.key_stop,
-        "query_start_ptr": bounds.query_start,
-        "query_stop_ptr": bounds.query_stop,
-        "document_ptr": bounds.document,
-        "chunks_ptr": chunks,
-        "num_queries": num_queries,
-        "num_keys": num_keys,
-        "num_chunks": num_chunks,
-        "ROWS": rows,
-        "LONG": longs,
-        "OF_KEYS": of_keys,
-        "TREE": bounds.tree,
-        "HALO": halo,
-        "WINDOW": window,
-        "num_warps": WARPS,
-    }
+    first, number = bounds.key_start.new_empty(len(rows), stride), bounds.key_start.new_empty(len(rows))
+    without_tables = {"ends_ptr": None, "tables_ptr": None, "BLOCK": None, "EVEN": None, "GROUPS": None}
     with torch.cuda.device_of(first):
-        chunks_kernel[(num_chunks, len(rows))](**arguments)
-        begins_kernel[(num_chunks, len(rows))](
+        tables_kernel[(len(rows),)](
+            key_start_ptr=bounds.key_start,
+            key_stop_ptr=bounds.key_stop,
+            query_start_ptr=bounds.query_start,
+            query_stop_ptr=bounds.query_stop,
+            document_ptr=bounds.document,
             first_ptr=first,
             number_ptr=number,
-            tile_start_ptr=None if ends is None else ends[0],
-            tile_stop_ptr=None if ends is None else ends[1],
+            num_queries=bounds.key_start.shape[0],
+            num_keys=bounds.query_start.shape[0],
             stride=stride,
-            SUMMARIES=SUMMARIES,
-            **arguments,
+            ROWS=rows,
+            LONG=longs,
+            OF_KEYS=of_keys,
+            TREE=bounds.tree,
+            HALO=halo,
+            WINDOW=max(WINDOW, triton.next_power_of_2(4 * halo)),
+            TILES=TILES,
+            OTHERS=OTHERS,
+            STEP=STEP,
+            num_warps=WARPS,
+            **(without_tables | order),
         )
     return first, number
 
@@ -443,31 +384,7 @@ def tables_of_intervals(
         groups: the largest number of groups of tiles that are ordered.
     """
     stride = triton.cdiv(max(capacities) + 1, 16) * 16  # so that tables begin at multiples of 16 bytes
-    ends = bounds.key_start.new_empty(len(rows), stride), bounds.key_start.new_empty(len(rows), stride)
-    first, number = first_rows(bounds, rows, longs, of_keys, stride, whole=whole, ends=ends)
-    tables = first.new_empty(len(rows), stride, 3)
-    with torch.cuda.device_of(first):
-        order_kernel[(triton.cdiv(stride, TILES), len(rows))](
-            key_start_ptr=bounds.key_start,
-            key_stop_ptr=bounds.key_stop,
-            query_start_ptr=bounds.query_start,
-            query_stop_ptr=bounds.query_stop,
-            first_ptr=first,
-            number_ptr=number,
-            tile_start_ptr=ends[0],
-            tile_stop_ptr=ends[1],
-            tables_ptr=tables,
-            num_queries=bounds.key_start.shape[0],
-            num_keys=bounds.query_start.shape[0],
-            stride=stride,
-            ROWS=rows,
-            BLOCK=blocks,
-            OF_KEYS=of_keys,
-            EVEN=evens,
-            GROUPS=groups,
-            TILES=TILES,
-            OTHERS=OTHERS,
-            STEP=STEP,
-            num_warps=WARPS,
-        )
+    ends, tables = (bounds.key_start.new_empty(len(rows), stride, n) for n in (2, 3))
+    order = {"ends_ptr": ends, "tables_ptr": tables, "BLOCK": blocks, "EVEN": evens, "GROUPS": groups}
+    first_rows(bounds, rows, longs, of_keys, stride, whole=whole, **order)
     return [table[:capacity] for table, capacity in zip(tables, capacities, strict=True)]

@@ -1,9 +1,9 @@
 """The kernels that build the tables of trees: `tree_tables` of tritonpack/backends/tree_table.py in torch.
 
-Five launches build the tables of all kernels of a call and the list of blocks that they share. Two cut the rows into
-tiles (tables.py). The third one finds the extremes of the bounds of each block, the fourth one counts the blocks that
-each tile visits. The last one computes from these counts each tile's place in the table and in the list, and writes
-both.
+Four launches build the tables of all kernels of a call and the list of blocks that they share. The first one cuts the
+rows into tiles (tables.py), the second one finds the extremes of the bounds of each block, the third one counts the
+blocks that each tile visits. The last one computes from these counts each tile's place in the table and in the list,
+and writes both.
 
 Legend: as in tables.py. A tile and a block are compared by the extremes of their bounds (docs/math.md, section 8).
 """

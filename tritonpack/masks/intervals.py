@@ -212,7 +212,13 @@ def number_documents(first: Tensor) -> Tensor:
 def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
     from tritonpack.kernels.intervals import intervals_of_ids
 
-    return Intervals(*intervals_of_ids(ids, rule, *reach))
+    start, stop, diagonal, begin, seen_by = intervals_of_ids(ids, rule, *reach)
+    return Intervals(start, stop, diagonal, partial(_document_of_rows, begin, diagonal), seen_by)
+
+
+def _document_of_rows(begin: Tensor, row: Tensor) -> Tensor:
+    """The number of each row's document, from the document's first row."""
+    return number_documents(begin == row)
 
 
 def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
