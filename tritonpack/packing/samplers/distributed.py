@@ -18,7 +18,14 @@ from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order, given_order
-from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check_options, choose_steps_together
+from tritonpack.packing.planning.plan import (
+    MOST_TOGETHER,
+    MOST_TOKENS,
+    Objective,
+    Plan,
+    check_options,
+    choose_steps_together,
+)
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.samplers.ranks import (
@@ -88,7 +95,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
-            constructor measures how many steps to plan at once.
+            constructor chooses how many steps to plan at once.
         epochs: so many epochs get the same number of steps, that of the epoch with the most. More than 1 plans all of
             these epochs once, at the first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
@@ -166,10 +173,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 steps_together = 1  # which nearly keeps the order
             elif steps_together is None:
                 steps_together = choose_steps_together(
-                    self._select(fitting), self.batch_max_length, self.num_replicas, budgets=self.budgets,
-                    objective=objective, cost_model=cost_model, lookahead=lookahead,
-                )  # fmt: skip
-            self.steps_together = check_integer(steps_together, "steps_together")
+                    self._select(fitting), self.batch_max_length, self.num_replicas, self.budgets
+                )
+            self.steps_together = check_integer(steps_together, "steps_together", 1, MOST_TOGETHER)
             self._epochs = check_integer(epochs, "epochs")
             self._least_steps: dict[int, int] = {}  # by seed
             self._words = Words()
