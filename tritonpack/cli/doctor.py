@@ -319,9 +319,9 @@ def sequence_parallelism() -> str:
     return f"{', '.join(exchanges)}: as without a group, forward and backward (a group of one process by {backend})"
 
 
-# "gluon" is an experiment, and "auto" never chooses it.
+CHOSEN = [name for name in BACKENDS if name != "auto" and name != "gluon"]  # an experiment, which "auto" never chooses
 CHECKS: dict[str, Callable[[], str]] = {
-    **{f"attention: {name}": partial(attention, name) for name in BACKENDS if name not in ("auto", "gluon")},
+    **{f"attention: {name}": partial(attention, name) for name in CHOSEN},
     "attention: auto": automatic,
     "flash_attn functions": varlen_function,
     "patched models": models,
