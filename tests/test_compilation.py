@@ -35,7 +35,7 @@ import tritonpack
 {use}
 print(json.dumps(names))
 """
-LOADER = 'next(iter(tritonpack.dataloader([{"input_ids": list(range(1 + i % 50))} for i in range(200)], tokens=256)))'
+LOADER = 'tritonpack.dataloader([{"input_ids": list(range(1 + i % 50))} for i in range(200)], tokens=256)'
 UNUSED = {"heuristics.best_fit", "heuristics.longest_first"}  # which a dataloader doesn't use
 
 
