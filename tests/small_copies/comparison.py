@@ -16,13 +16,6 @@ Parts = Sequence[Tensor]  # one output's values, document by document
 PackedCall = Callable[[list[Tensor]], Mapping[str, Parts]]
 
 
-class Limits(NamedTuple):
-    """The largest differences that count as rounding, relative to the largest value."""
-
-    alone: float  # between a packed document and the same document alone
-    moved: float  # between two calls in which only another document differs
-
-
 class Influence(NamedTuple):
     """The largest change of an output for documents that stayed the same, when one other document was changed.
 
@@ -40,15 +33,6 @@ def tolerance(dtype: torch.dtype) -> float:
     transformers computes norms and rotary angles in float32 in both.
     """
     return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
-
-
-def limits(dtype: torch.dtype) -> Limits:
-    """The limits for a model of any size in its own dtype: half of the dtype's digits, and 64 units in the last place.
-
-    64 units would be half of the largest value in bfloat16, so the second limit is never above the first.
-    """
-    eps = torch.finfo(dtype).eps
-    return Limits(eps**0.5, min(64 * eps, eps**0.5))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,13 +11,10 @@ from torch import Tensor
 
 from tests.small_copies.comparison import Parts, apart
 from tests.small_copies.packed_forms import Batch
-from tritonpack.patches.call_arguments import CACHES
+from tritonpack.patches.measuring import tensors_in
 
 # The shape of an output: (B, T, ...), (k, B, T, ...), (B * T, ...) or (documents, ...).
 Kind = Literal["token", "layered", "flat", "document"]
-
-# Ends of the names of outputs that aren't compared.
-ENDINGS_LEFT_OUT = ("loss", "attentions")
 
 
 class UnlikeError(ValueError):
@@ -95,19 +92,6 @@ def parts_of(name: str, expected: Output, value: Tensor | None, batch: Batch, *,
         if bool(rest.any()):
             raise UnlikeError(f"{name} has values other than zeros after those of a document")
     return [value[i][corner] for i, corner in enumerate(corners)]
-
-
-def tensors_in(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors in an output with their names; "." marks those in tuples and lists."""
-    if isinstance(output, Mapping):
-        for key, value in output.items():
-            if not str(key).endswith(ENDINGS_LEFT_OUT) and key not in CACHES:
-                yield from tensors_in(value, f"{name}[{key}]" if name else str(key))
-    elif isinstance(output, (tuple, list)):
-        for i, value in enumerate(output):
-            yield from tensors_in(value, f"{name}.{i}" if name else f"output {i}")
-    elif isinstance(output, Tensor) and output.is_floating_point():
-        yield name or "output", output
 
 
 def _output(values: Sequence[Tensor], in_list: bool, batch: Batch) -> Output | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from tests.small_copies.shrink import shrink
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
+from tritonpack.patches.proof import one_line
 
 # transformers' auto classes in the order in which a model is looked for, and what each of their models is.
 AUTO = {
@@ -73,28 +73,6 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, **options: An
     return Built(model.to(dtype).eval(), f"{type(model).__name__}, {AUTO[auto.__name__]}")
 
 
-def small_model(kind: type[nn.Module], config: Any) -> nn.Module:
-    """Build a small random model of one class, in float32, with every switch of a configuration (see `shrink`).
-
-    The class must require no argument but a configuration.
-
-    Raises:
-        NotSmallError: the class builds no such model, or not in this size.
-    """
-    try:
-        torch.default_generator.manual_seed(0)
-        small: Any = shrink(config)
-        small._experts_implementation = _EXPERTS
-        model = kind(small)
-        if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
-            raise ValueError("its weights are on the meta device; patch it outside of init_empty_weights")
-    except Exception as error:  # a configuration's or a model's own code may raise anything
-        raise NotSmallError(one_line(error)) from error
-    use_eager_if_sdpa_differs(model)
-    spread(model, torch.Generator(device="cpu").manual_seed(0))
-    return model.float().eval()
-
-
 def auto_class(config: Any) -> Any:
     """Return the first of the classes in `AUTO` that has a model for a configuration.
 
@@ -135,8 +113,3 @@ def spread(model: nn.Module, generator: torch.Generator) -> None:
                 parameter.data = noise / parameter.shape[-1] ** 0.5
             else:  # norms, decays, biases, sinks: near the values that the model gives them, but no two alike
                 parameter.data = values + 0.2 * noise
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line of moderate length, without a full stop."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from tests.small_copies.outputs import Output, UnlikeError, parts_of, tensors_in
-from tests.small_copies.packed_forms import FORMS, Batch, Form, paired, with_choices
-from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, PROMPT_TYPES
+from tests.small_copies.outputs import Output, UnlikeError, parts_of
+from tests.small_copies.packed_forms import FORMS, Form, paired
+from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT
 from tritonpack.patches.forwards import holds_both_sides
-from tritonpack.patches.tokens import special_tokens
+from tritonpack.patches.measuring import Batch, as_prompts, ordinary_tokens, tensors_in
+from tritonpack.patches.measuring import draw as draw_documents
 
 Draw = Callable[[tuple[int, ...], int], list[Tensor]]
 
@@ -82,15 +81,14 @@ def subject_of(model: nn.Module) -> Subject:
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     size = getattr(text, "vocab_size", None) or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    named = special_tokens(config)
-    ordinary = torch.tensor([token for token in range(size) if token not in named], device="cpu")
+    ordinary = ordinary_tokens(model, size)
     names = [kind.__name__ for kind in type(model).__mro__]
     both_sides = holds_both_sides(model)
     # An encoder-decoder model reads a document's scores at this token.
     end = config.eos_token_id if both_sides and any(n.endswith("ForSequenceClassification") for n in names) else None
 
     def draw(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
-        documents = draw_of(ordinary, lengths, seed)
+        documents = draw_documents(ordinary, lengths, seed)
         if end is not None:
             for document in documents:
                 document[:, -1] = end
@@ -98,8 +96,6 @@ def subject_of(model: nn.Module) -> Subject:
 
     if both_sides and not names[0].endswith(HEADS_SHIFT):  # those make the decoder's tokens from the encoder's
         return pairs_subject(model, draw, ordinary)
-    if any(name.endswith("ForMultipleChoice") for name in names):
-        return choices_subject(model, draw, exchanged(ordinary, size))
     books = codebooks_of(text)
 
     def values(output: Any) -> Any:
@@ -115,19 +111,6 @@ def subject_of(model: nn.Module) -> Subject:
     )
 
 
-def draw_of(tokens: Tensor, lengths: tuple[int, ...], seed: int) -> list[Tensor]:
-    """Draw documents `[1, n]` of these lengths from token ids `[k]`."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    return [tokens[torch.randint(len(tokens), (1, n), generator=generator, device="cpu")] for n in lengths]
-
-
-def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """The argument that marks all tokens (B, T) as prompts, for models that require it (`PROMPT_TYPES`)."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    typed = any(module.config.model_type in PROMPT_TYPES for module in models)
-    return {"token_type_ids": torch.zeros_like(ids)} if typed else {}
-
-
 def pairs_subject(model: nn.Module, draw: Draw, ordinary: Tensor, **options: Any) -> Subject:
     """Return how an encoder-decoder model is called with pairs of documents.
 
@@ -138,24 +121,13 @@ def pairs_subject(model: nn.Module, draw: Draw, ordinary: Tensor, **options: Any
         """The encoder's document: its length differs from the target's, and all tokens of the target seed it."""
         weights = torch.arange(1, target.shape[1] + 1, device=target.device)
         length = 3 * target.shape[1] % 11 + 1
-        return draw_of(ordinary, (length,), int((target * weights).sum()))[0].to(target.device)
+        return draw_documents(ordinary, (length,), int((target * weights).sum()))[0].to(target.device)
 
     def call(ids: Tensor) -> dict[str, Tensor]:
         return {"decoder_input_ids": ids, **({"input_ids": source_of(ids)} if ids.shape[0] == 1 else {})}
 
     forms = {name: paired(form, source_of) for name, form in FORMS.items()}
     return Subject(model, draw, call, forms=forms, **options)
-
-
-def choices_subject(model: nn.Module, draw: Draw, another: Callable[[Tensor], Tensor]) -> Subject:
-    """Return how a model is called that takes choices, with the arguments of `with_choices`."""
-
-    def lay_out(form: Form, documents: list[Tensor]) -> Batch:
-        batch = form(documents)
-        return replace(batch, arguments=with_choices(batch.arguments, another))
-
-    forms = {name: partial(lay_out, form) for name, form in FORMS.items()}
-    return Subject(model, draw, lambda ids: with_choices({"input_ids": ids}, another), forms=forms)
 
 
 def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:

@@ -16,8 +16,9 @@ from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import alone, end_to_end
 from tests.small_copies.outputs import Output, UnlikeError, outputs_alone, parts_of
 from tests.small_copies.packed_forms import Batch, with_choices
-from tests.small_copies.subject import codebooks_of, draw_of, exchanged, rows_for_codebooks, side_by_side
+from tests.small_copies.subject import codebooks_of, exchanged, rows_for_codebooks, side_by_side
 from tritonpack.patches.call_arguments import CACHES
+from tritonpack.patches.measuring import draw
 from tritonpack.patches.tokens import is_config, special_tokens
 
 # The least number of tokens in documents of a few model types.
@@ -90,7 +91,7 @@ class Subject:
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
         """Draw documents `[1, n]` of these lengths from ordinary tokens, with the end token that a head looks for."""
         shortest = SHORTEST.get(self.config.model_type, 1)
-        documents = draw_of(self.ordinary, tuple(max(n, shortest) for n in lengths), seed)
+        documents = draw(self.ordinary, tuple(max(n, shortest) for n in lengths), seed)
         lead = torch.tensor([self.extras.lead], dtype=torch.long)
         documents = [torch.cat([lead, document], dim=1) for document in documents]
         if self.ends:
@@ -101,7 +102,7 @@ class Subject:
     def targets(self, documents: list[Tensor]) -> list[Tensor]:
         """Return the decoder's documents: they have other lengths, and the last token of each document seeds them."""
         lengths = [DECODER_LENGTHS.get(d.numel(), d.numel()) for d in documents]
-        return [draw_of(self.ordinary, (n,), 100 + int(d[0, -1]))[0] for n, d in zip(lengths, documents, strict=True)]
+        return [draw(self.ordinary, (n,), 100 + int(d[0, -1]))[0] for n, d in zip(lengths, documents, strict=True)]
 
     def lay_out(self, form: Callable[[list[Tensor]], Batch], documents: list[Tensor]) -> Batch:
         """Lay out documents in a form; for an encoder-decoder model, those of both sides."""
