@@ -46,7 +46,7 @@ from tritonpack.patches.tokens import text_config
 
 SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
 LONGEST_REACH = 1024  # the middle document is longer than windows and chunks of up to this many tokens
-MOST_ROWS = 8  # tries to see how far a document moves in rows of its own
+MOST_ROWS = 8  # how often other rows are drawn beside a document's own
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 MOST_ROUNDING = 0.2  # between two shapes of a call: a scale of quantized layers depends on all tokens
 
@@ -268,9 +268,9 @@ class _Trial:
         self.require_close(alone, rows, found, _tree)
 
     def moves_in_rows(self, document: Tensor, *, exchanged: bool) -> Iterator[float]:
-        """How far a document's outputs move in rows of their own, if rows are exchanged or hold other tokens.
+        """How far a document's outputs move, in a row of its own, if other rows are exchanged or hold other tokens.
 
-        Experts of a mixture, say, move them beside some rows and not beside others, so several are tried.
+        In a mixture of experts they move beside some rows and not beside others, so several are tried.
         """
         for seed in range(2, 2 + MOST_ROWS):
             x, y, other_x, other_y = self.draw(*[document.shape[1]] * 4, seed=seed)
@@ -303,8 +303,11 @@ class _Trial:
     def require_unmoved(
         self, form: Form, documents: Any, found: Parts, changed: Any, moves_in_rows: Iterator[float]
     ) -> None:
-        """Require that no bit of the second document's outputs moves, or no more than by rounding in float32, which
-        depends on a token's place among those of an expert, or than in rows of their own."""
+        """Require that the outputs of the second document keep their bits.
+
+        They may move by rounding in float32, because the products of an expert depend on the order of its tokens, and
+        as far as they move where the document has a row of its own.
+        """
         moved, name = _moved(found, self.parts(form, changed))
         if moved > ROUNDING and not any(moved <= 4 * in_rows for in_rows in moves_in_rows):
             layer = first_moved(self.model, self.call, self.lay(form, documents), self.lay(form, changed), [1])
