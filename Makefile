@@ -9,17 +9,17 @@ DEMO := $(VENV)/.demo
 DOCS := $(VENV)/.docs
 TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
+OTHERS := benchmarks ecosystem examples integrations parallel virtual_gpu
 
-.PHONY: help install quick test test-slow test-all lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
+.PHONY: help install quick test nightly lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
 
 help:
 	@echo "make install    what tests, linters and the site need; the other commands install what each of them needs"
 	@echo "make demo       train four ways (padded, unpadded, naive, packed), compare, draw a picture: demo-out/demo.png"
 	@echo "make demo-grpo  train on GRPO's prompts and completions in four ways, draw a picture: demo-out/demo-grpo.png"
-	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
+	@echo "make quick      a fast part of the tests: the first case of each test of make test, in under a minute"
 	@echo "make test       the tests that need no GPU, without the slow ones"
-	@echo "make test-slow  the slow tests: some kernels compiled for every architecture, every model type"
-	@echo "make test-all   every case of every test that needs no GPU, also those that test-slow leaves out: half an hour"
+	@echo "make nightly    the slow tests: every model type, library, layout and GPU; an hour and more"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, shared memory, spills and barriers of every kernel; compiles what has changed"
@@ -51,20 +51,16 @@ $(TESTS): $(DEMO)
 	touch $@ $(DOCS)
 
 quick: install
-	$(PYTEST) tests --quick -m "not gpu and not interpreter and not slow and not heavy"
+	$(PYTEST) tests --quick -m "not gpu and not interpreter and not slow" $(addprefix --ignore=tests/,$(OTHERS))
 
 test: install
 	$(PYTEST) tests -m "not gpu and not interpreter and not slow"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and not slow"
 	$(BIN)/python -m pytest -q --doctest-modules tritonpack/masks/block_diagonal.py tritonpack/packing tritonpack/parallel
 
-test-slow: install
+nightly: install
 	$(PYTEST) tests -m "slow and not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and slow"
-
-test-all: install
-	$(PYTEST) tests --all -m "not gpu and not interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) tests --all -m "interpreter"
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -31,9 +30,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
     parser.addoption("--meta", action="store_true", help="run collators and calls with meta as the default device")
-    parser.addoption(
-        "--all", action="store_true", help="run every case of sweeps, also those that make test-slow omits"
-    )
     parser.addoption("--one-process", action="store_true", help="run GPU tests in this process, without time limits")
 
 
@@ -50,9 +46,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases outside of a sample as slow; deselect what can't run here, what --quick omits, what needs --all."""
-    for case in _left_out(items, "sampled"):
-        case.add_marker(pytest.mark.slow)
+    """Mark as slow what `fast` doesn't name; deselect what can't run here and what --quick omits."""
+    for item in items:
+        mark = item.get_closest_marker("fast")
+        if mark and item.callspec.id not in mark.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
     runnable = {
         "gpu": (torch.cuda.is_available() or config.getoption("collectonly")) and not INTERPRETED,
         "interpreter": INTERPRETED,
@@ -65,9 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not item.get_closest_marker("slow"):
                 first.setdefault(_test_of(item), item)
         dropped |= {item for item in items if first.get(_test_of(item)) is not item}
-    if not config.getoption("--all"):
-        slow = [item for item in items if item.get_closest_marker("slow") and item.nodeid not in config.args]
-        dropped |= {*_left_out(slow, "swept")}
     if dropped:
         config.hook.pytest_deselected(items=[*dropped])
         items[:] = [item for item in items if item not in dropped]
@@ -88,24 +83,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def pytest_unconfigure() -> None:
     WORKER.close()
-
-
-def _left_out(items: list[pytest.Item], marker: str) -> list[pytest.Item]:
-    """The cases of marked tests that the mark doesn't name and that aren't among those drawn, an `every`th part.
-
-    Cases are drawn by a hash of their ids: the same ones in each run, and not one value of a parameter alone.
-    """
-    tests: dict[str, list[Any]] = {}
-    for item in items:
-        if item.get_closest_marker(marker):
-            tests.setdefault(_test_of(item), []).append(item)
-    left_out = []
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker(marker)
-        every = mark.kwargs.get("every")
-        drawn = sorted(cases, key=lambda item: crc32(item.nodeid.encode()))[: -(-len(cases) // every) if every else 0]
-        left_out += [item for item in cases if item not in drawn and item.callspec.id not in mark.args]
-    return left_out
 
 
 def _test_of(item: pytest.Item) -> str:

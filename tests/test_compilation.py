@@ -49,7 +49,7 @@ def compiled_by(fresh: FreshInterpreters, folder: Path, use: str) -> tuple[list[
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_first_dataloader_compiles_what_it_uses_once_and_says_so(fresh: FreshInterpreters, tmp_path: Path) -> None:
     names, printed = compiled_by(fresh, tmp_path, LOADER)
     assert {"planner.fill_steps", "dealing.divide"} <= set(names)

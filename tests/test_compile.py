@@ -40,7 +40,6 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
     return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks))]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_forward_and_backward(backend: str) -> None:
     """One graph serves all lengths: sizes are symbols in forward and backward."""
@@ -51,7 +50,6 @@ def test_one_graph_forward_and_backward(backend: str) -> None:
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     "backend", ["blocked", pytest.param("triton", marks=(pytest.mark.interpreter, pytest.mark.slow))]
 )
@@ -83,8 +81,7 @@ def test_new_lengths_do_not_recompile(backend: Backend) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
-@pytest.mark.sampled(every=2)
-@pytest.mark.heavy
+@pytest.mark.fast("blocked-everything", "reference-plain")
 def test_operators_pass_opcheck(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     options = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **inputs.keywords)

@@ -99,7 +99,6 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.heavy
 def test_formulas_are_mathml(site: Path) -> None:
     page = (site / "math.html").read_text(encoding="utf-8")
     source = re.sub(r"`[^`]*`", "", (ROOT / "docs" / "math.md").read_text(encoding="utf-8"))
@@ -107,12 +106,10 @@ def test_formulas_are_mathml(site: Path) -> None:
     assert "arithmatex" not in page
 
 
-@pytest.mark.heavy
 def test_code_is_coloured(site: Path) -> None:
     assert '<span class="kn">import</span>' in (site / "quickstart.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.heavy
 def test_command_line_page_has_the_options_of_every_command(site: Path) -> None:
     typer = pytest.importorskip("typer")
     from tritonpack.cli.app import app
@@ -130,7 +127,6 @@ def test_links_of_markdown_files_are_files_of_the_repository() -> None:
             assert urlsplit(link).scheme or (path.parent / link).exists(), f"{path.name}: {link}"
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
     entries = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
@@ -140,7 +136,6 @@ def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
     assert sorted(names - documented) == []
 
 
-@pytest.mark.heavy
 def test_each_parameter_of_a_shared_line_has_an_entry(site: Path) -> None:
     page = (site / "reference" / "flash_attn.html").read_text(encoding="utf-8")
     assert "<code>max_seqlen_q, " not in page
@@ -167,7 +162,6 @@ def test_dots_in_an_entry_stand_for_the_parameters_between() -> None:
     assert text.endswith("Args:\n    b: see f.\n    c: see f.\n    d: see f.\n    e: see f.")
 
 
-@pytest.mark.heavy
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     pytest.importorskip("zensical")
     pages = tmp_path / "build" / "pages"

@@ -25,6 +25,7 @@ def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | {"__init__"}
 
 
+@pytest.mark.fast("train_packed")
 @pytest.mark.parametrize("name", ["train_packed", "train_with_trainer", "train_dpo_packed"])
 def test_training_lowers_the_loss(name):
     if name == "train_with_trainer":

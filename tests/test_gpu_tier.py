@@ -162,12 +162,10 @@ def test_documents_are_within_the_positions_of_models(name: str) -> None:
     assert max(test_models.LENGTHS) <= zoo.tiny_config(name).max_position_embeddings
 
 
-@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", test_models.KINDS)
-@pytest.mark.swept("opt", every=6)
 def test_bodies_of_models(name: str, dtype: torch.dtype) -> None:
     test_models.test_documents_stay_apart(name, dtype)
 

@@ -121,7 +121,6 @@ def test_trees_page_runs_from_top_to_bottom() -> None:
     assert (given["in_tree"], given["alone"]) == ((16384, 26222592), (73728, 84971520))
 
 
-@pytest.mark.heavy
 def test_padded_batches_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

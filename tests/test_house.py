@@ -215,7 +215,7 @@ def run_without(absent: set[str], program: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_attention_without_heavy_packages() -> None:
     """Masks, the collator and the backends in torch work; what needs a missing package names it and the remedy."""
     absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}
@@ -228,7 +228,7 @@ def test_attention_without_heavy_packages() -> None:
     )
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_packing_needs_only_torch_numpy_and_numba() -> None:
     """docs/installation.md says so."""
     pytest.importorskip("numba")

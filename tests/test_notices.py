@@ -96,7 +96,7 @@ def what_a_worker_knows(_: object) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(("method", "first_worker"), [("fork", True), ("spawn", False), ("forkserver", False)])
-@pytest.mark.sampled("fork-True")
+@pytest.mark.fast("fork-True")
 def test_forked_workers_know_patched_models_and_spawned_ones_do_not(method: str, first_worker: bool) -> None:
     assert notices.knows_patched_models()
     loader = DataLoader(

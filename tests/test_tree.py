@@ -44,7 +44,6 @@ def path_sums(parents: tuple[int, ...], inputs: Inputs, douts: dict[int, Tensor]
     window=st.sampled_from([(-1, -1), (0, 0), (4, 0), (11, 0)]),
     heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
 )
-@pytest.mark.heavy
 def test_a_tree_equals_every_path_alone(
     backend: str, parents: tuple[int, ...], window: Any, heads: tuple[int, int]
 ) -> None:
@@ -156,7 +155,6 @@ def test_a_mask_may_be_used_in_inference_mode_before_training(name: str, backend
     assert torch.equal(run(inputs, backend)["dk"], expected["dk"])
 
 
-@pytest.mark.heavy
 def test_compiled_without_breaks_for_all_lengths() -> None:
     """One graph for trees of different sizes, as for other masks."""
     torch.compiler.reset()

@@ -61,7 +61,6 @@ def test_a_new_backend_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == ["forward", "backward"]
 
 
-@pytest.mark.heavy
 def test_only_the_registry_lists_the_backends() -> None:
     """No other file of the package has a list of two or more of their names."""
     lists = []

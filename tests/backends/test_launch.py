@@ -73,7 +73,6 @@ def _last_binary(launches: Launches) -> int:
 
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
-@pytest.mark.heavy
 def test_the_binary_is_the_one_that_triton_takes(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if binaries of all other kinds are known."""
     monkeypatch.setattr(launcher, "_binaries", {})

@@ -36,7 +36,6 @@ def listed(table: Tensor, blocks: Tensor) -> Tiles:
 
 
 @given(forests(), WINDOWS, SIZES, st.booleans())
-@pytest.mark.heavy
 def test_lists_hold_every_visible_pair_once(
     parents: tuple[int, ...], window: tuple[int, int], sizes: tuple[int, int, int], transposed: bool
 ) -> None:

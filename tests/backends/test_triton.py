@@ -30,7 +30,7 @@ HALF = (
     "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
     "softcap-window", "sinks", "alibi-documents", "dropout", "everything",
 )  # fmt: skip
-# Sizes and mixtures of features that other cases have singly; `make test-slow` runs them.
+# Sizes and mixtures of features that other cases have singly; `make nightly` runs them.
 RARE = (
     "window-right-open", "cross-window-slack", "head-dim-80", "head-dim-96", "head-dim-111",
     "head-dim-160", "head-dim-224", "head-dim-256", "head-dim-320", "head-dim-512-64", "head-dim-64-512",
@@ -47,8 +47,7 @@ def _param(case: Case, slow: bool) -> ParameterSet:
 
 @pytest.mark.parametrize("case", [_param(case, case.name in RARE) for case in CASES])
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.sampled(every=3)
-@pytest.mark.swept(every=2)
+@pytest.mark.fast("slack", "group-of-three", "softcap-window", "sinks", "tree-everything", "everything")
 def test_error_within_tolerance(case: Case) -> None:
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
@@ -57,13 +56,12 @@ def test_error_within_tolerance(case: Case) -> None:
     "case", [_param(case, case.name not in ("slack", "everything")) for case in CASES if case.name in HALF]
 )
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.swept(every=3)
 def test_error_within_tolerance_in_float16(case: Case) -> None:
     check_backend(make_inputs(case, torch.float16, slack_value=float("nan")), "triton")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("slack", "cross", "everything")], ids=str)
-@pytest.mark.sampled("everything")
+@pytest.mark.fast("everything")
 def test_interpreter_widens_bfloat16(case: Case) -> None:
     """The interpreter can't multiply bfloat16, so the kernels widen it, only there."""
     seed = 1  # dsinks are 4 numbers, which plain attention gets right by chance with the seeds 0 and 10, of 0 to 71
@@ -82,7 +80,7 @@ def test_interpreter_widens_bfloat16(case: Case) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("group-of-six-8", "features-8", "dropout-window-1")
 def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=together))
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
@@ -90,7 +88,7 @@ def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeyp
 
 @pytest.mark.parametrize("name", ["cross-window-slack", "window-both", "everything", "tree"])
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("everything")
 def test_outputs_may_be_summed_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On most GPUs forward sums a block's output in the block's own step; other tests defer it to the next one."""
     monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=4))
@@ -136,7 +134,7 @@ def test_slack_is_inert() -> None:
         pytest.param([[0] * 33 + [1] * 64 + [0] * 31], id="around-tiles"),
     ],
 )
-@pytest.mark.sampled("in-tiles-dropout", "around-tiles-")
+@pytest.mark.fast("in-tiles-dropout", "around-tiles-")
 def test_padding_between_documents_is_inert(padding: list[list[int]], dropout: dict[str, Any]) -> None:
     """Padding in the middle of the stream: in tiles that also have rows of documents, and before and after tiles.
 
@@ -160,7 +158,7 @@ def test_padding_between_documents_is_inert(padding: list[list[int]], dropout: d
 
 
 @pytest.mark.parametrize("document", range(len(ISOLATION.seqlens)))
-@pytest.mark.sampled("2")
+@pytest.mark.fast("2")
 def test_a_change_in_a_document_changes_no_other_bit(document: int) -> None:
     inputs = make_inputs(ISOLATION)
     before = run(inputs, "triton")
@@ -409,14 +407,14 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-@pytest.mark.sampled("causal")
+@pytest.mark.fast("causal")
 def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case) -> None:
     assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
 
 
 @pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
 @pytest.mark.parametrize("case", invariance.CASES[:3], ids=str)
-@pytest.mark.sampled("causal-q-k-v-dout-dlse", "window-v-dout")
+@pytest.mark.fast("causal-q-k-v-dout-dlse", "window-v-dout")
 def test_pack_invariant_contains_nan(case: Case, poison: tuple[str, ...]) -> None:
     shorter = replace(case, seqlens=(21, 40, 9), heads=1, kv_heads=1, head_dim=16)
     assert not invariance.moved_outputs(shorter, torch.float32, "triton", pack_invariant=True, poison=poison)

@@ -53,7 +53,6 @@ def test_compile_only() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.heavy
 @pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
 def test_nothing_runs_in_a_second_call_either() -> None:
     """Its masks and tables have no values, so a kernel that ran would read memory at random places."""
@@ -139,7 +138,6 @@ def test_sample_has_all_kernels() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
 @pytest.mark.parametrize("version", [v for v in VERSIONS if v != triton.__version__])

@@ -1,6 +1,6 @@
 """Kernels, compiled for their GPUs without the hardware, and the committed rows of the compile report.
 
-`make test` compiles a sample and `make test-slow` another; `make compile-matrix` compiles everything. That its rows are
+`make test` compiles a few, `make nightly` more, `make compile-matrix` everything. That its rows are
 those of the present code and tiles, under both versions of Triton, is checked without compiling.
 """
 
@@ -72,7 +72,6 @@ def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
         if _is_compiled(c)
     ],
 )
-@pytest.mark.swept(every=3)
 def test_binary_is_that_of_the_report(configuration: Configuration) -> None:
     row = make_row(configuration, compile_configuration(configuration))
     committed = ROWS.get((triton.__version__, str(configuration)))

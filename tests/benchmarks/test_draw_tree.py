@@ -24,7 +24,7 @@ def test_masks_show_the_visible_pairs() -> None:
     assert numbers[12:18] == ["0", "1", "2", "3", "4", "3"]  # position ids
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_command_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tree.png"
     main(["--out", str(out)])

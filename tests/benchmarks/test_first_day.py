@@ -88,7 +88,6 @@ class TestRun:
         assert last
         assert last.reason == "signal SIGABRT"
 
-    @pytest.mark.heavy
     @pytest.mark.slow
     def test_hanging_step_is_ended_with_its_children(self, tmp_path: Path) -> None:
         child = f"import time; time.sleep(120); open({str(tmp_path / 'lived')!r}, 'w')"
@@ -162,7 +161,6 @@ class TestContinue:
         assert [r.verdict for r in done.journal.results if r.verdict != BEGUN] == [UNFINISHED, UNFINISHED, OK]
         assert not day(tmp_path, python("b", f"raise SystemExit({CONTINUE})")).pending()[0].continues
 
-    @pytest.mark.heavy
     def test_program_that_continues_ends_with_its_own_limit(self, tmp_path: Path) -> None:
         slow = (
             "import time; from pathlib import Path; again = Path('{out}', 'again')\n"
@@ -278,6 +276,7 @@ class TestDevices:
 
 
 class TestMain:
+    @pytest.mark.slow
     def test_status_and_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         from benchmarks.first_day import steps as module
 
@@ -297,7 +296,11 @@ class TestMain:
         main(["--out", str(tmp_path / "other"), "--commit", "abc1234", "--only", "d"])
         assert "1 of 1 steps are ok" in capsys.readouterr().out
 
-    @pytest.mark.parametrize(("dry", "folder"), [((), "first-day"), (("--dry-run",), "first-day/dry")], ids=str)
+    @pytest.mark.parametrize(
+        ("dry", "folder"),
+        [pytest.param((), "first-day", marks=pytest.mark.slow), (("--dry-run",), "first-day/dry")],
+        ids=str,
+    )
     def test_folder_of_results(
         self, dry: tuple[str, ...], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -311,6 +314,7 @@ class TestMain:
             f"{folder}/steps.jsonl", f"{folder}/verdict.md",
         }  # fmt: skip
 
+    @pytest.mark.slow
     def test_total_time_bounds_all_calls(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -148,7 +148,6 @@ class TestSteps:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("step", [s for s in dry_steps("abc1234") if not s.serves], ids=lambda s: s.name)
-    @pytest.mark.swept("training", every=3)
     def test_dry_run(self, step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each command finds its tests, and accepts its options, without packages that a machine may lack."""
         (tmp_path / "sitecustomize.py").write_text(HIDES)

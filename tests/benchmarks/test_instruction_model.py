@@ -203,7 +203,6 @@ def test_heads_share_a_tile_of_the_persistent_kernel() -> None:
     assert seconds(kernel, mask, 133 * 8, 133).fast == pytest.approx(2 * max(1200, loads) / 1.755e9)
 
 
-@pytest.mark.heavy
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", [c for c in hopper_configurations() if c.dtype == torch.bfloat16], ids=str)
@@ -217,7 +216,7 @@ def test_rows_of_the_kernels_for_hopper(configuration: HopperConfiguration) -> N
     assert facts["one 16k slow"] < facts["one 16k fast"] < 949
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.compile
 def test_counts_of_the_shipped_kernel() -> None:
     """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, with any compiler."""

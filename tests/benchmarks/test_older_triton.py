@@ -28,7 +28,6 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("arch", "backend"), NAMES, ids=["-".join(kernels) for kernels in NAMES])
-@pytest.mark.swept("sm_80-triton")
 def test_cases(arch: str, backend: str) -> None:
     """Forward and backward, each in a process whose Triton is 3.6, with a cache of its own."""
     try:

@@ -33,7 +33,7 @@ def invented(path: Path, shapes: tuple[Shape, ...] = SHAPES, device: str = "inve
     return path
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = invented(tmp_path / "attention.csv", SHAPES[1:])
     plot.main([str(path), "--out", str(tmp_path / "pictures")])
@@ -76,6 +76,7 @@ def test_later_measurement_counts(tmp_path: Path) -> None:
     assert len(rows) == 3 * len(OPS) - 1
 
 
+@pytest.mark.slow
 def test_each_device_has_its_own_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = invented(tmp_path / "attention.csv", (MODEL,), device="GPU one")
     invented(path, (MODEL,), device="GPU two")

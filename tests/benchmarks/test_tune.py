@@ -99,13 +99,12 @@ class TestProcess:
         self.replace(monkeypatch, tmp_path, "import os; os.abort()")
         assert try_in_process(self.candidate, 100, tmp_path / "lock")[1] is None
 
-    @pytest.mark.heavy
     def test_process_that_hangs_is_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.replace(monkeypatch, tmp_path, "import time; time.sleep(600)")
         monkeypatch.setattr(tune, "PATIENCE", 0.5)
         assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("not ready after 0 seconds", None)
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_process_that_hangs_on_the_device_loses_its_turn(self, tmp_path: Path) -> None:
         lock = tmp_path / "lock"
         program = (

@@ -14,6 +14,7 @@ from tritonpack.testing.tolerance import run
 pytestmark = NEEDS
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_whole_tiles() -> None:
     """One bidirectional document of 128 tokens: each query meets each key once, in tiles that it fills."""
     case = Case("square", (128,), heads=1, kv_heads=1, head_dim=64, causal=False)

@@ -81,7 +81,7 @@ def test_version(capsys):
 PROGRAM = [sys.executable, "-m", "tritonpack", "check-backend"]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_closed_pipe_exits_silently_with_141():
     with subprocess.Popen([*PROGRAM, "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()

@@ -30,7 +30,7 @@ def _on_a_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_every_check_that_runs_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     knobs = pytest.importorskip("triton").knobs

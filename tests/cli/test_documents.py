@@ -44,6 +44,7 @@ def sources_of(folder, given):
     yield [folder / "jsonl" / "*.jsonl", "--jobs", 2]
 
 
+@pytest.mark.slow
 def test_every_source_gives_the_same_rows(tmp_path):
     given = documents()
     expected = [[given[number] for number in items] for items in pack(LENGTHS, 10)]

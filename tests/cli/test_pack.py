@@ -78,7 +78,6 @@ def test_numbers_on_standard_output(tmp_path, documents, capsys):
     assert "1 document longer than the capacity dropped: 12 tokens lost." in captured.err
 
 
-@pytest.mark.heavy
 def test_left_out_columns_are_named(tmp_path, capsys):
     datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(tmp_path / "in")
     command = ("pack", tmp_path / "in", "--capacity", 4, "--out", tmp_path / "rows")

@@ -31,7 +31,6 @@ def results_of(lengths, capacity=1024, ranks=4, epochs=1):
     return [measure(*one, *of, cost=COST, total_tokens=tokens) for one in strategies.items()]
 
 
-@pytest.mark.heavy
 def test_prints_table_and_writes_numbers_and_picture(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     numbers, out = tmp_path / "plan.json", tmp_path / "out"
@@ -70,7 +69,7 @@ def test_ways_without_a_step_show_no_measures():
     assert next(command.findings(results)).startswith("There are too few documents for a step of padded, interleaved")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_says_how_many_steps_are_planned_at_once(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     arguments = ("plan", tmp_path / "lengths.npy", "--capacity", 600, "--out", tmp_path)
@@ -86,6 +85,7 @@ def test_says_how_many_steps_are_planned_at_once(tmp_path, lengths, capsys):
     assert full[0] < 98 < full[1]
 
 
+@pytest.mark.slow
 def test_makes_the_folders_of_the_picture_and_of_the_numbers(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("\n".join(["7"] * 40))
     picture, numbers = tmp_path / "deep" / "a.png", tmp_path / "deeper" / "still" / "a.json"
@@ -100,7 +100,7 @@ def test_makes_the_folders_of_the_picture_and_of_the_numbers(tmp_path, capsys):
     assert (folder / "plan.png").exists()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_overlong_documents_are_reported_and_count_as_not_covered(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60 + [100]))
     numbers = tmp_path / "plan.json"
@@ -112,7 +112,6 @@ def test_overlong_documents_are_reported_and_count_as_not_covered(tmp_path, caps
     assert json.loads(numbers.read_text())["ways"][OURS]["tokens_covered"] == pytest.approx(600 / 700)
 
 
-@pytest.mark.heavy
 def test_costs_are_computed_for_the_given_model(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
@@ -206,6 +205,7 @@ def test_headings_of_several_ranks(lengths):
     assert headings[3:7] == ["ranks busy %", "busy by cost %", "L2 lag mean", "L2 lag most"]
 
 
+@pytest.mark.slow
 def test_one_of_each_is_singular(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("3\n1")
     command = ("plan", tmp_path / "lengths.txt", "--out", tmp_path, "--overlong", "truncate", "--tail", "keep")
@@ -244,8 +244,7 @@ def test_only_a_whole_share_is_shown_as_100():
 
 
 @pytest.mark.parametrize(("ranks", "capacity"), [(1, 256), (4, 1024), (40, 600)])
-@pytest.mark.sampled(every=3)
-@pytest.mark.heavy
+@pytest.mark.fast("1-256")
 def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity):
     """On one rank, on several, and on more ranks than rows are drawn."""
     results = results_of(lengths, capacity, ranks)
@@ -275,7 +274,7 @@ def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity)
     assert all(sum(length for _, length in row) <= capacity for row in padded + packed)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_draws_plan_without_steps(tmp_path):
     lengths = np.full(4, 10, dtype=np.int32)
     results = results_of(lengths, capacity=20, ranks=2)
@@ -284,7 +283,6 @@ def test_draws_plan_without_steps(tmp_path):
     assert (tmp_path / "a.png").exists()
 
 
-@pytest.mark.heavy
 def test_json_dash_prints_only_numbers_to_standard_output(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     assert run("plan", tmp_path / "lengths.json", "--capacity", 20, "--out", tmp_path, "--json", "-") == 0

@@ -49,7 +49,11 @@ def error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("first", ["patch", "accelerate"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("family", ["mistral", "qwen3_next"])
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast(
+    "mistral-cpu_offload-patch",
+    "mistral-dispatch_model-accelerate",
+    "qwen3_next-disk_offload-accelerate",
+)
 def test_placed_models(family: str, placement: str, first: str, tmp_path: Path) -> None:
     """accelerate's hooks replace the forward of modules, patching that of recurrent layers; either may be undone."""
     model = tiny_model(family) if family == "mistral" else zoo.tiny_model(family, dtype=torch.float64)

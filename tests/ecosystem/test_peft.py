@@ -52,7 +52,7 @@ def test_stock_leaks_in_the_same_test() -> None:
 
 @pytest.mark.parametrize("first", ["patch", "peft"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_next"])
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("mistral-patch", "gpt_oss-peft")
 def test_adapters_learn_from_separate_documents(family: str, first: str) -> None:
     def make() -> PreTrainedModel:
         return tiny_model(family) if family in ("llama", "mistral") else zoo.tiny_model(family, dtype=torch.float64)

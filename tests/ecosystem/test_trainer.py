@@ -45,9 +45,8 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
     return train
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "packer"), [*(("mistral", packer) for packer in PACKERS), ("llama", "ours")])
-@pytest.mark.sampled("llama-ours")
+@pytest.mark.fast("llama-ours")
 def test_packed_training_is_padded_training(family: str, packer: str, padded: Padded, tmp_path: Path) -> None:
     """Windows of two batches of unequal token counts: only the count of predicted tokens weighs them rightly."""
     expected = padded(family)
@@ -57,7 +56,6 @@ def test_packed_training_is_padded_training(family: str, packer: str, padded: Pa
     assert distance(expected, got) < EXACT
 
 
-@pytest.mark.heavy
 def test_stock_leaks_in_the_same_test(padded: Padded, tmp_path: Path) -> None:
     """Trainer turns the cache off, with which transformers itself tells documents apart in one row; a mask of ones
     undoes that."""
@@ -83,7 +81,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # the compiler's; of renamed options
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "compiled" else []) for way in WAYS]
@@ -96,7 +94,7 @@ def test_checkpointed_and_compiled(way: str, padded: Padded, tmp_path: Path) -> 
     assert distance(expected, trained(make_trainer(model, PACKERS["ours"](), tmp_path, **WAYS[way]))) < EXACT
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
     """A model that was loaded with our attention and not patched."""
     expected = padded("mistral")
@@ -107,7 +105,6 @@ def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.heavy
 @pytest.mark.slow
 def test_keeping_transformers_own_attention(attention: Any, padded: Padded, tmp_path: Path) -> None:
     expected = padded("mistral")
@@ -193,7 +190,6 @@ def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)
 
 
-@pytest.mark.heavy
 def test_a_saved_model_holds_no_trace(tmp_path: Path) -> None:
     """Neither the checkpoints that Trainer writes nor its last word name our attention; a saved model loads by name."""
     model = tiny_model("llama")

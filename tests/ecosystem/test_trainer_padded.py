@@ -116,9 +116,8 @@ CASES = [
 ]
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "option"), CASES)
-@pytest.mark.sampled("causal-share_prefixes")
+@pytest.mark.fast("causal-share_prefixes")
 def test_trains_and_evaluates_as_stock(name: str, option: str, tmp_path: Path) -> None:
     expected, metrics = results(make_trainer(TASKS[name], tmp_path / "stock"))
     trainer = make_trainer(TASKS[name], tmp_path / "ours")

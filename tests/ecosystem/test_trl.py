@@ -82,9 +82,8 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
     return train
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "way"), [*(("mistral", way) for way in WAYS), ("llama", "padding-free")])
-@pytest.mark.sampled("mistral-packing")
+@pytest.mark.fast("mistral-packing")
 def test_packed_training_is_padded_training(family: str, way: str, padded: Padded, tmp_path: Path) -> None:
     expected = padded(family)
     model = tiny_model(family)
@@ -107,7 +106,6 @@ def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
         assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
 
 
-@pytest.mark.heavy
 @pytest.mark.slow
 def test_training_on_rows_on_disk_is_padded_training(padded: Padded, tmp_path: Path) -> None:
     tritonpack.pack_dataset(datasets.Dataset.from_list(features()), 64).save_to_disk(tmp_path / "rows")
@@ -161,7 +159,7 @@ def test_evaluation(way: str, tmp_path: Path) -> None:
         assert got[name] == pytest.approx(expected[name], rel=EXACT), name
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_lora(tmp_path: Path) -> None:
     """SFTTrainer wraps a patched model in PEFT's."""
     peft = pytest.importorskip("peft")

@@ -136,12 +136,10 @@ def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tupl
         assert ours[1][metric] == pytest.approx(stock[1][metric], rel=EXACT, abs=EXACT), metric
 
 
-@pytest.mark.heavy
+@pytest.mark.fast("GRPO-share")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 @pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.sampled("DPO, LoRA-share", "GRPO-share")
-@pytest.mark.swept(every=2)
 def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, bool], tmp_path: Path) -> None:
     expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
     trainer = TRAINERS[name].trainer(tmp_path / "ours")
@@ -153,11 +151,9 @@ def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, boo
     assert saved > 0
 
 
-@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in TRAINERS if "experts" not in name])
 @pytest.mark.slow
-@pytest.mark.swept(every=3)
 def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path: Path) -> None:
     """TRL replaces the forward of the model when it makes the trainer."""
     expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
@@ -168,10 +164,9 @@ def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path:
     assert handle.saved.tokens_computed < handle.saved.tokens_given
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.sampled("after")
 def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> None:
     """`padding_free` leaves no padding, and what documents of a row have in common still runs once."""
     options = {"max_length": None}
@@ -189,7 +184,7 @@ def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_path: Path) -> None:
     model = mixtral()
     tritonpack.patch(model, unpad=True)

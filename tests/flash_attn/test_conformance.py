@@ -17,10 +17,14 @@ NOT_OFFERED = {fa3.flash_attn_varlen_func: {"dropout"}, fa4.flash_attn_varlen_fu
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 @pytest.mark.parametrize(
     "function",
-    [fa2.flash_attn_varlen_func, fa3.flash_attn_varlen_func, fa4.flash_attn_varlen_func, torch_varlen_attn],
+    [
+        fa2.flash_attn_varlen_func,
+        pytest.param(fa3.flash_attn_varlen_func, marks=pytest.mark.slow),
+        pytest.param(fa4.flash_attn_varlen_func, marks=pytest.mark.slow),
+        pytest.param(torch_varlen_attn, marks=pytest.mark.slow),
+    ],
     ids=["fa2", "fa3", "fa4", "torch"],
 )
-@pytest.mark.sampled(every=2)
 def test_conforms(function: Callable[..., Any], check: conformance.Check) -> None:
     result = check(function, torch.float32, "cpu")
     kind = str(check).split("/")[0]

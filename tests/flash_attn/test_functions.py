@@ -370,7 +370,7 @@ def test_torch_signature_is_the_installed_one() -> None:
     assert set(inspect.signature(varlen.varlen_attn).parameters) <= set(inspect.signature(torch_varlen_attn).parameters)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_compiles_to_one_graph() -> None:
     q = torch.randn(9, 2, 16)
 

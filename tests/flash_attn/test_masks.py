@@ -69,7 +69,7 @@ class TestShared:
             build(cu, window=(left, 0))
         assert len(masks._kept[cu]) == masks.MASKS_PER_OFFSETS
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_mask_lives_as_long_as_the_offsets(self) -> None:
         gc.collect()
         before = len(masks._kept)

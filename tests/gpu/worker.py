@@ -52,7 +52,7 @@ class Worker:
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-p", "tests.gpu.worker", "-p", "no:cacheprovider", "-m", "gpu",
-                 "--all", *files],
+                 *files],
                 env=os.environ | {CHANNEL: str(other.fileno())}, pass_fds=[other.fileno()], cwd=item.config.rootpath,
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
             )  # fmt: skip

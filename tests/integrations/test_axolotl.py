@@ -191,7 +191,6 @@ def test_mistakes_are_reported_by_the_schema(options: Any) -> None:
         Axolotl(tritonpack=options)
 
 
-@pytest.mark.heavy
 def test_a_family_that_cannot_be_packed_stops_the_program(tmp_path: Path) -> None:
     zoo.tiny_model("prophetnet").save_pretrained(tmp_path)
     with pytest.raises(tritonpack.UnsupportedModelError, match="masks and position buckets"):

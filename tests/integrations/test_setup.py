@@ -77,7 +77,6 @@ def plain_loop(steps: list[list[int]]) -> Outcome:
     return losses, {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
-@pytest.mark.heavy
 def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
     """Steps of two rows; the last step of each epoch has one row."""
     trainer = make_trainer(tmp_path)
@@ -162,6 +161,7 @@ class TestColumns:
         {"input_ids": [9, 10, 11], "completion_mask": [0, 1, 1], "text": "b"},
     ]
 
+    @pytest.mark.fast("True-True")
     @pytest.mark.parametrize("labelled", [False, True])
     @pytest.mark.parametrize("as_dataset", [False, True])
     def test_that_the_collator_uses_stay(self, as_dataset: bool, labelled: bool, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ class TestUndoing:
         assert model_after == model
         handle.undo()
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_twice_and_after_training(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, max_steps=1)
         stock = trainer.get_train_dataloader()
@@ -256,7 +256,6 @@ class TestUndoing:
         assert all(state_of_model(model).keys() == plain.keys() for model in made)
 
 
-@pytest.mark.heavy
 def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     handle = tritonpack.setup(trainer, TOKENS, steps_together=8)
@@ -346,9 +345,8 @@ class TestRefusals:
 SFT_WAYS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"peft": True}}
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("way", SFT_WAYS)
-@pytest.mark.sampled("full")
 def test_sft_trainer(way: str, tmp_path: Path) -> None:
     """Two epochs of packed rows equal TRL's own padded batches of the same documents, in the same order."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
@@ -395,8 +393,7 @@ def test_classifiers_of_sequences_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.sampled("AutoModelForTokenClassification-3")
-@pytest.mark.heavy
+@pytest.mark.fast("AutoModelForTokenClassification-3")
 def test_tasks_beside_causal_models(task: str, rows: int, tmp_path: Path) -> None:
     """A step of three rows has the loss and the gradients of one padded batch. transformers' losses of these models
     are means over the row."""

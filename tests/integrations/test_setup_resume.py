@@ -47,9 +47,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.heavy
+@pytest.mark.fast("more epochs")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled("within the second epoch", "more epochs", "more steps")
 def test_goes_on_with_the_same_batches(case: str, tmp_path: Path) -> None:
     step, first, then = CASES[case]
     whole, batches = trained(tmp_path / "whole", **then)
@@ -89,10 +88,9 @@ ACCUMULATIONS: dict[str, list[tuple[int, int]]] = {  # accumulations, and the op
 }
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["num_train_epochs", "max_steps"])
 @pytest.mark.parametrize("case", ACCUMULATIONS)
-@pytest.mark.sampled("more-num_train_epochs", "twice-max_steps")
 def test_goes_on_with_another_accumulation(case: str, by: str, tmp_path: Path) -> None:
     """No batch twice or left out, and the learning rate falls to 0 at the last step."""
     batches = trained(tmp_path / "whole")[1]
@@ -145,7 +143,6 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_names_what_changes_the_batches(case: str, tmp_path: Path) -> None:
@@ -155,7 +152,7 @@ def test_names_what_changes_the_batches(case: str, tmp_path: Path) -> None:
         trained(tmp_path, resume=4, **options)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_names_epochs_that_need_more_steps(tmp_path: Path) -> None:
     """The first epoch alone takes fewer steps than the longest of six, which all then have."""
     trainer, _ = trained(tmp_path, tokens=40, stop=2, num_train_epochs=1)

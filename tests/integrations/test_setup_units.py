@@ -33,6 +33,7 @@ def make(folder: Path, **options: Any) -> Trainer:
     return make_trainer(folder, **{"train_dataset": PAIRS, **options})
 
 
+@pytest.mark.slow
 def test_pairs_stay_together_within_the_budget(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     handle = tritonpack.setup(

@@ -88,7 +88,7 @@ def reporter_of(trainer: Trainer) -> Reporter:
     return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Reporter))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_logs_have_the_tokens_and_seconds_of_training_alone(tmp_path: Path) -> None:
     options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(tmp_path, eval_on_start=True, **options)
@@ -135,7 +135,7 @@ def test_each_log_has_the_steps_since_the_one_before(tmp_path: Path) -> None:
     assert [second[name] for name in [*SINCE_LOG, OVERALL[0]]] == pytest.approx(want)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_reporters_before_and_behind_the_callback_get_the_entries(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     before, behind = reporter_of(trainer), Another()
@@ -152,7 +152,7 @@ def test_reporters_before_and_behind_the_callback_get_the_entries(tmp_path: Path
     assert set(OVERALL) <= set(output.metrics)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_training_again_starts_again(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=1)
     tritonpack.patch(trainer.model, unpad=True)
@@ -161,6 +161,7 @@ def test_training_again_starts_again(tmp_path: Path) -> None:
     assert first["train_tokens_saved_share"] == again["train_tokens_saved_share"]
 
 
+@pytest.mark.slow
 def test_a_model_that_model_init_makes_and_patches(tmp_path: Path) -> None:
     """Trainer makes a model when it is made, and another one in `train`."""
     made = []
@@ -177,7 +178,7 @@ def test_a_model_that_model_init_makes_and_patches(tmp_path: Path) -> None:
     assert len(made) == 2
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_steps_without_the_patched_model_get_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     handle = tritonpack.patch(trainer.model, unpad=True)
@@ -215,6 +216,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is not patched"):
             trainer.train()
 
+    @pytest.mark.slow
     def test_the_callback_of_another_trainer(self, tmp_path: Path) -> None:
         trainer, other = make_trainer(tmp_path), make_trainer(tmp_path)
         tritonpack.patch(trainer.model, unpad=True)

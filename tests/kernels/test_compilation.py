@@ -33,7 +33,7 @@ LINE = "tritonpack: compiling Triton kernels, once per machine for each dtype an
 
 
 @pytest.mark.compile
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_first_launches_say_that_kernels_are_compiled(fresh: FreshInterpreters, tmp_path: Path) -> None:
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": os.environ["PATH"]}
     lines = []

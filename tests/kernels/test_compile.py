@@ -65,7 +65,6 @@ def test_float32_needs_no_matrix_instructions() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.heavy
 def test_tiles_of_ampere_spill_in_loops_on_consumer_blackwell() -> None:
     ampere = TileShape(64, 32, 8, 2, heads=4)
     configuration = Configuration("dq", "sm_120", 128, torch.bfloat16, another_tile=ampere)

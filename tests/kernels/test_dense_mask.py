@@ -29,7 +29,7 @@ MASKS = {
 
 @pytest.mark.parametrize("block", [(16, 16), (8, 512)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("cross-(16, 16)", "all-(8, 512)", "none-(16, 16)", "random 1-(16, 16)", "random 3-(8, 512)")
 def test_equal_to_torch(name: str, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     mask = MASKS[name]
 

@@ -67,7 +67,7 @@ def random_row(rng: random.Random, tokens: int, longest: int) -> list[int]:
 
 @pytest.mark.parametrize("documents", [0, 1, 2, 5, 8, 9, 40])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("(8, 16)-0-0", "(8, 16)-1-9", "(32, 8)-0-1", "(32, 8)-1-40", "(32, 8)-2-8")
 def test_offsets(seed: int, documents: int, assert_same: Callable[[Build], None]) -> None:
     rng = random.Random(100 * documents + seed)
     seqlens, seqlens_k = random_lengths(rng, documents), random_lengths(rng, documents)
@@ -196,7 +196,7 @@ def test_rows_may_have_the_same_ids() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.sampled("(8, 16)-0", "(32, 8)-1")
+@pytest.mark.fast("(8, 16)-0", "(32, 8)-1")
 @pytest.mark.usefixtures("small_blocks")
 def test_segment_ids_are_refused_as_in_torch(seed: int) -> None:
     rng, outcomes = random.Random(seed), set()

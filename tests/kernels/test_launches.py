@@ -40,8 +40,7 @@ def compiled_calls() -> list[Call]:
 
 
 @pytest.mark.parametrize("call", compiled_calls(), ids=str)
-@pytest.mark.sampled(*QUICK)
-@pytest.mark.swept("gluon-128-bf16", every=3)
+@pytest.mark.fast(*QUICK)
 def test_call(call: Call) -> None:
     given = call.prepare("cpu")
     with fake_gpu() as launches:
@@ -66,7 +65,6 @@ def on_other_gpus() -> list[Call]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
 @pytest.mark.parametrize("call", on_other_gpus(), ids=str)
 @pytest.mark.slow
-@pytest.mark.swept(every=4)
 def test_call_on_other_gpus(call: Call, arch: str) -> None:
     given = call.prepare("cpu")
     with fake_gpu(arch) as launches:

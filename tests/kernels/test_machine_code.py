@@ -137,7 +137,7 @@ def test_stages() -> None:
     ("arch", "product"),
     [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("sm_120", "HMMA"), ("gfx942", "v_mfma")],
 )
-@pytest.mark.sampled("sm_80-HMMA", "gfx942-v_mfma")
+@pytest.mark.fast("sm_80-HMMA", "gfx942-v_mfma")
 def test_compiled_kernel(arch: str, product: str) -> None:
     """dK and dV have a loop over masked blocks and one over full blocks, with the same products."""
     resources, listing = disassemble(Configuration("dkdv", arch, 64, torch.bfloat16))

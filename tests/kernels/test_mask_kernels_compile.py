@@ -114,8 +114,7 @@ def compile_kernel(name: str, arch: str) -> Code:
 
 @pytest.mark.parametrize("arch", TILES)
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.sampled(*(f"{name}-sm_90" for name in ("dense-32", "tables", "positions", "transpose", "tree-ends")))
-@pytest.mark.swept(every=3)
+@pytest.mark.fast(*(f"{name}-sm_90" for name in ("dense-32", "tables", "positions", "transpose", "tree-ends")))
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
@@ -134,6 +133,6 @@ ASSERTING = ("offsets", "segments", "padding", "transpose", "tree-parents", "tre
 
 
 @pytest.mark.parametrize("name", ASSERTING)
-@pytest.mark.sampled("segments")
+@pytest.mark.fast("segments")
 def test_assertions_are_compiled(name: str) -> None:
     assert "__assertfail" in compile_kernel(name, "sm_90").assembly

@@ -93,7 +93,7 @@ def assert_same(mask: BlockDiagonalMask, *cuts: Cut, whole: bool, monkeypatch: p
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.sampled("128-3-shared", "128-5-whole")
+@pytest.mark.fast("128-3-shared", "128-5-whole")
 @pytest.mark.usefixtures("small_chunks")
 def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents short and long, windows, chunks, slack, padding, other lengths of keys, some of the keys."""
@@ -103,7 +103,7 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 13, 16])
-@pytest.mark.sampled("128-13")
+@pytest.mark.fast("128-13")
 @pytest.mark.usefixtures("small_chunks")
 def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of neighbours, also of more tiles than a program has, and tiles that fill no group."""
@@ -114,7 +114,7 @@ def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
-@pytest.mark.sampled("128-whole")
+@pytest.mark.fast("128-whole")
 @pytest.mark.usefixtures("small_chunks")
 def test_tables_of_a_shard(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and keys of one rank, with gaps; the documents have numbers."""
@@ -185,7 +185,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.sampled(
+@pytest.mark.fast(
     "offsets-backward", "position ids-forward", "segment ids-backward", "bounds-forward", "bounds-backward",
     "parents-backward",
 )  # fmt: skip
@@ -202,7 +202,7 @@ def test_operations_from_the_constructor_to_the_tables(name: str, backward: bool
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("parents", "bounds of a tree")])
-@pytest.mark.sampled("position ids")
+@pytest.mark.fast("position ids")
 @pytest.mark.usefixtures("on_a_device")
 def test_operations_with_pack_invariant(name: str, operations: list[str]) -> None:
     """The same, and from ids the numbers of the documents."""

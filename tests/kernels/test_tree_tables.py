@@ -53,7 +53,7 @@ def assert_same(mask: BlockDiagonalMask, *cuts: Cut) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0)], ids=["whole", "window"])
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.sampled("leaves-of-one-whole")
+@pytest.mark.fast("leaves-of-one-whole")
 @pytest.mark.usefixtures("small_blocks")
 def test_tables_of_trees(name: str, window: tuple[int, int]) -> None:
     assert_same(BlockDiagonalMask.from_tree(TREES[name], window=window), *CUTS)

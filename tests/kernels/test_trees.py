@@ -79,7 +79,7 @@ SHAPES = {
 
 @BY_BLOCKS
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.sampled(*(f"{name}-{BLOCKS[0]}" for name in ("comb", "ended-by-the-last-token", "slack-between", "one")))
+@pytest.mark.fast(*(f"{name}-{BLOCKS[0]}" for name in ("comb", "ended-by-the-last-token", "slack-between", "one")))
 def test_shapes(name: str, blocks: tuple[int, int]) -> None:
     parents = torch.tensor(SHAPES[name])
     reach = REACHES[len(name) % len(REACHES)]
@@ -168,7 +168,7 @@ def test_parents_are_checked(name: str, blocks: tuple[int, int]) -> None:
 
 @BY_BLOCKS
 @pytest.mark.parametrize("name", BAD_ENDS)
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("before-token-(16, 2)", "past-row-(16, 2)", "cross-from-two-programs-(16, 2)")
 def test_ends_are_checked(name: str, blocks: tuple[int, int]) -> None:
     with served(blocks), fails(ENDS):
         BlockDiagonalMask.from_tree_ends(torch.tensor(BAD_ENDS[name]))

@@ -102,7 +102,6 @@ class TestForms:
         assert torch.equal(block_mask.mask_mod(zero, zero, q, k), expected)
 
     @given(forests(slack=False))
-    @pytest.mark.heavy
     def test_block_mask_equals_create_block_mask(self, parents: Parents) -> None:
         """Without windows and padding."""
         mask = BlockDiagonalMask.from_tree(parents)

@@ -178,7 +178,6 @@ class TestTables:
             assert isinstance(packed, PackedDataset)
             assert list(packed) == list(pack_dataset(documents(), 10))
 
-    @pytest.mark.heavy
     @pytest.mark.parametrize("jobs", [1, 2])
     def test_faults_in_later_batches_are_named(self, small_batches, jobs):
         environment, given = os.environ, documents()
@@ -224,6 +223,7 @@ class TestTables:
         assert rows["best_fit_decreasing"] <= rows["first_fit"] <= 1.01 * rows["best_fit_decreasing"]
 
 
+@pytest.mark.slow
 def test_other_documents_need_no_datasets():
     program = "import sys, tritonpack; sys.modules['datasets'] = None; print(tritonpack.pack_dataset([[1], [2]], 2)[0])"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -49,7 +49,6 @@ def run(text, given):
     return given
 
 
-@pytest.mark.heavy
 def test_one_line(given, capsys):
     given["dataset"] = DOCUMENTS[:20]
     assert torch.isfinite(run(ONE_LINE, given)["loss"])
@@ -72,7 +71,6 @@ def test_one_line_with_accelerate(given):
     assert sum(tokens) == LENGTHS.sum()
 
 
-@pytest.mark.heavy
 def test_training_loop(given):
     assert torch.isfinite(run(LOOP, given)["loss"])
     assert given["batch"]["input_ids"].shape[1] <= 64
@@ -147,7 +145,6 @@ def test_setup(given):
     given["handle"].undo()
 
 
-@pytest.mark.heavy
 def test_stream(given):
     assert torch.isfinite(run(STREAM, given)["loss"])
     assert given["stream"].epoch == 1

@@ -141,7 +141,7 @@ def test_seed_is_torch_s():
 
 
 class TestStates:
-    @pytest.mark.parametrize("workers", [pytest.param(0, id="0"), pytest.param(2, marks=pytest.mark.heavy, id="2")])
+    @pytest.mark.parametrize("workers", [pytest.param(0, id="0"), pytest.param(2, id="2")])
     def test_batches_that_the_loop_got_count(self, workers):
         """Workers have fetched four more by then."""
         options = {"num_workers": workers, "persistent_workers": workers > 0}

@@ -13,7 +13,7 @@ datasets = pytest.importorskip("datasets")
 BLOCKS = blocks("offline-packing")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_blocks(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
@@ -31,7 +31,7 @@ def test_blocks(tmp_path, monkeypatch):
     assert "split into" in names["rows"].info.description
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_trainer_keeps_the_documents_apart(tmp_path):
     """Of the two columns Trainer's removal of unused columns leaves position_ids."""
     transformers = pytest.importorskip("transformers")

@@ -250,7 +250,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("kind", [Failing, AtOnce])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "workers" else way for way in WAYS]
+)
 def test_a_dataset_that_raises_names_the_document(way, kind):
     error = OSError("image is truncated")
     with pytest.raises(ValueError, match=r"document 4 .*can't be read: OSError: image is truncated") as info:

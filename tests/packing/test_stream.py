@@ -259,7 +259,7 @@ class TestPasses:
             len(stream)
         assert isinstance(stream, (IterableDataset, PackedStream))
 
-    @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.heavy)])
+    @pytest.mark.parametrize("workers", [0, 1])
     @pytest.mark.parametrize("documents", [Shuffled, lambda: lambda: Shuffled()])
     def test_epoch_reaches_documents_also_in_workers_that_stay(self, documents, workers):
         def epoch(number):

@@ -49,7 +49,7 @@ assert made.lower_bound == 1
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_only_packing_and_planning_need_numba():
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

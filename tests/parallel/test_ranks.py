@@ -28,16 +28,37 @@ def each_case(size, *modules):
 
 
 @each_case(2, *CASES)
-@pytest.mark.heavy
-@pytest.mark.sampled(every=8)
-@pytest.mark.swept(every=4)
+@pytest.mark.fast(
+    "all_gather_with_grad: gathers dim 0, uneven True, lengths True",
+    "all_gather_with_grad: sum, strided_loss",
+    "attention: all_gather, stride 3",
+    "attention: all_gather, windows",
+    "attention: group_cast, documents, trees, windows",
+    "attention: group_cast, zigzag",
+    "attention: ring, balanced",
+    "attention: ring, trees, windows",
+    "attention: ulysses, contiguous",
+    "attention: ulysses, bfloat16",
+    "attention: auto, documents, softcap",
+    "context: all_gather: padded",
+    "context: group_cast: gpt_oss",
+    "context: ring zigzag",
+    "context: ulysses contiguous",
+    "context: loss in parts, summed",
+    "context: documents stay apart: group_cast",
+    "lifecycle: nested contexts",
+    "refusal: calls that differ are named",
+    "refusal: remedy for a loss function",
+    "composition: DDP, two batches per step",
+    "proof: DDP trains",
+    "trainer: Trainer",
+)
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
 
 
 @pytest.mark.slow
 @each_case(4, *CASES)
-@pytest.mark.swept(every=4)
 def test_four_ranks_agree_with_one_process(run_on, module, name):
     run_on(4, module, name)
 
@@ -62,14 +83,6 @@ def test_four_ranks_agree_under_torch_compile(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(2, "trl_cases")
-@pytest.mark.swept(
-    "trl: SFTTrainer that is built inside",
-    "trl: DPOTrainer, LoRA",
-    "trl: GRPOTrainer, given completions",
-    "trl: setup",
-    "trl: resumed",
-    every=3,
-)
 def test_trainers_agree_with_one_process(run_on, module, name):
     pytest.importorskip("trl")
     run_on(2, module, name)
@@ -77,47 +90,37 @@ def test_trainers_agree_with_one_process(run_on, module, name):
 
 @pytest.mark.slow
 @each_case(4, "trl_cases")
-@pytest.mark.swept("trl: GRPOTrainer, given completions", "trl: ranks that aren't neighbours")
 def test_trainers_of_two_replicas_agree_with_one_process(run_on, module, name):
     pytest.importorskip("trl")
     run_on(4, module, name)
 
 
 @each_case(2, "padded_cases")
-@pytest.mark.sampled(
-    "padded: DDP, both, patch first", "padded: FSDP, a sharded head, both, wrapper first", "padded: SequenceParallel"
-)
-@pytest.mark.swept(every=6)
+@pytest.mark.fast("padded: DDP, both, patch first", "padded: SequenceParallel")
 def test_ranks_agree_on_padded_batches(run_on, module, name):
     run_on(2, module, name)
 
 
 @each_case(2, "recurrent_cases")
-@pytest.mark.sampled("recurrent: mamba2", "recurrent: a long document")
-@pytest.mark.swept(every=4)
+@pytest.mark.fast("recurrent: mamba2", "recurrent: a long document")
 def test_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(2, module, name)
 
 
 @each_case(2, "router_cases")
-@pytest.mark.sampled("router: mixtral", "router: mixtral, padded")
-@pytest.mark.swept(every=4)
+@pytest.mark.fast("router: mixtral, padded")
 def test_ranks_agree_on_losses_of_routers(run_on, module, name):
     run_on(2, module, name)
 
 
 @each_case(2, "failing_cases")
-@pytest.mark.sampled(
-    *("failing: error in forward", "failing: error in backward, ring", "failing: error on every rank in a layer"),
-    *("failing: sizes of batches are compared", "failing: floating point arguments are compared"),
-)
+@pytest.mark.fast("failing: error in forward", "failing: sizes of batches are compared")
 def test_no_rank_waits_for_a_failed_one_past_the_time_limit(run_on, module, name):
     run_on(2, module, name)
 
 
 @pytest.mark.slow
 @each_case(3, "recurrent_cases")
-@pytest.mark.swept(every=4)
 def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
     run_on(3, module, name)
 
@@ -148,7 +151,7 @@ def test_a_rank_raises_if_the_process_of_another_one_ends():
 
 @pytest.mark.interpreter
 @each_case(2, "kernel_cases")
-@pytest.mark.sampled("kernel: ring")
+@pytest.mark.fast("kernel: ring")
 def test_ranks_agree_with_the_kernels(run_on, module, name):
     run_on(2, module, name)
 

@@ -35,7 +35,7 @@ def each_case(module):
     return pytest.mark.parametrize("name", cases_of(module, 4))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_four_ranks_agree_with_one_process():
     """A sample, in processes that don't import what models need."""
     with closing(Pool(4, "two_dimensions_cases")) as pool:
@@ -45,14 +45,12 @@ def test_four_ranks_agree_with_one_process():
 
 @pytest.mark.slow
 @each_case("two_dimensions_cases")
-@pytest.mark.swept(every=2)
 def test_attention_on_four_ranks(run_on, name):
     run_on(4, "two_dimensions_cases", name)
 
 
 @pytest.mark.slow
 @each_case("two_dimensions_model_cases")
-@pytest.mark.swept(every=2)
 def test_models_on_four_ranks(run_on, name):
     run_on(4, "two_dimensions_model_cases", name)
 

@@ -87,7 +87,7 @@ def loss_and_gradients(model: nn.Module, call: dict[str, Any]) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("gpt_oss", "phimoe")
 def test_router_loss_equals_padded_training(family: str) -> None:
     model, pieces = model_of(family), zoo.documents(LENGTHS)
     expected = loss_and_gradients(model, padded(pieces))

@@ -200,7 +200,6 @@ def test_attention_named_by_part_gives_the_whole_model_one_patch() -> None:
     assert model.config.vision_config._attn_implementation == "eager"
 
 
-@pytest.mark.heavy
 def test_unsupported_models_are_refused_in_the_call() -> None:
     """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
     model = make("prophetnet", attn_implementation=NAME)

@@ -23,9 +23,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sampled("gpt_oss")
 def test_one_graph_for_every_length(family: str) -> None:
     graphs = Graphs()
     model = zoo.tiny_model(family, **FAMILIES[family])
@@ -59,9 +58,9 @@ def test_training() -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.sampled("True")
 def test_collated_batches_share_one_graph(checkpointed: bool) -> None:
     """Also those of one document, and if the layers run again in backward."""
     graphs = Graphs()

@@ -57,7 +57,7 @@ def apart(model: PreTrainedModel, continued: Callable[[PreTrainedModel], Tensor 
 
 
 @mostly_slow([name for name in EXACT if name not in REFUSED])
-@pytest.mark.sampled("lfm2", "opt", every=4)
+@pytest.mark.fast("bert", "bloom", "gpt_oss", "lfm2", "opt")
 @pytest.mark.filterwarnings("ignore")
 def test_a_continued_text_is_the_whole_one(name: str) -> None:
     """Of the head and of the model in it, which users may patch by itself."""

@@ -12,8 +12,7 @@ NAMES = [name for name in NAMES if not name.startswith("musicgen")]  # their tok
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled("llama", "mistral", "qwen3_next", every=40)
-@pytest.mark.swept(every=5)
+@pytest.mark.fast("llama", "mistral", "qwen3_next")
 @pytest.mark.filterwarnings("ignore:unpatched-model")
 def test_packed_equals_alone(name: str) -> None:
     model, documents = zoo.tiny_model(name, dtype=torch.float64), zoo.documents((7, 2, 12, 5))

@@ -54,7 +54,7 @@ GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
 BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
 EXACT = [name for name in BUILT if name not in REFUSED]
 
-# Types that differ most from each other. The others run in `make test-slow`.
+# Types that differ most from each other. The others run in `make nightly`.
 FEW = {
     "bart", "bert", "big_bird", "bloom", "deepseek_v3", "doge", "falcon", "falcon_h1", "gemma2", "gemma3_text",
     "gemma3n_text", "gemma4_text", "git", "gpt2", "gpt_neo", "gpt_oss", "kimi_linear", "lfm2", "llama",
@@ -84,8 +84,7 @@ def test_number_of_model_types() -> None:
 
 
 @mostly_slow([*BUILT, *zoo.VARIANTS])
-@pytest.mark.sampled(every=4)
-@pytest.mark.swept(every=4)
+@pytest.mark.fast("gpt_oss", "modernbert-decoder", "xlm", "xlnet", "xlstm")
 def test_packed_equals_alone_or_is_refused(name: str) -> None:
     forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]
     row = sweep.run(name, forms=forms, gradients=[form for form in forms if form not in SAID_AGAIN])
@@ -98,8 +97,7 @@ def test_packed_equals_alone_or_is_refused(name: str) -> None:
 
 
 @mostly_slow(EXACT)
-@pytest.mark.swept(every=4)
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("bert", "gemma3n_text", "gpt2", "minimax", "mistral", "whisper")
 def test_one_document_in_a_row_equals_alone(name: str) -> None:
     """A sampler may fill a row with one long document. In every form it gives what it gives alone."""
     model = build(name)
@@ -120,7 +118,6 @@ def test_one_document_in_a_row_equals_alone(name: str) -> None:
 
 @pytest.mark.slow
 @every_exact_type
-@pytest.mark.swept(every=6)
 def test_with_transformers_own_attention(name: str) -> None:
     model, documents = build(name), zoo.documents(sweep.LENGTHS)
     expected = sweep.alone(model, documents)
@@ -140,7 +137,7 @@ def test_with_transformers_own_attention(name: str) -> None:
 
 
 @every_exact_type
-@pytest.mark.sampled(every=4)
+@pytest.mark.fast("bert", "deepseek_v3", "gemma2", "llama", "mamba2", "qwen3_next")
 def test_exact_types_are_patched_without_a_trial(name: str) -> None:
     """`exact_classes.csv` lists the classes of the types that are exact here, and none that is refused."""
     assert is_shown(type(zoo.tiny_model(name)))
@@ -153,7 +150,6 @@ build_for_both = functools.lru_cache(maxsize=1)(build)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @every_exact_type
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.swept(every=6)
 def test_generate_as_stock(name: str, cache: str) -> None:
     """Two rows, one of them padded on the left, unless padding changes what stock generates."""
     if name in GENERATE_DIFFERS:
@@ -186,7 +182,6 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.slow
 @every_exact_type
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.swept(every=6)
 def test_gradient_checkpointing(name: str) -> None:
     if name in RANDOM_IN_TRAINING:
         pytest.skip("stock transformers differs from itself")
@@ -220,7 +215,7 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 @every_exact_type
-@pytest.mark.sampled(
+@pytest.mark.fast(
     "bert",
     "bloom",
     "gemma3n",
@@ -233,7 +228,6 @@ def state(model: nn.Module) -> dict[str, Any]:
     "roformer",
     "xlnet-causal",
 )
-@pytest.mark.swept(every=6)
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model = build(name)
     before, documents = state(model), zoo.documents(sweep.LENGTHS)

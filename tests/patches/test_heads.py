@@ -157,7 +157,7 @@ SCORING = {
 
 
 @pytest.mark.parametrize("name", [*SCORING, "XLNetForSequenceClassification"])
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("BertForNextSentencePrediction", "MistralForSequenceClassification", "XLNetForSequenceClassification")
 def test_one_score_a_row(name: str) -> None:
     """Logits, loss and gradients of padded rows equal those of the unpatched model. Packed rows are refused."""
     model_type = SCORING.get(name, "xlnet")
@@ -199,6 +199,7 @@ def test_one_document_with_padding_gets_one_score(told: str) -> None:
     assert relative(expected, got.logits) < EXACT
 
 
+@pytest.mark.slow
 def test_packed_rows_are_refused_in_a_graph() -> None:
     model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
     with tritonpack.patch(model):

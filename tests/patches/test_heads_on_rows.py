@@ -76,7 +76,6 @@ def equal_as_stock(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BUILT if n not in NOT_IN_STOCK],
 )
-@pytest.mark.swept(every=2)
 def test_every_type_trains_as_stock(name: str) -> None:
     """The sweep tries labels with `share_prefixes`, too (tests/patches/test_sweep_padded.py)."""
     model, batch = zoo.tiny_model(name), completions()

@@ -62,7 +62,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_every_name_is_listed() -> None:
     assert touched() - OTHERS - set(rows()) == set()
     assert len(rows()) >= 15

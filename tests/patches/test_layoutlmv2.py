@@ -17,8 +17,7 @@ LENGTHS = (7, 3)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(every=2)
-@pytest.mark.heavy
+@pytest.mark.fast("LayoutLMv2ForTokenClassification")
 def test_is_refused(name: str) -> None:
     """The patches of an image follow the tokens of a row, and belong to none of its documents."""
     with quiet():

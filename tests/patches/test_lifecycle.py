@@ -161,7 +161,6 @@ def test_applying_and_reverting_twice_change_nothing(family: str) -> None:
     assert state(model) == before
 
 
-@pytest.mark.heavy
 def test_a_handle_that_is_collected_changes_nothing() -> None:
     model = build("llama")
     tritonpack.patch(model)
@@ -253,9 +252,8 @@ def broken_anywhere(
         yield model
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sampled("llama")
 def test_an_interrupted_patch_leaves_nothing(family: str) -> None:
     model = build(family)
     before, logits = state(model), packed_as_stock(model)
@@ -300,7 +298,7 @@ def test_an_interrupted_unpatch_is_complete(family: str) -> None:
     assert False in outcomes
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_an_interrupted_nested_patch_leaves_the_outer_one() -> None:
     model = build("mamba")
     before, expected = state(model), alone(model)
@@ -337,7 +335,7 @@ def test_an_interrupted_forward_leaves_no_packing_behind(family: str) -> None:
             assert gap(packed(model), expected) < sweep.tolerance(model)
 
 
-@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "roformer"])
+@pytest.mark.parametrize("family", ["mamba", pytest.param("qwen3_next", marks=pytest.mark.slow), "roformer"])
 def test_each_thread_has_its_own_packing(family: str) -> None:
     model = build(family)
     layouts = [(7, 1, 3, 11), (2, 20), (22,), (10, 5, 7)]

@@ -76,8 +76,8 @@ def count_calls(model: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.fast("lfm2")
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
-@pytest.mark.heavy
 def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other functions stand in for those of the packages; the row runs once and is exact."""
     home = modeling(model_type)
@@ -95,8 +95,8 @@ def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pyt
         assert handle.report.by_document == ()
 
 
+@pytest.mark.fast("lfm2")
 @pytest.mark.parametrize("model_type", ["zamba", "lfm2"])
-@pytest.mark.heavy
 def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zamba's convolution takes boundaries, but its scan ignores them; LFM2's kernel isn't installed."""
     home = modeling(model_type)

@@ -130,8 +130,7 @@ def test_harmless_outputs_leave_rows_packed(kind: type[TwoOutputs]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Mean, LastToken, KeptDimension, TokenBefore, Sum, OfTheBatch])
-@pytest.mark.sampled(every=2)
-@pytest.mark.heavy
+@pytest.mark.fast("Mean", "OfTheBatch")
 def test_an_output_that_mixes_documents_is_refused_by_its_name(kind: type[TwoOutputs]) -> None:
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value"):
         tritonpack.patch(tiny(kind)).prove()

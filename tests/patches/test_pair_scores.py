@@ -42,9 +42,8 @@ def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
     return model.double().eval(), pieces
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.sampled("BartForSequenceClassification", "T5ForSequenceClassification")
+@pytest.mark.fast("BartForSequenceClassification", "T5ForSequenceClassification")
 def test_one_score_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows give what documents alone give, and packed rows are refused. The proof accepts the class."""
     monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)

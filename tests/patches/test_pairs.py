@@ -30,7 +30,7 @@ ENCODERS = (
     "T5ForTokenClassification", "UMT5EncoderModel", "UMT5ForTokenClassification",
 )  # fmt: skip
 
-FEW = ("bart", "bigbird_pegasus", "encoder-decoder", "m2m_100", "mvp", "seamless_m4t_v2", "switch_transformers", "t5")
+FEW = ("bart", "encoder-decoder", "seamless_m4t_v2", "t5")
 
 every_type = pytest.mark.parametrize("name", EXACT)
 mostly_slow = pytest.mark.parametrize(
@@ -39,7 +39,6 @@ mostly_slow = pytest.mark.parametrize(
 
 
 @mostly_slow
-@pytest.mark.heavy
 def test_packed_equals_alone(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     subject = pairs_subject(model)
@@ -122,7 +121,7 @@ def test_with_transformers_own_attention(name: str, attention: str) -> None:
 
 @mostly_slow
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.sampled(every=3)
+@pytest.mark.fast("False-encoder-decoder", "True-mvp", "True-t5")
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model, documents = without_dropout(tiny_pair_model(name)), targets()
     subject = pairs_subject(model)
@@ -142,7 +141,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
 @every_type
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("beams", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.sampled(every=4)
+@pytest.mark.fast("1-dynamic-marian", "1-dynamic-t5", "1-static-encoder-decoder")
 def test_generate_as_stock(name: str, cache: str, beams: int) -> None:
     """Two rows, one of them padded on the right."""
     if cache == "static" and name in STATIC_DIFFERS:
@@ -165,7 +164,7 @@ def test_generate_as_stock(name: str, cache: str, beams: int) -> None:
 
 
 @every_type
-@pytest.mark.sampled(every=3)
+@pytest.mark.fast("encoder-decoder", "switch_transformers")
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     before = state(model)
@@ -224,11 +223,8 @@ SHIFT_INPUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("T5ForQuestionAnswering")
 @pytest.mark.parametrize("kind", SHIFT_INPUTS)
-@pytest.mark.sampled(
-    "BartForConditionalGeneration", "MvpModel", "T5ForQuestionAnswering", "T5GemmaForTokenClassification"
-)
-@pytest.mark.heavy
 def test_decoder_tokens_shifted_from_the_encoders(kind: str) -> None:
     model, documents = tiny_pair_model(SHIFT_INPUTS[kind], kind=kind), targets()
     subject = Subject(model, targets, values=states_or_scores)
@@ -315,8 +311,8 @@ def test_continuing_from_a_cache_of_packed_rows_is_refused() -> None:
             )  # fmt: skip
 
 
+@pytest.mark.fast("bart", "t5")
 @every_type
-@pytest.mark.sampled("bart", "encoder-decoder", "seamless_m4t_v2", "switch_transformers", "t5")
 def test_by_name(name: str) -> None:
     subject = pairs_subject(tiny_pair_model(name, attention="tritonpack"))
     documents = targets()

@@ -190,13 +190,20 @@ def judged(case: Case, model: Any, monkeypatch: pytest.MonkeyPatch, *, after: bo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast(
+    "a subclass-torch.float32",
+    "logits centred over the row-torch.bfloat16",
+    "a pooler of rows-torch.float16",
+    "a model that doesn't run on tokens alone-torch.bfloat16",
+    "dynamic rotary embeddings-torch.float32",
+)
 def test_leaks_are_refused_and_nothing_else(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = CASES[name].make().to(dtype)
     judged(CASES[name], model, monkeypatch, after=False)
 
 
+@pytest.mark.fast("logits centred over the row", "a pooler of rows")
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].change is not nothing])
 def test_what_is_replaced_after_the_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the first call it is found, also in a model that was called in another dtype, and until it is undone."""
@@ -238,8 +245,7 @@ def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.slow) for name in LEAKING]
 )
-@pytest.mark.sampled(every=2)
-@pytest.mark.swept(every=3)
+@pytest.mark.fast("lfm2", "roberta")
 def test_leaking_families_are_refused(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         handle = tritonpack.patch(zoo.tiny_model(name, dtype=dtype))

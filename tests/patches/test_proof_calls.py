@@ -253,10 +253,9 @@ def test_the_first_call_trains_as_the_second(autocast: bool) -> None:
     assert model.model.layers[1].mlp.calls == 2
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", ["whole", "layers", "layers in place"])
-@pytest.mark.sampled("layers")
 def test_compiled_code_is_compiled_once(part: str) -> None:
     """A graph needs a proof before it; what a proof runs isn't compiled."""
     graphs = Graphs()

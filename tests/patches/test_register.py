@@ -85,16 +85,15 @@ tritonpack.patch(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_
 }
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.sampled("patch registers")
 def test_registered_names_are_taken(order: str, fresh: FreshInterpreters) -> None:
     pytest.importorskip("transformers")
     result = fresh.run(ORDERS[order] + BUILD)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_without_register_transformers_refuses_the_name(fresh: FreshInterpreters) -> None:
     pytest.importorskip("transformers")
     result = fresh.run("import tritonpack\n" + BUILD)
@@ -117,7 +116,7 @@ print(tuple(model(torch.arange(4)[None]).logits.shape))
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_patched_model_loaded_in_another_process_asks_for_register(fresh: FreshInterpreters, tmp_path: Path) -> None:
     model, path = tiny_model("llama"), tmp_path / "patched.pickle"
     with tritonpack.patch(model):

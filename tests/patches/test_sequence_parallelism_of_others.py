@@ -52,7 +52,7 @@ def test_ulysses_around_tritonpacks_attention_is_refused(family: str, attention:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
-@pytest.mark.sampled("sdpa-llama", "flash_attention_2-llama", "sdpa-mamba")
+@pytest.mark.fast("sdpa-llama", "flash_attention_2-llama", "sdpa-mamba")
 def test_ulysses_around_another_attention_is_refused(name: str, family: str) -> None:
     """Nothing calls Ulysses then, so a token would see only the tokens of its rank."""
     model = tiny_model(family, dtype=torch.float32)
@@ -77,7 +77,7 @@ def in_context_parallelism(mesh: Any, model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("attention", "family"), [*(("tritonpack", family) for family in FAMILIES), ("sdpa", "llama"), ("eager", "llama")]
 )
-@pytest.mark.sampled("tritonpack-llama", "tritonpack-mamba")
+@pytest.mark.fast("tritonpack-llama", "tritonpack-mamba")
 def test_context_parallelism_is_refused(mesh: Any, attention: Any, family: str) -> None:
     model = tiny_model(family, dtype=torch.float32)
     with tritonpack.patch(model, attention=attention):

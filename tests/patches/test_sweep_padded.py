@@ -22,7 +22,7 @@ STORED = {(row.key, row.how): row for row in results.load(version=transformers._
 CAUSAL = {case.key: case for case in cases() if takes_options(case)}
 RERUN = "run `python -m tests.patches.sweep --how unpad share_prefixes --again` and `python -m tests.patches.table`"
 
-# The others run in `make test-slow`.
+# The others run in `make nightly`.
 QUICK = ("blt", "gpt_oss", "llama4_text", "mixtral", "qwen3_next")
 
 both = pytest.mark.parametrize("option", OPTIONS)
@@ -156,7 +156,6 @@ class TestStored:
     @pytest.mark.parametrize(
         "key", [k if k.partition("/")[2] in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in CAUSAL]
     )
-    @pytest.mark.swept(every=4)
     def test_a_class_agrees_with_the_table(self, key: str, option: str) -> None:
         stored = table.Found(STORED.values()).of(CAUSAL[key], option)
         with quiet():

@@ -41,7 +41,7 @@ CASES = {case.key: case for case in cases()}
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.slow) if key in LONG else key for key in EXACT])
-@pytest.mark.sampled(every=3)
+@pytest.mark.fast("FlaubertModel/flaubert", "LayoutLMv3Model/layoutlmv3", "LukeModel/luke")
 def test_is_packed_exactly(key: str) -> None:
     chosen = ("position_ids", "segments_alone", "two_rows_padded", "float32")
     with quiet():

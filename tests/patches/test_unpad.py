@@ -89,7 +89,7 @@ def equal_as_stock(model: PreTrainedModel, batch: dict[str, Any], options: dict[
 
 @pytest.mark.parametrize("name", zoo.VARIANTS)
 @WAYS
-@pytest.mark.sampled("unpad-electra-encoder", "share-gemma4-experts", "share-mistral-full")
+@pytest.mark.fast("unpad-electra-encoder", "share-gemma4-experts", "share-mistral-full")
 def test_variants_equal_alone_or_are_refused(
     name: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

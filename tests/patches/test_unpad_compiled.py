@@ -59,14 +59,6 @@ def each_layer(model: nn.Module, **options: Any) -> nn.Module:
         (each_layer, "mistral", None),
     ],
 )
-@pytest.mark.swept(
-    "whole-llama-True-share",
-    "whole-llama-None-unpad",
-    "whole-mistral-True-unpad",
-    "in_place-llama-True-unpad",
-    "base_model-llama-None-share",
-    "each_layer-mistral-None-share",
-)
 def test_graphs_fit_all_shapes(
     compiled: Callable[..., nn.Module], family: str, dynamic: bool | None, options: dict[str, bool]
 ) -> None:
@@ -89,7 +81,6 @@ def test_graphs_fit_all_shapes(
     require_saved(handle.saved, *map(padded_batch, SHAPES), options=options)
 
 
-@pytest.mark.heavy
 @WAYS
 @pytest.mark.slow
 def test_training_and_evaluation_in_turns(options: dict[str, bool]) -> None:
@@ -109,7 +100,6 @@ def test_training_and_evaluation_in_turns(options: dict[str, bool]) -> None:
 @pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.swept("aot_eager-share", "inductor-unpad")
 def test_gradients_of_the_compilers_backward_pass(backend: str, options: dict[str, bool]) -> None:
     torch._dynamo.reset()
     model, twin = (training_model(num_hidden_layers=1) for _ in range(2))
@@ -123,7 +113,6 @@ def test_gradients_of_the_compilers_backward_pass(backend: str, options: dict[st
 
 @pytest.mark.slow
 @WAYS
-@pytest.mark.swept("share")
 def test_compiled_under_checkpointing(options: dict[str, bool]) -> None:
     torch._dynamo.reset()
     model, twin = training_model(), training_model()

@@ -40,8 +40,6 @@ from tests.patches.test_every_model import state
 from tests.small_copies.comparison import apart
 from tritonpack.patches.applied_patch import applied_to
 
-pytestmark = pytest.mark.heavy
-
 SLOW = pytest.mark.slow
 EVERY_OBJECTIVE = pytest.mark.parametrize(
     "objective", [name if name == "both" else pytest.param(name, marks=SLOW) for name in OBJECTIVES]

@@ -59,9 +59,8 @@ def quick_report(function: Callable[..., Any]) -> conformance.Report:
 
 
 class TestRightFunctions:
-    @pytest.mark.heavy
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    @pytest.mark.sampled("fp32")
+    @pytest.mark.fast("fp32")
     def test_tritonpack_passes_every_check(self, dtype: torch.dtype) -> None:
         report = conformance.run(flash_attn.flash_attn_varlen_func, dtypes=[dtype], device="cpu")
         assert set(report.of("pass")) == matching("*", but=("tree/*",)), "\n".join(
@@ -125,16 +124,15 @@ BROKEN = {
 
 
 class TestWrongFunctions:
+    @pytest.mark.fast("ignores_boundaries", "zeros_for_dk")
     @pytest.mark.parametrize("name", BROKEN)
-    @pytest.mark.sampled("ignores_boundaries", "zeros_for_dk", "slack_leaks", "sibling_leaks", "noisy_gradient")
-    @pytest.mark.heavy
     def test_a_defect_fails_its_checks_and_no_others(self, name: str) -> None:
         report = quick_report(getattr(backends, name))
         assert report.function == name
         assert {result.check for result in report.results if result.outcome != "pass"} == BROKEN[name] & QUICK, report
         assert not report.passed
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_an_exception_is_an_error_with_its_first_line(self) -> None:
         report = quick_report(backends.raises_on_empty_documents)
         assert set(report.of("error")) == matching("empty/*")
@@ -192,7 +190,7 @@ class TestWrongFunctions:
 
 
 class TestSpellings:
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_flash_attention_4(self) -> None:
         """None for an open window, a learnable sink, no max_seqlen, always (out, lse), lse as (T_q, H)."""
 
@@ -265,7 +263,7 @@ class TestSpellings:
         assert not report.of("error")
         assert report.passed
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_a_function_without_signature_gets_flash_attention_2s_parameters(self) -> None:
         def anything(**keywords: Any) -> Any:
             return attention(**keywords)

@@ -15,7 +15,7 @@ from tritonpack.testing import check_isolation
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("gpt_neox-torch.bfloat16", "llama-torch.float32", "mixtral-torch.bfloat16")
 def test_patched_models_pass(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype=dtype)
     with tritonpack.patch(model):

@@ -52,8 +52,8 @@ CELLS = [
 ]
 
 
+@pytest.mark.fast("short-everything-sm_90-bf16", "causal-sm_80-bf16")
 @pytest.mark.parametrize(("name", "arch", "dtype"), CELLS, ids=map("-".join, CELLS))
-@pytest.mark.sampled("short-ordinary-sm_90-bf16", "short-everything-sm_90-bf16", "causal-sm_80-bf16")
 def test_cases(name: str, arch: str, dtype: str) -> None:
     check(name, arch, dtype)
 
@@ -66,12 +66,12 @@ def check(name: str, arch: str, dtype: str) -> None:
         check_backend(inputs, "triton")
 
 
+@pytest.mark.fast("64-ordinary-bf16")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bf16") for name in ("ordinary", "bidirectional", "cross", "window", "tiny")), ("ordinary", "fp16")],
 )
 @pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
-@pytest.mark.sampled("128-ordinary-bf16")
 def test_gluon(head_dim: int, name: str, dtype: str) -> None:
     case = next(case for case in SHORT if case.name == f"short-{name}")
     inputs = make_inputs(replace(case, head_dim=head_dim), DTYPES[dtype], slack_value=NAN)
@@ -93,8 +93,8 @@ def test_newer_architectures(name: str, arch: str, dtype: str) -> None:
     check(name, arch, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "gluon"])
-@pytest.mark.sampled("triton")
 def test_results_are_the_same_in_every_order(backend: Any) -> None:
     """Orders of programs and warps, and undefined bits, change no bit of results."""
     inputs = make_inputs(SHORT[1], torch.bfloat16)
@@ -119,13 +119,14 @@ def test_fifty_backward_passes_are_equal_to_the_bit() -> None:
 
 @pytest.mark.parametrize("poison", [(), *invariance.POISONS], ids=lambda names: "-".join(names) or "values")
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-@pytest.mark.sampled("causal-q-k-v-dout-dlse")
+@pytest.mark.fast("causal-q-k-v-dout-dlse")
 def test_documents_have_the_same_bits_in_every_pack(case: Case, poison: tuple[str, ...]) -> None:
     with virtual_gpu("sm_90", races=False):
         moved = invariance.moved_outputs(case, torch.bfloat16, "triton", pack_invariant=True, poison=poison)
     assert not moved
 
 
+@pytest.mark.slow
 def test_a_change_in_a_document_changes_no_other_bit() -> None:
     inputs = make_inputs(replace(SHORT[1], slack=0), torch.bfloat16)
     first, stop = inputs.mask.key_start.unique()[1].item(), 280
@@ -162,7 +163,7 @@ def _elsewhere(x: Tensor, how: str) -> Tensor:
 
 @pytest.mark.parametrize("how", ["fused", "head-major", "misaligned", "far"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.sampled("sm_90-far", "sm_90-fused")
+@pytest.mark.fast("sm_90-far", "sm_90-fused")
 def test_memory_of_the_inputs(arch: str, how: str) -> None:
     case = Case("rows", (1, 90, 0, 17, 60), heads=2, kv_heads=2, head_dim=64, slack=13)  # kernels of "ordinary-64"
     inputs = make_inputs(case, torch.bfloat16, slack_value=NAN)

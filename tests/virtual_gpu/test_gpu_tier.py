@@ -93,7 +93,7 @@ def test_documents_stay_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled("llama")
+@pytest.mark.fast("llama")
 def test_a_training_step(name: str) -> None:
     """Loss and gradients of a packed batch in bfloat16: as near to float32's as those of the backend in torch."""
     model = zoo.tiny_model(name).to(torch.bfloat16)

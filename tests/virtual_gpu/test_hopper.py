@@ -49,7 +49,7 @@ def launch(inputs: Inputs, *, programs: int = 2, seed: int = 1) -> dict[str, Ten
 
 @HEAD_DIM
 @pytest.mark.parametrize("case", LONG, ids=str)
-@pytest.mark.sampled("causal-128", "causal-256", *(f"{case}-64" for case in LONG))
+@pytest.mark.fast("causal-64", "window-both-64", "cross-64", "short-documents-64")
 def test_long_documents(case: Case, head_dim: int) -> None:
     inputs = make_inputs(replace(case, head_dim=head_dim), torch.bfloat16, slack_value=NAN)
     check_outputs(inputs, launch(inputs))
@@ -82,6 +82,7 @@ def test_another_tile_shape(turns: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         check_outputs(inputs, launch(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_results_do_not_depend_on_orders_and_programs(head_dim: int) -> None:
     inputs = make_inputs(replace(LONG[0], head_dim=head_dim), torch.bfloat16, slack_value=NAN)
@@ -91,6 +92,7 @@ def test_results_do_not_depend_on_orders_and_programs(head_dim: int) -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_padding_between_documents_is_inert() -> None:
     mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[0] * 9 + [1] * 131, [1] * 25 + [0] * 115, [1] * 140]))
     dead = mask.key_start == mask.key_stop
@@ -120,7 +122,7 @@ def test_a_change_in_a_document_changes_no_other_bit() -> None:
 
 @pytest.mark.parametrize("poison", [(), *invariance.POISONS], ids=lambda names: "-".join(names) or "values")
 @pytest.mark.parametrize("case", invariance.CASES[:-1], ids=str)
-@pytest.mark.sampled("causal-q-k-v-dout-dlse")
+@pytest.mark.fast("causal-q-k-v-dout-dlse")
 def test_documents_have_the_same_bits_in_every_pack(case: Case, poison: tuple[str, ...]) -> None:
     short = replace(case, seqlens=(37, 150, 9), heads=2, kv_heads=1, head_dim=64)
     with virtual_gpu("sm_90"):
@@ -128,6 +130,7 @@ def test_documents_have_the_same_bits_in_every_pack(case: Case, poison: tuple[st
     assert not moved
 
 
+@pytest.mark.slow
 def test_strided_inputs() -> None:
     """Views of a joint projection of q, k and v, as in models, aren't copied."""
     inputs = make_inputs(replace(PARTS, kv_heads=2, slack=5), torch.bfloat16, slack_value=NAN)

@@ -33,8 +33,8 @@ def check(target: Target, places: int, name: str = "") -> None:
     assert sum(outcomes) > len(outcomes) / 3
 
 
+@pytest.mark.slow
 @targets
-@pytest.mark.sampled("sm_80-triton")
 def test_removed(arch: str, backend: str) -> None:
     check(target(arch, backend), 1, "removed")
 
@@ -45,6 +45,7 @@ def test_all_operators(arch: str, backend: str) -> None:
     check(target(arch, backend), 1)
 
 
+@pytest.mark.slow
 def test_a_mutation_changes_one_line() -> None:
     broken = target("sm_80", "triton")
     ptx = {executable.name: executable.ptx.split("\n") for executable in broken.executables}

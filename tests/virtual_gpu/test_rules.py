@@ -273,6 +273,7 @@ def test_rule(rule: Rule) -> None:
         assert probe(rule.kept, seed, rule.programs)[0] == []
 
 
+@pytest.mark.slow
 def test_a_program_without_an_end() -> None:
     (report,) = probe("L: bra L;", 1)[0]
     assert report.endswith("the program doesn't end within 2**25 instructions")

@@ -28,7 +28,6 @@ def corpus(small_library):
     return read_corpus(max_length=128, num_validation=10, seed=0)
 
 
-@pytest.mark.heavy
 @pytest.mark.slow
 def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
@@ -123,7 +122,7 @@ def test_exception_in_a_process_ends_the_training(corpus, settings, imported_onc
         train_in_turns([[]], corpus.validation, settings)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_death_of_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(BrokenProcessPool):
         train_in_turns([[]], corpus.validation, replace(settings, threads=-1))

@@ -33,7 +33,7 @@ def documents(small_library):
     return read_corpus(max_length=100, num_validation=0, seed=0).training
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     arguments = ["--steps", 3, "--completions", 3, "--prompt-length", 60, "--completion-length", 40, "--device", "cpu"]
@@ -65,7 +65,6 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     assert re.search(rf"error: .*{message}", capsys.readouterr().err)
 
 
-@pytest.mark.heavy
 def test_groups_have_the_shape_and_one_seed_gives_the_same(documents):
     steps, again, other = (make_groups(documents, SHAPE, 5, seed) for seed in (0, 0, 1))
     assert [len(groups) for groups in steps] == [2] * 5

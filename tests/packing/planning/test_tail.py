@@ -59,7 +59,6 @@ def test_plans_whatever_brute_force_can_plan(part, tail):
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (7, 64))])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-@pytest.mark.swept(every=5)
 def test_no_documents_that_fit_are_refused(seed, num_ranks, tail):
     rng = np.random.default_rng(seed)
     capacity = int(rng.choice([1, 2, 30, 1000]))

@@ -163,7 +163,7 @@ class TestLoading:
     @pytest.mark.parametrize(
         "method", [None, *sorted({"fork", "spawn"} & set(multiprocessing.get_all_start_methods()))], ids=str
     )
-    @pytest.mark.sampled("None", "fork")
+    @pytest.mark.fast("None", "fork")
     def test_one_row_per_batch(self, method):
         batches = batches_of(batch_size=40)
         loader = DataLoader(

@@ -45,7 +45,7 @@ class TestAccelerate:
     @pytest.mark.parametrize("even_batches", [True, False])
     @pytest.mark.parametrize("drop_last", [True, False])
     @pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2), (16, 16)])
-    @pytest.mark.sampled("2-1-True-True", "3-3-False-False", "16-16-False-True")
+    @pytest.mark.fast("2-1-True-True", "3-3-False-False", "16-16-False-True")
     def test_every_document_is_seen_once_or_counted(self, processes, batch_size, drop_last, even_batches):
         from accelerate.data_loader import BatchSamplerShard
 
@@ -143,7 +143,7 @@ def trainer_of(folder, seen, **options):
     return BatchSamplerTrainer(Embed(), arguments, train_dataset=BinDataset(documents), data_collator=collate)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_trainer_with_batch_sampler(tmp_path):
     seen, again = [], []
     trainer = trainer_of(tmp_path, seen, num_train_epochs=2, seed=7)

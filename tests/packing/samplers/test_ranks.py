@@ -274,8 +274,8 @@ def one_of_three(rank, run, store):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [agree, pytest.param(names_ranks_that_do_not_come, marks=pytest.mark.slow)])
-@pytest.mark.heavy
 def test_three_ranks(run, tmp_path):
     # fork, because a spawned process takes seconds to import; one group for all cases, because each needs numba.
     arguments = (run, str(tmp_path / "store"))

@@ -236,7 +236,7 @@ def test_dataloader_resumes(name, num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 6, "end"])
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.sampled(every=2)
+@pytest.mark.fast("distributed-1-2", "distributed-6-0", "multipack-end-0")
 def test_stateful_dataloader_resumes_after_last_batch(name, stop, num_workers):
     """StatefulDataLoader accounts for the batches that workers fetch ahead."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")

@@ -46,7 +46,6 @@ def test_trees_of_sequences(sequences):
 
 @REPEATABLE
 @given(st.lists(st.lists(st.sampled_from([0, 1, 256, 2**40]), max_size=7), max_size=9))
-@pytest.mark.heavy
 def test_random_sequences(sequences):
     check(sequences)
 

@@ -68,7 +68,7 @@ def learn(model: Any, calls: list[dict[str, Any]]) -> tuple[Tensor, list[Tensor 
     return torch.stack(losses).sum(), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.sampled("qwen2_vl")
+@pytest.mark.fast("qwen2_vl")
 @pytest.mark.parametrize("name", KINDS)
 def test_training_equals_each_document_alone(name: str) -> None:
     """Losses and all gradients of some steps, the vision tower's by themselves."""
