@@ -142,17 +142,17 @@ def loop_table(by_name: dict[str, dict[str, Row]], versions: list[str]) -> list[
 
 
 def is_64_or_128(name: str) -> bool:
-    """Whether a configuration has 16 bits and head dimension 64 or 128."""
+    """Return whether a configuration has 16 bits and head dimension 64 or 128."""
     return ("-d64-" in name or "-d128-" in name) and "fp32" not in name
 
 
 def is_common(name: str) -> bool:
-    """Whether a configuration is one that most models run: 16 bits, head dimension 64 or 128, of the Triton backend."""
+    """Return whether most models run a configuration: 16 bits, head dimension 64 or 128, the Triton backend."""
     return is_64_or_128(name) and not name.startswith("gluon")
 
 
 def verdict(row: Row) -> str:
-    """What is wrong with a binary."""
+    """Return the faults of a binary."""
     return "; ".join(filter(None, (row["findings"], row["minor"]))) or "clean"
 
 

@@ -125,7 +125,7 @@ class Table:
         self._note(row)
 
     def has(self, candidate: Candidate) -> bool:
-        """Whether a candidate was tried."""
+        """Return whether a candidate was tried."""
         return tuple(candidate.columns().items()) in self.known
 
     def times(self, kernel: Kernel, block_d: int, choice: Iterable[TileShape]) -> dict[TileShape, float]:

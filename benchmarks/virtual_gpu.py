@@ -28,7 +28,7 @@ NEEDED = {"forward": (2, 1), "dq": (3, 1), "dkdv": (4, 1)}
 
 @dataclass(frozen=True)
 class Counts:
-    """What a kernel's launches did: warps' instructions, multiply-adds, exponentials, and bytes.
+    """Counts of a kernel's launches: warps' instructions, multiply-adds, exponentials, and bytes.
 
     `shared_passes` are passes over the 32 banks of shared memory by loads and stores (wgmma's own reads aren't among
     them), `conflicts` those beyond the fewest that their bytes need.

@@ -18,7 +18,7 @@ FLOAT_MASKS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reach(NamedTuple):
-    """How far a query sees within its document: `left` keys before its own place, `right` keys after it, and only its
+    """The reach of a query within its document: `left` keys before its own place, `right` keys after it, and only its
     chunk of `chunk` keys. UNLIMITED stands for no limit."""
 
     left: int
@@ -42,7 +42,7 @@ def require(condition: Tensor, message: str | Callable[[], str]) -> None:
 
 
 def holds_numbers(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor of a type that holds any place, offset or number of a document.
+    """Return whether a value is a tensor of a type that holds any place, offset or number of a document.
 
     Types of 8 and 16 bits wrap around, and types of floating point skip numbers: float16 above 2,048, bfloat16 above
     256. Documents would be joined or cut.
@@ -255,22 +255,22 @@ def plain_int(value: Any) -> Any:
 
 
 def is_length(value: object) -> bool:
-    """Whether a value is a number of rows: an integer from 0 to 2**31 - 1, symbolic while torch traces."""
+    """Return whether a value is a number of rows: an integer from 0 to 2**31 - 1, symbolic while torch traces."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether a tensor's values can be read at once: a plain tensor in host memory, outside of torch.compile."""
+    """Return whether a tensor's values can be read at once: a plain tensor in host memory, outside of torch.compile."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether a value is an int and no bool."""
+    """Return whether a value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float, symbolic while torch traces, and no bool."""
+    """Return whether a value is an int or a float, symbolic while torch traces, and no bool."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 

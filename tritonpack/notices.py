@@ -51,7 +51,7 @@ def tell_once(key: str, message: str) -> None:
 
 
 def speaks() -> bool:
-    """Whether lines of this process are shown: it is the first rank of a machine, and no DataLoader's later worker."""
+    """Return whether this process may print: it is the first rank of a machine, and no later worker of a DataLoader."""
     from torch.utils.data import get_worker_info
 
     worker = get_worker_info()
@@ -71,12 +71,12 @@ def unheard() -> Iterator[None]:
 
 
 def is_said(key: str) -> bool:
-    """Whether the warning of a key has appeared in this process, so that its cause needn't be looked for again."""
+    """Return whether the warning of a key has appeared in this process; its cause needn't be looked for again."""
     return key in _said
 
 
 def knows_patched_models() -> bool:
-    """Whether `patched_models` holds every model that may get a batch made in this process.
+    """Return whether `patched_models` holds every model that may get a batch made in this process.
 
     A DataLoader's worker makes batches for the process that started it. A forked worker knows the models that were
     patched before the fork; a spawned worker knows none. Only the first of several workers returns True.

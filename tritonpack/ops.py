@@ -95,7 +95,7 @@ def _has_tangents(*tensors: Tensor) -> bool:
 
 
 def _is_plain_call(*tensors: Tensor) -> bool:
-    """Whether a call may skip the operators: no compiler, no tracer, no dispatch mode, no subclass of Tensor."""
+    """Return whether a call may skip the operators: no compiler, no tracer, no dispatch mode, no subclass of Tensor."""
     return (
         not torch.compiler.is_compiling()
         and all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)

@@ -34,7 +34,7 @@ class Unknown(LlamaForCausalLM):
 
 @pytest.mark.parametrize("layers", [16, 32, 80])
 def test_proof(benchmark: BenchmarkFixture, layers: int) -> None:
-    """What the first call of an unknown model costs once. It should be below 1% of the first minute, 0.6 s."""
+    """The cost of the first call of an unknown model, paid once. It should be below 1% of the first minute, 0.6 s."""
     model = Unknown(llama(layers).config)
 
     def patched() -> tuple[tuple[tritonpack.Patch], dict[str, object]]:

@@ -70,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         step: its name.
@@ -102,7 +102,7 @@ class Result:
 
 
 class Platform(NamedTuple):
-    """What results and figures belong to.
+    """The machine and the code that results belong to.
 
     Attributes:
         device: the name of the GPU.
@@ -154,7 +154,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Day:
-    """How steps are run.
+    """Options of a run of steps.
 
     Attributes:
         steps: in order.

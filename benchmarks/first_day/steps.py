@@ -41,7 +41,7 @@ def steps(commit: str) -> list[Step]:
 
 
 def first_steps(seen: tuple[str, ...], known: tuple[str, ...]) -> list[Step]:
-    """What is known after a quarter of an hour: that kernels run, the figures of the targets, faster tiles."""
+    """The steps of the first quarter of an hour: that kernels run, the figures of the targets, faster tiles."""
     return [
         Step(
             "machine",

@@ -92,7 +92,7 @@ class Figures:
         return list(dict.fromkeys(place for place, *_ in self.tflops))
 
     def ratio(self, place: Place, other: str) -> float | None:
-        """How many times as fast as another implementation ours is, forward and backward together."""
+        """The speed of ours over another implementation's, forward and backward together."""
         ours, theirs = (self.tflops.get((place, name, "both")) for name in (OURS, other))
         return None if ours is None or theirs is None else ours / theirs
 

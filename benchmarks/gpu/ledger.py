@@ -82,12 +82,12 @@ class Ledger:
         self.known[_key(whole)] = whole["status"]
 
     def finished(self, shape: Mapping[str, str], implementations: Iterable[str]) -> bool:
-        """Whether every implementation has all of its rows at a shape."""
+        """Return whether every implementation has all of its rows at a shape."""
         wanted = ({**shape, "op": op, "implementation": name} for name in implementations for op in OPS)
         return all(_key(row) in self.known for row in wanted)
 
     def lost(self, shape: Mapping[str, str], implementation: str) -> bool:
-        """Whether an implementation broke the device at a shape, so that it shouldn't be tried there again."""
+        """Return whether an implementation broke the device at a shape, so that it shouldn't be tried there again."""
         return any(
             self.known.get(_key({**shape, "op": op, "implementation": implementation}), "").startswith(LOST)
             for op in OPS

@@ -220,7 +220,7 @@ def extra_bytes(call: Call, device: torch.device) -> int | None:
 
 
 def launches(call: Call, device: torch.device) -> int | None:
-    """How many kernels, copies and fills a call starts; None on a CPU, and where the profiler doesn't run."""
+    """The number of kernels, copies and fills that a call starts; None on a CPU, and where the profiler doesn't run."""
     if device.type != "cuda":
         return None
     try:

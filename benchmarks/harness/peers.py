@@ -89,7 +89,7 @@ class Peer:
     trees: bool = False
 
     def fits(self, shape: Shape) -> bool:
-        """Whether the peer is measured at a shape."""
+        """Return whether the peer is measured at a shape."""
         return self.meant_for(shape) and (self.trees or not shape.trees)
 
 

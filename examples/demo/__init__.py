@@ -165,7 +165,7 @@ def compare_losses(runs: Mapping[Way, Run], nothing_leaks: bool) -> tuple[bool, 
 
 
 def isolation(way: Way, settings: Settings) -> tuple[bool, str]:
-    """Whether documents of one row don't see each other, and the result of `check_isolation` in words."""
+    """Return whether documents of one row don't see each other, and the result of `check_isolation` in words."""
     model = build_model(settings)
     with attention_of(way, model):
         try:

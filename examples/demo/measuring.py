@@ -174,7 +174,7 @@ def _begin(train: Callable[[], Iterator[Any]], threads: int) -> None:
 
 
 def _next(steps: int) -> Any:
-    """What training yields after this many steps."""
+    """The result of training after this many steps."""
     *_, latest = islice(_training, steps)
     return latest
 

@@ -105,7 +105,7 @@ def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
 
 
 def is_table(dataset: Any) -> bool:
-    """Whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
     datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
     return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
@@ -211,7 +211,7 @@ def unreadable(what: str, error: Exception) -> Exception:
 
 
 def _is_row(values: Any) -> bool:
-    """Whether values can be sliced and hold one value per token; of a list only the first is read."""
+    """Return whether values can be sliced and hold one value per token; of a list only the first is read."""
     if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
         return False
     if not isinstance(values, (list, tuple)):
@@ -220,7 +220,7 @@ def _is_row(values: Any) -> bool:
 
 
 def is_iterable(values: Any) -> bool:
-    """Whether values can be iterated over, and aren't text, a mapping, a class, or a single number."""
+    """Return whether values can be iterated over, and aren't text, a mapping, a class, or a single number."""
     others = (Mapping, str, bytes, type)
     return isinstance(values, Iterable) and not isinstance(values, others) and getattr(values, "ndim", None) != 0
 

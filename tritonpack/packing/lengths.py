@@ -19,7 +19,7 @@ POLICIES: tuple[str, ...] = get_args(Overlong)
 
 @dataclass(frozen=True)
 class OverlongReport:
-    """What was done with the documents that are longer than the capacity.
+    """How documents longer than the capacity were treated.
 
     Attributes:
         policy: "error", "truncate", "split" or "drop".

@@ -257,7 +257,7 @@ def dataloader(
             MultipackDistributedBatchSampler. It stands in place of `num_replicas` and `rank`.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
-        epochs: so many epochs get the same number of steps, `len(loader)`: that of the epoch with the most. A training
+        epochs: pad this many epochs to the same number of steps, `len(loader)`, the largest of theirs. A training
             then has `epochs * len(loader)` steps. More than 1 plans all of these epochs once in advance.
         labels: what a label belongs to, the `objective` of PackingCollator.
         per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator; like `labels`, not with
@@ -322,7 +322,7 @@ def dataloader(
 
 
 class _OwnCollator:
-    """A collator of the user's, whose batches may have at most so many tokens."""
+    """A collator of the user's, whose batches have a largest number of tokens."""
 
     def __init__(self, collate: Any, tokens: int) -> None:
         self._collate, self._tokens = collate, tokens

@@ -208,7 +208,7 @@ class Reader(Dataset):
         return list(found), True
 
     def _sizes(self, documents: list[Any], number: int) -> list[Any]:
-        """What the collator's `measure` returns for each document of an example."""
+        """Return the collator's `measure` of each document of an example."""
         assert self._measure is not None
         sizes = []
         for one in documents:
@@ -295,7 +295,7 @@ class Reader(Dataset):
 
 
 def _amount_of(example: Any, number: int, name: str, resource: str | Callable[[Any], int]) -> int:
-    """What an example takes of a resource, by a column or a function."""
+    """Return the amount of a resource that an example needs, from a column or by a function."""
     if isinstance(resource, str):
         if not isinstance(example, Mapping) or resource not in example:
             raise ValueError(
@@ -319,7 +319,7 @@ def _total(sizes: Iterable[Any], name: str) -> int:
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:
-    """What a function of the user's returns for an example; a ValueError that names the example if it fails."""
+    """Call a user's function on an example; a ValueError names the example if it fails."""
     try:
         return function(example)
     except Exception as error:

@@ -53,7 +53,7 @@ class _Shared:
 
 @dataclass
 class _Pass:
-    """What a pass has done; `place`: where its window begins, as in states, None before the first window."""
+    """The progress of a pass; `place`: where its window begins, as in states, None before the first window."""
 
     report: OverlongReport
     place: dict[str, Any] | None = None

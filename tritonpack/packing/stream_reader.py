@@ -119,7 +119,7 @@ class StreamReader:
 
 
 def is_from_datasets(documents: Any) -> bool:
-    """Whether documents are an IterableDataset of the package datasets."""
+    """Return whether documents are an IterableDataset of the package datasets."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(documents, datasets.IterableDataset)
 

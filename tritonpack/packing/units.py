@@ -19,7 +19,7 @@ MOST_OF_A_RESOURCE = 2**30  # the largest budget of a row: sums over the rows of
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What each item of a dataset takes of a row, for items that aren't one document each.
+    """The size of each item of a dataset, for items that aren't one document each.
 
     A unit is what must share a row: a preference pair, the completions of one prompt, a document with its images. Its
     sequences don't see each other, so the cost of attention is the sum over them.
@@ -150,7 +150,7 @@ def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
 
 
 class UnitsReport(OverlongReport):
-    """What was done with the units that take too much of any resource."""
+    """How units that exceed the budget of any resource were treated."""
 
     def __str__(self) -> str:
         if not self.documents:

@@ -17,7 +17,7 @@ _SHORTEST = 7 / 8  # of the longest prompt
 
 @dataclass(frozen=True)
 class Shape:
-    """How many prompts and completions a step has, and how long they are.
+    """The number and the lengths of a step's prompts and completions.
 
     Attributes:
         prompts: prompts of a step.

@@ -21,7 +21,7 @@ _TEXT = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN)
 
 
 class ExampleSize(NamedTuple):
-    """What an example takes of a row, and of the vision tower.
+    """The size of an example: tokens of a row, and patches of the vision tower.
 
     Attributes:
         tokens: the tokens of the row, those of images and videos included.
@@ -87,7 +87,7 @@ their `get_rope_index` returns for the document alone |
 
     @property
     def family(self) -> Family:
-        """What this collator knows of the model's type."""
+        """The row of the model's type in the table of families."""
         return FAMILIES[self.model_type]
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Family:
-    """What an image-text model takes beside tokens.
+    """The inputs of an image-text model beside tokens.
 
     Attributes:
         columns: the columns of images and videos, by name.

@@ -17,7 +17,7 @@ CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # embeddings 
 
 
 class Size(NamedTuple):
-    """What images or videos take: of the row, and of the vision tower."""
+    """The size of images or videos: tokens of the row, and patches of the vision tower."""
 
     tokens: int
     patches: int
@@ -130,7 +130,7 @@ def _tiles(config: Any, size: list[int], tile: int, side: int) -> tuple[int, int
 
 
 def _fit(height: int, width: int, best_height: int, best_width: int) -> tuple[int, int]:
-    """How much of an image a resolution keeps, and then how little it wastes: the largest is the best."""
+    """Return the pixels of an image that a resolution keeps, then minus those it wastes; the largest is the best."""
     scale = min(best_width / width, best_height / height)
     kept = min(int(width * scale) * int(height * scale), width * height)
     return kept, kept - best_height * best_width
