@@ -13,13 +13,12 @@ BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
 TEXTS = (
     ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
-    "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
-    "batches_done=step", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
-    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture", "Units.of_trees", "def documents(pair)",
-    "num_patches", "32768, units, budgets",
+    "# the next iteration", "# after the Accelerator", "batches_done=step", "pack_dataset", "tritonpack.setup",
+    "stream.set_epoch", "dispatch_batches", "RandomSampler", "tritonpack.Mixture", "Units.of_trees",
+    "def documents(pair)", "num_patches",
 )  # fmt: skip
-ONE_LINE, PREPARED, LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS, SAMPLER_OF_UNITS = OTHERS
+ONE_LINE, PREPARED, LOOP, COST, RESUME, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
+STREAM, TRAINER, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -83,22 +82,9 @@ def test_cost(given):
     assert len(given["sampler"]) > 5
 
 
-def test_collator_cuts_documents(given):
-    given["dataset"] = [{"input_ids": [1] * 100}, *DOCUMENTS[1:]]
-    given["lengths"] = numpy.array([100, *LENGTHS[1:]])
-    rows = [batch["input_ids"].shape[1] for batch in run(CUT, given)["loader"]]
-    assert max(rows) == 64
-
-
 def test_resuming(given):
     rest = list(run(RESUME, given)["sampler"])
     assert rest == list(tritonpack.MultipackDistributedBatchSampler(64, LENGTHS))[3:]
-
-
-def test_resuming_on_other_ranks(given):
-    given["state"] = tritonpack.MultipackDistributedBatchSampler(64, LENGTHS, 8, 3).state_dict(batches_done=1)
-    sampler = run(ELASTIC, given)["sampler"]
-    assert len(list(sampler)) == len(sampler) - 1
 
 
 def test_accelerate(given):
@@ -161,14 +147,6 @@ def test_stream_in_trainer(given):
     assert trainer.state.global_step == 2
 
 
-def test_state_of_stream(given):
-    given["stream"] = tritonpack.pack_stream(DOCUMENTS, 64, window=8)
-    bins = list(given["stream"])
-    iterator = iter(given["stream"])
-    [next(iterator) for _ in range(3)]
-    assert list(run(STREAM_STATE, given)["stream"]) == bins[3:]
-
-
 def test_axolotls_sampler(given):
     rows = [batch["input_ids"].shape[1] for batch in run(AXOLOTL, given)["loader"]]
     assert sum(rows) > 0.8 * LENGTHS.sum()
@@ -193,10 +171,9 @@ def test_budgets_of_rows_and_of_the_sampler(given, capsys):
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
     assert f"patches: {sum(patches)}, at most 16 a row" in str(given["loader"])
     given["units"] = tritonpack.Units.of_documents(LENGTHS, patches=patches)
-    (code,) = (block for block in BLOCKS if SAMPLER_OF_UNITS in block)
-    exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)
-    assert max(sum(patches[unit] for unit in row) for row in given["sampler"]) == 16
-    assert 0.5 < given["sampler"].efficiency("patches") <= 1
+    sampler = tritonpack.MultipackDistributedBatchSampler(64, given["units"], budgets={"patches": 16})
+    assert max(sum(patches[unit] for unit in row) for row in sampler) == 16
+    assert 0.5 < sampler.efficiency("patches") <= 1
 
 
 def test_every_block_is_run():

@@ -68,19 +68,5 @@ def test_table_of_what_auto_takes():
                 cells += [f"{8 * longest:,}", f"{max(into):,}"]
             few = few_keys(Call(Ranks(None, 0, ranks), layout, mask, None, "reference", 1))
             cells.append("group cast" if few else "all-gather")
+        cells.append(f"{max(make_layout('documents', mask, 2).remote_keys(mask)):,}")  # nodes whose ranks divide heads
         assert f"| {name} | {' | '.join(cells)} |" in guide
-
-
-@pytest.mark.slow
-def test_table_of_keys_that_a_node_receives():
-    """By "group_cast" between all ranks, and between nodes whose ranks divide heads."""
-    guide, nodes, gpus = GUIDE.read_text(encoding="utf-8"), 2, 8
-    for name, mask in batches(1 << 20):
-        if name not in ("short (median 700)", "long tail (median 2,000)", "median 8,000", "one document"):
-            continue
-        every, most = make_layout("documents", mask, nodes * gpus), 0
-        for node in np.split(np.arange(nodes * gpus), nodes):
-            far = torch.cat([rows for rank, rows in enumerate(every.rows) if rank not in node]).sort().values
-            most = max(most, sum(every.seen_by_ranks(mask)[rank].among(far).shape[0] for rank in node))
-        pair = max(make_layout("documents", mask, nodes).remote_keys(mask))
-        assert f"| {name} | {most:,} | {pair:,} |" in guide
