@@ -10,7 +10,7 @@ from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import layouts, make_layout
-from tritonpack.parallel.exchanges.group_cast import make_parts
+from tritonpack.parallel.exchanges.keys import cast_parts
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.seen_keys import host_bounds
 from tritonpack.testing.cases import parents_of
@@ -74,7 +74,7 @@ def test_few_keys_and_even_work_for_other_masks(make, most):
     assert max(keys) <= most
     assert layout.imbalance(mask) <= 1.02
     assert row_imbalance(layout) <= 1.03
-    parts = make_parts(mask, layout, 5, 4)
+    parts = cast_parts(mask, layout, 5, 4)
     assert sum(sum(part.received_counts) for part in parts) == keys[5] == sum(part.mask.num_keys for part in parts)
 
 
@@ -105,7 +105,7 @@ def test_a_million_tokens_take_less_than_a_second():
         assert time.process_time() - began < 1.0
     layout = make_layout("balanced", masks[0], 8)
     began = time.process_time()
-    make_parts(masks[0], layout, 3, 4)
+    cast_parts(masks[0], layout, 3, 4)
     assert time.process_time() - began < 1.0
 
 
@@ -197,10 +197,10 @@ def test_remote_keys_are_those_that_rows_see(name, make):
     for rank, rows in enumerate(layout.rows):
         sent = torch.cat([needed[other][rows].nonzero()[:, 0] for other in range(3)])
         received = [other[needed[rank][other]] for other in layout.rows]
-        for whole in make_parts(mask, layout, rank, 1):
+        for whole in cast_parts(mask, layout, rank, 1):
             assert whole.sent.tolist() == sent.tolist()
             assert whole.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
-        parts = make_parts(mask, layout, rank, 3)
+        parts = cast_parts(mask, layout, rank, 3)
         assert len(parts) == min(3, max(layout.remote_keys(mask)))
         taken = [0, 0, 0]
         for part in parts:

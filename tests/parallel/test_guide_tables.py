@@ -11,8 +11,8 @@ from tests.lengths import fill, packs
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import make_layout
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.exchanges.auto import few_keys
 from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.keys import few_keys
 from tritonpack.testing.cases import parents_of
 
 GUIDE = Path(__file__).parents[2] / "docs/sequence-parallelism.md"

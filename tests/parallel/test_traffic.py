@@ -12,9 +12,8 @@ from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import attend, make_layout
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.exchanges import auto, group_cast
+from tritonpack.parallel.exchanges import keys
 from tritonpack.parallel.exchanges.call import Call
-from tritonpack.parallel.exchanges.group_cast import divide, make_parts
 from tritonpack.parallel.exchanges.ulysses import divide_heads
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.testing.cases import parents_of
@@ -114,9 +113,9 @@ def keys_into_nodes(dense, layout, gpus, *, group_cast):
         node[rows] = rank // gpus
     forward, backward = torch.zeros(ranks // gpus), torch.zeros(ranks // gpus)
     for rank, rows in enumerate(layout.rows):
-        keys = node[dense[rows].any(0)]
-        forward[rank // gpus] += (keys != rank // gpus).sum()
-        backward += torch.bincount(keys[keys != rank // gpus], minlength=ranks // gpus)
+        seen = node[dense[rows].any(0)]
+        forward[rank // gpus] += (seen != rank // gpus).sum()
+        backward += torch.bincount(seen[seen != rank // gpus], minlength=ranks // gpus)
     return forward.tolist(), backward.tolist()
 
 
@@ -138,7 +137,7 @@ def test_auto_receives_no_more_than_all_gather(name):
         dense = mask.to_dense()
         for ranks in (2, 3, 8):
             layout = make_layout(name, mask, ranks)
-            few = auto.few_keys(Call(Ranks(None, 0, ranks), layout, mask, None, "reference", 1))
+            few = keys.few_keys(Call(Ranks(None, 0, ranks), layout, mask, None, "reference", 1))
             chosen.add(few)
             if not few:
                 continue
@@ -168,7 +167,7 @@ def test_group_cast_receives_few_bytes_for_a_million_tokens(traffic):
     layout = make_layout("documents", mask, RANKS)
     call = Call(Ranks(dist.group.WORLD, RANK, RANKS), layout, mask, None, "reference", 1)
     k, v = torch.zeros(layout.lengths[RANK], 1, 1, dtype=torch.uint8), torch.zeros(layout.lengths[RANK], 1, 0)
-    parts = divide(call, 4)
+    parts = keys.divide("group_cast", call, 4)
     for part in parts:
         part.send(k, v.byte(), call.ranks)
     received = sum(sum(part.received_counts) for part in parts)
@@ -178,7 +177,8 @@ def test_group_cast_receives_few_bytes_for_a_million_tokens(traffic):
 
 def test_group_cast_plans_once_for_all_layers(traffic, monkeypatch):
     made = []
-    monkeypatch.setattr(group_cast, "make_parts", lambda *given: made.append(given) or make_parts(*given))
+    make = keys.cast_parts
+    monkeypatch.setattr(keys, "cast_parts", lambda *given: made.append(given) or make(*given))
     mask = BlockDiagonalMask.from_seqlens([TOKENS])
     layout = make_layout("documents", mask, RANKS)
     q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))

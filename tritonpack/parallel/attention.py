@@ -13,22 +13,17 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
-from tritonpack.parallel.exchanges import all_gather, auto, group_cast, ring
-from tritonpack.parallel.exchanges.across import AcrossSets
+from tritonpack.parallel.exchanges import ring
 from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
-from tritonpack.parallel.exchanges.ulysses import HeadsCall, ulysses
+from tritonpack.parallel.exchanges.ulysses import AcrossSets, HeadsCall, Ulysses
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-BY_HEADS = {
-    "all_gather": ByHeads(all_gather.divide),
-    "group_cast": ByHeads(group_cast.divide),
-    "auto": ByHeads(auto.divide),
-}
-EXCHANGED: dict[Any, Any] = {**BY_HEADS, "ring": ring}
+BY_HEADS = ("all_gather", "group_cast", "auto")
+EXCHANGED: dict[Any, Any] = {**{name: ByHeads(name) for name in BY_HEADS}, "ring": ring}
 
 
 @overload
@@ -119,7 +114,7 @@ def attend(
     call = make_call(mask, layout, ranks, dimensions, options, resolve_backend(backend, q), heads_k_stride, k.shape[1])
     lse: Tensor | None
     if isinstance(call, HeadsCall):
-        out, lse = ulysses(call, q, k, v, options.sinks, return_lse)
+        out, lse = Ulysses.apply(call, return_lse, q, k, v, options.sinks)
     else:
         out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
     if not return_lse:

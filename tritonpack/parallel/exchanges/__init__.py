@@ -1,5 +1,6 @@
-"""How keys and values travel between ranks: one file per exchange.
+"""How keys and values travel between ranks.
 
-What they share: `call.py` the arguments of a call, `parts.py` parts of the keys, `merge.py` merging their results,
-`trade.py` rows that travel to the ranks that compute their heads.
+`by_heads.py` has "all_gather", "group_cast" and "auto", `ring.py` and `ulysses.py` the others. They share `call.py`,
+the arguments of a call; `keys.py`, parts of the keys; `merge.py`, which merges their results; and `trade.py`, rows that
+travel to the ranks that compute their heads.
 """

@@ -18,46 +18,39 @@ import torch
 from torch import Tensor
 
 from tritonpack.parallel.comm import wide
-from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients
-from tritonpack.parallel.exchanges.merge import merge, merge_sinks, sink_gradients
-from tritonpack.parallel.exchanges.parts import Part, backward_part, forward_part, own_halves, own_keys
+from tritonpack.parallel.exchanges.call import ALL_HEADS, Call
+from tritonpack.parallel.exchanges.keys import Part, divide, own_halves, own_keys
+from tritonpack.parallel.exchanges.merge import merge, merge_sinks
 
 STEPS = 4  # of heads and parts of keys together, by default
 
 
 @dataclass(frozen=True)
 class ByHeads:
-    """An exchange in steps of key heads.
+    """The exchange "all_gather", "group_cast" or "auto"."""
 
-    Attributes:
-        divide: (call, count) -> the keys of other ranks in at most `count` parts, equally many on all ranks; none if no
-            rank needs a key of another.
-    """
-
-    divide: Callable[[Call, int], Sequence[Part]]
+    name: str
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
         steps, parts = self._divide(call, k)
-        own: Part = own_keys(call)
+        own = own_keys(call)
         keys = _travel(call, k, v, [(ALL_HEADS, own), *product(steps, parts)])
-        out, lse = forward_part(call, own, q, *next(keys), ALL_HEADS)
+        out, lse = own.forward(call, q, *next(keys), ALL_HEADS)
         for step in steps if parts or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
             for part in parts:
-                some = forward_part(call, part, q[:, heads], *next(keys), heads)
-                total, total_lse = merge(total, total_lse, *some)
+                total, total_lse = merge(total, total_lse, *part.forward(call, q[:, heads], *next(keys), heads))
             if sinks is not None:
                 total, total_lse = merge_sinks(total, total_lse, sinks[heads])
             out[:, heads], lse[heads] = total, total_lse
         return out, lse
 
     def backward(
-        self, call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-        out: Tensor, lse: Tensor,
-    ) -> Gradients:  # fmt: skip
-        """dq, dk, dv of this rank's rows, and its part of dsinks."""
+        self, call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this rank's rows."""
         steps, parts = self._divide(call, k)
         own: Sequence[Part] = own_halves(call) if parts else [own_keys(call)]
         order = [*product([ALL_HEADS], own[:1]), *product(steps, parts), *product([ALL_HEADS], own[1:])]
@@ -65,23 +58,22 @@ class ByHeads:
         add: Callable[[], None] | None = None
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
             heads = _queries(step, q, k)
-            dq_part, dk_part, dv_part = backward_part(
-                call, part, dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads],
-                lse[heads], heads,
-            )  # fmt: skip
+            dlse_part = None if dlse is None else dlse[heads]
+            dq_part, dk_part, dv_part = part.backward(
+                call, dout[:, heads], dlse_part, q[:, heads], ks, vs, out[:, heads], lse[heads], heads
+            )
             dq[:, heads] += dq_part
             if add is not None:
                 add()  # so that gradients of at most two steps are in memory
             add = partial(part.give_back(dk_part, dv_part, call.ranks), dk[:, step], dv[:, step])
         if add is not None:
             add()
-        dsinks = None if sinks is None else sink_gradients(sinks, dout, dlse, out, lse)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _divide(self, call: Call, k: Tensor) -> tuple[list[slice], Sequence[Part]]:
         """The key heads of each step, and the parts of the keys that travel in it."""
         steps = [slice(first, min(first + call.stride, k.shape[1])) for first in range(0, k.shape[1], call.stride)]
-        return steps, self.divide(call, max(STEPS // len(steps), 1))
+        return steps, divide(self.name, call, max(STEPS // len(steps), 1))
 
 
 def _travel(call: Call, k: Tensor, v: Tensor, order: Sequence[tuple[slice, Part]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,12 +13,11 @@ from tritonpack import ops
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.exchanges.merge import sink_gradients
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, dsinks
 
 ALL_HEADS = slice(None)
 
@@ -104,9 +103,10 @@ class Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         exchange, call = ctx.arguments
         dout, dlse = gradients
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, sinks, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return None, None, *exchange.backward(call, dout, dlse, *tensors, out, lse)
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, dlse, out, lse)
+        return None, None, *exchange.backward(call, dout, dlse, *tensors, out, lse), dsinks
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tritonpack.parallel.comm import Arrival, shift, wide
-from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, Gradients, join, split
-from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, nothing, sink_gradients
-from tritonpack.parallel.exchanges.parts import OwnKeys, backward_part, forward_part, own_halves, own_keys
+from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, join, split
+from tritonpack.parallel.exchanges.keys import OwnKeys, Part, own_halves, own_keys
+from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, nothing
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -26,29 +26,26 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     out, lse = nothing(q, v, exact(q.dtype))
     for source, ks, vs in _blocks(call, k, v):
         if call.visible()[source]:
-            part = OwnKeys(slice(None), call.rows_mask(source), None) if source != call.ranks.rank else own_keys(call)
-            out, lse = merge(out, lse, *forward_part(call, part, q, ks, vs, ALL_HEADS))
+            part = own_keys(call) if source == call.ranks.rank else Part(call.rows_mask(source))
+            out, lse = merge(out, lse, *part.forward(call, q, ks, vs, ALL_HEADS))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor,
-    lse: Tensor,
-) -> Gradients:  # fmt: skip
-    """dq, dk, dv of this rank's rows, and its part of dsinks."""
+    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's rows."""
     size, rank = call.ranks.size, call.ranks.rank
     dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
     coming: Arrival | None = None
 
     def add_own(part: OwnKeys) -> None:
         if call.visible()[rank]:
-            dq_part, dk_part, dv_part = backward_part(
-                call, part, dout, dlse, q, k[part.rows], v[part.rows], out, lse, ALL_HEADS
-            )
-            dq.add_(dq_part)
-            part.give_back(dk_part, dv_part, call.ranks)(dk, dv)
+            gradients = part.backward(call, dout, dlse, q, k[part.rows], v[part.rows], out, lse, ALL_HEADS)
+            dq.add_(gradients[0])
+            part.give_back(*gradients[1:], call.ranks)(dk, dv)
 
     first, *last = own_halves(call) if size > 1 else [own_keys(call)]
     for source, ks, vs in _blocks(call, k, v):
@@ -56,11 +53,10 @@ def backward(
             add_own(first)
             continue
         if call.visible()[source]:
-            dq_part, dk_part, dv_part, _ = call.backward(
-                dout, dlse, q, ks, vs, out, lse, call.rows_mask(source), ALL_HEADS, None
-            )
+            part = Part(call.rows_mask(source))
+            dq_part, *dkv_part = part.backward(call, dout, dlse, q, ks, vs, out, lse, ALL_HEADS)
             dq += dq_part
-            dkv = join(dk_part, dv_part).to(dq.dtype)
+            dkv = join(*dkv_part).to(dq.dtype)
         else:
             dkv = dq.new_zeros(ks.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
         if coming is not None:
@@ -69,10 +65,9 @@ def backward(
     for half in last:
         add_own(half)
     if coming is not None:
-        for total, part in zip((dk, dv), split(coming(), k, v), strict=True):
-            total += part
-    dsinks = None if sinks is None else sink_gradients(sinks, dout, dlse, out, lse)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        for total, arrived in zip((dk, dv), split(coming(), k, v), strict=True):
+            total += arrived
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -21,9 +21,6 @@ def send_rows(call: Any, shipment: Shipment) -> Callable[[], list[Tensor]]:
 
     `call` has ranks and a layout. The results are (rows of others, own heads, D), in the order of the batch.
     """
-    if len({x.dtype for x, _ in shipment}) > 1:  # tensors of one dtype travel in one message
-        separate = [send_rows(call, [one]) for one in shipment]
-        return lambda: [arrive()[0] for arrive in separate]
     rank, size = call.ranks.rank, call.ranks.size
     lengths = [0 if r == rank else length for r, length in enumerate(call.layout.lengths)]
     pieces = [[x[: 0 if r == rank else None, spans[r]] for x, spans in shipment] for r in range(size)]
@@ -43,14 +40,6 @@ def return_rows(call: Any, shipment: Shipment) -> Addition:
     The result adds what arrives to tensors (own rows, all heads, D), one for each. Copies of a head are summed in the
     order of ranks.
     """
-    if len({x.dtype for x, _ in shipment}) > 1:
-        separate = [return_rows(call, [one]) for one in shipment]
-
-        def add_each(totals: Sequence[Tensor]) -> None:
-            for add_one, total in zip(separate, totals, strict=True):
-                add_one([total])
-
-        return add_each
     rank, size, lengths = call.ranks.rank, call.ranks.size, call.layout.lengths
     sent = [0 if r == rank else lengths[r] for r in range(size)]
     laid = [
@@ -82,7 +71,14 @@ def weave(call: Any, own: Tensor, others: Tensor) -> Tensor:
 def _exchange(
     call: Any, pieces: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> Callable[[], list[list[Tensor]]]:
-    """Start to send the tensors pieces[r] to rank r, and to receive tensors of shapes[r] from it, in one message."""
+    """Start to send the tensors pieces[r] to rank r, and to receive tensors of shapes[r] from it.
+
+    Tensors of one dtype travel in one message, and those of several dtypes in one each.
+    """
+    if len({x.dtype for x in pieces[0]}) > 1:
+        columns = zip(zip(*pieces, strict=True), zip(*shapes, strict=True), strict=True)
+        separate = [_exchange(call, [[x] for x in some], [[one] for one in of_some]) for some, of_some in columns]
+        return lambda: [[x for (x,) in row] for row in zip(*(arrive() for arrive in separate), strict=True)]
     sent = [sum(x.numel() for x in piece) for piece in pieces]
     counts = [[math.prod(shape) for shape in some] for some in shapes]
     message = torch.cat([x.flatten() for piece in pieces for x in piece])
