@@ -13,8 +13,8 @@ row is above the capacity.
 The second table has the times of packing log-normal lengths, warm, the best of three runs (one run if it takes
 seconds). A packer that took more than --limit seconds gets no larger problem.
 
-With --suite one table compares our planner with the other samplers on nine data sets, and the last line names the rows
-in which ours loses (see benchmarks/packing/suite.py).
+With --suite one table compares our planner with the other samplers on eleven data sets, and the last line names the
+rows in which ours loses (see benchmarks/packing/suite.py).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000, 1_000_000], help="ascending")
-    parser.add_argument("--suite", action="store_true", help="compare on nine data sets instead")
+    parser.add_argument("--suite", action="store_true", help="compare on eleven data sets instead")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per data set and seed of the suite")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds")
     options = parser.parse_args()

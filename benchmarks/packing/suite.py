@@ -49,6 +49,8 @@ def data_sets(openchat: Lengths) -> dict[str, tuple[int, Callable[[int], Lengths
         "log-normal": (8192, lambda seed: log_normal(6000, high=8192, seed=seed)),
         "log-normal, 32,768": (32768, lambda seed: log_normal(20_000, seed=seed)),
         "tiny": (8192, partial(drawn, 1, 33, 20_000)),
+        "uniform": (8192, partial(drawn, 100, 8193, 4000)),
+        "thirds": (8192, partial(drawn, 2000, 3500, 4000)),
         "four lengths": (8192, lambda seed: np.random.default_rng(seed).choice([300, 1100, 2000, 3100], 6000)),
     }
 

@@ -184,9 +184,10 @@ class TrainerSetup:
                 "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
             )
         rows, steps = self._loader.rows, len(self._loader)
-        epoch, legs, made, done = rows._find_place(saved["loader"])
-        if legs:
-            was, now = ({**one.settings, "least_steps": 0} for one in (legs[-1], made))
+        place = rows._find_place(saved["loader"])
+        epoch, done = place.epoch, place.done
+        if place.before:
+            was, now = ({**settings, "least_steps": 0} for settings in (place.saved, place.made.settings))
             changes = describe_changes(was, now, _WORDS.names) or (
                 f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
             )

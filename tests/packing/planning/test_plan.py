@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.packing.lengths import log_normal, openchat
-from tritonpack.packing.planning import steps
+from tritonpack.packing.planning import optimiser
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import shuffled
 from tritonpack.packing.planning.plan import Plan, plan_epoch
@@ -248,7 +248,7 @@ def test_an_interrupt_within_compiled_loops_is_an_interrupt(monkeypatch):
     def interrupted(*_):
         raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
 
-    monkeypatch.setattr(steps, "divide", interrupted)
+    monkeypatch.setattr(optimiser, "plan_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         plan_epoch([5] * 40, 10, 2)
 

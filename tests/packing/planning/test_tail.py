@@ -92,12 +92,14 @@ def test_borrows_latest_documents_of_fullest_rows_of_latest_steps():
     """Three steps of 3 ranks; ranks 0 and 2 of the last step have no document."""
     rows = np.array([0, 1, 2, 0, 3, 4, 5, 4, 5, 3, 7])
     lengths = np.array([5, 9, 9, 4, 2, 5, 4, 4, 6, 3, 1], dtype=np.int32)  # rows 3, 4, 5 hold 5, 9 and 10
-    now, num_steps, empty = whole_steps(rows, Demands.of(lengths, 10, None), 3, 1)
+    now, num_steps, empty = whole_steps(rows, np.arange(len(rows)), Demands.of(lengths, 10, None), 3, 1)
     moved = {document: int(row) for document, row in enumerate(now) if row != rows[document]}
     assert (moved, num_steps, empty) == ({8: 6, 7: 8}, 3, 0)
     # Four ranks miss a document: three rows of the second step give one, and then the first step gives one.
     rows = np.array([0, 1, 2, 3, 4, 0, 0, 5, 6, 7, 8, 9, 5, 6, 8, 10])
-    now, num_steps, empty = whole_steps(rows, Demands.of(np.ones(16, dtype=np.int32), 10, None), 5, 1)
+    now, num_steps, empty = whole_steps(
+        rows, np.arange(len(rows)), Demands.of(np.ones(16, dtype=np.int32), 10, None), 5, 1
+    )
     assert np.flatnonzero(now != rows).tolist() == [6, 12, 13, 14]
     assert (sorted(now[[6, 12, 13, 14]]), num_steps, empty) == ([11, 12, 13, 14], 3, 0)
 

@@ -173,7 +173,7 @@ def loads_one_state(rank):
     assert "batches done is 1 on ranks 0, 1 and 2 on rank 2" in error
     error = error_of(lambda: one.load_state_dict(states[0] if rank else {}))
     assert on_all_ranks(error) == [error] * 3
-    assert "rank 0 can't load its state: this isn't a state of version 2" in error
+    assert "rank 0 can't load its state: this isn't a state of version 3" in error
     assert one.state_dict() == states[0], "unchanged"
 
 

@@ -36,18 +36,13 @@ def without(state, name):
     return {key: value for key, value in state.items() if key != name}
 
 
-def setting(name, value):
-    """Change a setting, and the batches with it."""
-    return lambda state: state | {"settings": state["settings"] | {name: value}, "batches": "0" * 32}
-
-
-def leg(**changes):
-    """Change the only leg of a state of the distributed sampler."""
-    return lambda state: state | {"legs": json.dumps([json.loads(state["legs"])[0] | changes])}
+def change(**values):
+    """Change entries of a state, and the batches with them."""
+    return lambda state: state | ({"batches": "0" * 32} if "batches" in state else {}) | values
 
 
 def batches_done(state):
-    return state["batches_done"] if "batches_done" in state else json.loads(state["legs"])[-1]["rows_done"] // 4
+    return state["batches_done"] if "batches_done" in state else state["rows_done"] // 4
 
 
 DAMAGED = {
@@ -70,82 +65,53 @@ DAMAGED = {
 }
 DAMAGED_MULTIPACK = {
     "no batches_done": (lambda state: without(state, "batches_done"), "it lacks 'batches_done'"),
-    "no settings": (lambda state: without(state, "settings"), "it lacks 'settings'"),
+    "no setting": (lambda state: without(state, "seed"), "it lacks 'seed'"),
     "minus three batches": (lambda state: state | {"batches_done": -3}, r"batches_done must be .* from 0 to \d+.*-3"),
     "a million batches": (lambda state: state | {"batches_done": 10**6}, r"batches_done must be .* got 1000000"),
     "True for batches": (lambda state: state | {"batches_done": True}, "batches_done must be .* got True"),
-    "no number of batches": (lambda state: state | {"batches_done": None}, "batches_done must be .* got None"),
     "half a batch": (lambda state: state | {"batches_done": 2.5}, "batches_done must be .* got 2.5"),
-    "settings as a list": (
-        lambda state: state | {"settings": [1]},
-        "settings of the state must be a .*got list",
-    ),
-    "None for settings": (lambda state: state | {"settings": None}, "settings of the state must be a mapping"),
-    "a setting changed": (setting("seed", 5), "can't be resumed.*seed was 5 and is 0"),
-    "an unknown setting": (setting("colour", "red"), "colour was 'red' and is missing"),
-    "a missing setting": (
-        lambda state: state | {"settings": without(state["settings"], "seed"), "batches": "0" * 32},
-        "seed was missing and is 0",
-    ),
-    "False for a seed": (setting("seed", False), "seed was False and is 0"),
-    "other lengths": (setting("lengths", "0" * 32), "lengths was '0+' and is '"),
-    "None for batches": (lambda state: state | {"batches": None}, "batches of the state must be a str; got None"),
-    "another order": (lambda state: state | {"batches": "0" * 32}, "another order of documents"),
+    "a setting changed": (change(seed=5), "can't be resumed.*seed was 5 and is 0"),
+    "False for a seed": (change(seed=False), "seed was False and is 0"),
+    "other lengths": (change(lengths="0" * 32), "lengths was '0+' and is '"),
+    "None for batches": (lambda state: state | {"batches": None}, "another order of documents"),
+    "another order": (change(), "another order of documents"),
 }
-ROWS = r"rows_done must be an integer from 0 to \d+, the number of rows of its plan"
 DAMAGED_DISTRIBUTED = {
-    "no legs": (lambda state: without(state, "legs"), "it lacks 'legs'"),
     "no lengths": (lambda state: without(state, "lengths"), "it lacks 'lengths'"),
-    "other lengths": (
-        lambda state: state | {"lengths": "0" * 32},
-        "saved with other lengths: they were those of '0+' and are",
+    "no setting": (lambda state: without(state, "tail"), "it lacks 'tail'"),
+    "version 2": (
+        lambda state: {"version": 2, "epoch": 3, "lengths": "", "legs": "[]"},
+        "it has version 2. Resume with the version of tritonpack that saved it, or start an epoch anew",
     ),
-    "a list of lengths": (
-        lambda state: state | {"lengths": [3, 4]},
-        r"saved with other lengths: they were those of \[3, 4\] and are",
-    ),
-    "legs as a list": (lambda state: state | {"legs": json.loads(state["legs"])}, "legs of .* must be a str; got list"),
-    "legs cut off": (lambda state: state | {"legs": state["legs"][:-9]}, "legs of the state must be a list .* in JSON"),
-    "no leg": (lambda state: state | {"legs": "[]"}, "with at least one; got '\\[\\]'"),
-    "a leg of numbers": (lambda state: state | {"legs": "[3]"}, "with at least one; got '\\[3\\]'"),
-    "deep legs": (lambda state: state | {"legs": "[" * 10**5}, "must be a list of legs in JSON"),
-    "a leg twice": (
-        lambda state: state | {"legs": state["legs"][:-1] + "," + state["legs"][1:]},
-        "plans other batches",
-    ),
-    "an unknown setting": (leg(colour="red"), "leg 0 of the state also has 'colour'"),
-    "a missing setting": (
-        lambda state: state | {"legs": json.dumps([without(json.loads(state["legs"])[0], "tail")])},
-        "leg 0 of the state lacks 'tail'",
-    ),
-    "a plan of None": (leg(plan=None), "plan of leg 0 of the state must be a str; got None"),
-    "another plan": (leg(plan="0" * 32), "another version of tritonpack or NumPy, which plans other batches"),
-    "another plan of other ranks": (leg(plan="0" * 32, num_replicas=3), "another version of tritonpack or NumPy"),
-    "minus four rows": (leg(rows_done=-4), "rows_done of leg 0 .* at least 0; got -4"),
-    "True for rows": (leg(rows_done=True), "rows_done of leg 0 .* got True"),
-    "half a row": (leg(rows_done=2.5), "rows_done of leg 0 .* got 2.5"),
-    "None for rows": (leg(rows_done=None), "rows_done of leg 0 .* got None"),
-    "a million rows": (leg(rows_done=10**6), f"{ROWS}; got 1000000"),
-    "a million and one rows": (leg(rows_done=10**6 + 1), f"{ROWS}; got 1000001"),
-    "another seed": (leg(seed=5), "its seed was 5 and is 0. Pass that seed"),
-    "False for a seed": (leg(seed=False), "its seed was False and is 0"),
-    "no ranks": (leg(num_replicas=0), "leg 0 of the state can't be: num_replicas must be .* got 0"),
-    "a billion ranks": (leg(num_replicas=10**9), "can't be: num_replicas must be .* to 1048576; got 1000000000"),
-    "a text for a row": (leg(batch_max_length="512"), "can't be: batch_max_length must be .* got '512'"),
-    "short rows": (leg(batch_max_length=1), "can't be: lengths is empty"),
-    "an unknown tail": (leg(tail="all"), "leg 0 of the state can't be: tail must be one of"),
-    "an unknown objective": (leg(objective="cubic"), "leg 0 of the state can't be: objective must be one of"),
-    "a lookahead of NaN": (leg(lookahead=float("nan")), "can't be: lookahead must be a number from 0 to 1; got nan"),
-    "a text for shuffle": (leg(shuffle="no"), "leg 0 of the state can't be: shuffle must be True or False"),
-    "a list for a cost": (leg(cost_model=[1]), "can't be: cost_model must be None or have per_token"),
-    "True for a cost": (
-        leg(cost_model={"per_token": 2.0, "per_square": True, "per_step": 0.0}),
-        "can't be: per_square must be a number of at least 0; got True",
-    ),
+    "other lengths": (change(lengths="0" * 32), "saved with other lengths: they were those of '0+' and are"),
+    "a list of lengths": (change(lengths=[3, 4]), r"with other lengths: they were those of \[3, 4\] and are"),
+    "a plan of None": (change(plan=None), "plan of the state must be a str; got None"),
+    "another plan": (change(plan="0" * 32), "another version of tritonpack or NumPy, which plans other batches"),
+    "another plan of other ranks": (change(plan="0" * 32, num_replicas=3), "another version of tritonpack or NumPy"),
+    "minus four rows": (change(rows_done=-4), "rows_done of the state .* at least 0; got -4"),
+    "True for rows": (change(rows_done=True), "rows_done of the state .* got True"),
+    "a million rows": (change(rows_done=10**6), r"rows_done must be an integer from 0 to \d+, the number of rows of"),
+    "another seed": (change(seed=5), "its seed was 5 and is 0. Pass that seed"),
+    "False for a seed": (change(seed=False), "its seed was False and is 0"),
+    "no ranks": (change(num_replicas=0), "the settings of the state can't be: num_replicas must be .* got 0"),
+    "a text for a row": (change(batch_max_length="512"), "can't be: batch_max_length must be .* got '512'"),
+    "short rows": (change(batch_max_length=1), "can't be: lengths is empty"),
+    "an unknown tail": (change(tail="all"), "can't be: tail must be one of"),
+    "a lookahead of NaN": (change(lookahead=float("nan")), "can't be: lookahead must be a number from 0 to 1; got nan"),
+    "a text for shuffle": (change(shuffle="no"), "can't be: shuffle must be True or False"),
+    "a mapping for a cost": (change(cost_model={}), "cost_model of the state must be a str; got {}"),
+    "a list for a cost": (change(cost_model="[1]"), "can't be: cost_model must be None or have per_token"),
+    "half a cost": (change(cost_model='{"per_token": '), "the settings of the state can't be: "),
+    "deep budgets": (change(budgets="[" * 10**5), "the settings of the state can't be: "),
     "a cost of infinity": (
-        leg(cost_model={"per_token": 2.0, "per_square": float("inf"), "per_step": 0.0}),
+        change(cost_model='{"per_token": 2.0, "per_square": Infinity, "per_step": 0.0}'),
         "can't be: per_square must be a number of at least 0; got inf",
     ),
+    "no text for before": (change(before=None), "before of the state must be a str; got None"),
+    **{
+        f"before: {text[:8]}": (change(before=text), "can't be: before, what earlier settings trained on, is damaged")
+        for text in ("abc", "x", "eJwrSS0uAQAEXQHB", "bm90IHppcHBlZA==")
+    },
 }
 DAMAGES = [("distributed", *item) for item in (DAMAGED | DAMAGED_DISTRIBUTED).items()] + [
     ("multipack", *item) for item in (DAMAGED | DAMAGED_MULTIPACK).items()
@@ -174,8 +140,8 @@ def test_damaged_state_is_refused_and_changes_nothing(name, damage):
 
 
 def test_refuses_state_of_the_other_class():
-    assert_refused("distributed", state_of("multipack"), "it lacks 'legs', 'lengths'; it also has 'batches', 'b")
-    assert_refused("multipack", state_of("distributed"), "it lacks 'batches', 'b.*; it also has 'legs', 'lengths'")
+    assert_refused("distributed", state_of("multipack"), "it lacks 'batch_max_length', .*; it also has .*'batches', 'b")
+    assert_refused("multipack", state_of("distributed"), "it lacks .*'batches', 'b.*; it also has .*'rows_done'")
 
 
 @pytest.mark.parametrize("batches", [0, 1, 7, "all"])

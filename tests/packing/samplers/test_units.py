@@ -12,23 +12,6 @@ from tritonpack import MultipackDistributedBatchSampler, Units, notices
 from tritonpack.packing import plan_statistics
 
 CAPACITY, BUDGETS = 512, {"images": 4, "patches": 900}
-# States of samplers of plain lengths, as they were written before there were units.
-LENGTHS = [5, 3, 9, 4, 7, 6, 8, 2, 5, 5, 9, 1] * 5
-OLD_STATE = {
-    "version": 2,
-    "epoch": 2,
-    "lengths": "60 documents with 320 tokens, digest 8bf93c537f7d04599bace6c1a36a19cc",
-    "legs": '[{"batch_max_length": 16, "num_replicas": 2, "seed": 7, "objective": "quadratic", "tail": "keep", '
-    '"lookahead": 0.01, "steps_together": 1, "least_steps": 1, "cost_model": null, "shuffle": true, "rows_done": 6, '
-    '"plan": "5de4277e9ea29d4d078db4458d2e2fd9"}]',
-}
-OLD_STATE_OF_THREE_EPOCHS = {
-    **OLD_STATE,
-    "epoch": 0,
-    "legs": '[{"batch_max_length": 16, "num_replicas": 2, "seed": 7, "objective": "quadratic", "tail": "spread", '
-    '"lookahead": 0.01, "steps_together": 1, "least_steps": 12, "cost_model": null, "shuffle": true, "rows_done": 6, '
-    '"plan": "65b47d1e2643285b2424b6d236462173"}]',
-}
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +104,7 @@ def test_refuses_budgets_that_do_not_match_the_units():
     for units, budgets, message in (
         (UNITS, {"patches": 900}, "the units have the resource 'images', and budgets="),
         (UNITS, {**BUDGETS, "pixels": 3}, "budgets has 'pixels', which isn't a resource of the units"),
-        (LENGTHS, {"patches": 3}, r"budgets has 'patches', which isn't a resource of the units \(none\)"),
+        ([5, 3, 9], {"patches": 3}, r"budgets has 'patches', which isn't a resource of the units \(none\)"),
         (UNITS, {**BUDGETS, "images": -1}, "the budget of images must be an integer from 0"),
         (UNITS, [900], r"budgets must be a mapping from names of resources to integers; got \[900\]"),
     ):
@@ -139,38 +122,33 @@ class TestStates:
             target.load_state_dict(json.loads(json.dumps(source.state_dict(batches_done=count))))
             assert list(target) == every[count:]
 
-    def test_of_plain_lengths_are_as_before_there_were_units(self):
-        for lengths in (LENGTHS, Units.of_documents(LENGTHS)):
-            one = MultipackDistributedBatchSampler(16, lengths, 2, 0, 7, tail="keep", steps_together=1)
-            one.set_epoch(2)
-            assert one.state_dict(batches_done=3) == OLD_STATE
-            every = list(one)
-            one.load_state_dict(OLD_STATE)
-            assert list(one) == every[3:]
-
-    def test_of_several_epochs_are_as_before(self):
-        one = MultipackDistributedBatchSampler(16, LENGTHS, 2, 0, 7, tail="spread", steps_together=1, epochs=3)
-        assert one.state_dict(batches_done=3) == OLD_STATE_OF_THREE_EPOCHS
+    def test_of_plain_lengths_are_those_of_units(self):
+        lengths = [5, 3, 9, 4, 7, 6, 8, 2, 5, 5, 9, 1] * 5
+        one, other = (
+            MultipackDistributedBatchSampler(16, each, 2, 0, 7, tail="keep")
+            for each in (lengths, Units.of_documents(lengths))
+        )
+        every = list(one)
+        other.load_state_dict(one.state_dict(batches_done=3))
+        assert list(other) == every[3:]
 
     def test_has_budgets(self):
-        (leg,) = json.loads(samplers(2)[0].state_dict()["legs"])
-        assert leg["budgets"] == BUDGETS
+        assert json.loads(samplers(2)[0].state_dict()["budgets"]) == BUDGETS
 
     @pytest.mark.parametrize(
         ("budgets", "message"),
         [
-            ([1], "leg 0 of the state can't be: budgets must be a mapping"),
-            ({"patches": 900}, "leg 0 of the state can't be: the units have the resource 'images'"),
-            ({"images": 4, "patches": "900"}, "leg 0 .* can't be: the budget of patches must be .* got '900'"),
-            ({"images": 4, "patches": 900, "pixels": 1}, "leg 0 .* can't be: budgets has 'pixels'"),
+            ([1], "can't be: budgets must be a mapping"),
+            ({"patches": 900}, "can't be: the units have the resource 'images'"),
+            ({"images": 4, "patches": "900"}, "can't be: the budget of patches must be .* got '900'"),
+            ({"images": 4, "patches": 900, "pixels": 1}, "can't be: budgets has 'pixels'"),
         ],
     )
     def test_damaged_budgets_are_refused(self, budgets, message):
         one = samplers(2)[0]
         state = one.state_dict(batches_done=2)
-        leg = json.loads(state["legs"])[0] | {"budgets": budgets}
         with pytest.raises(ValueError, match=message):
-            one.load_state_dict(state | {"legs": json.dumps([leg])})
+            one.load_state_dict(state | {"budgets": json.dumps(budgets)})
         assert one.state_dict(batches_done=2) == state
 
     @pytest.mark.parametrize("what", ["squares", "resources", "names"])

@@ -191,7 +191,7 @@ class CostModel:
 
 
 def unit_costs(
-    lengths: NDArray[np.int32],
+    lengths: NDArray[np.integer],
     squares: NDArray[np.int64],
     capacity: int,
     num_rows: int,

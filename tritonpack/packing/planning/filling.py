@@ -1,4 +1,4 @@
-"""Fills rows that leave much open, of one step or of several planned together: by exchanges, or packed anew."""
+"""Put the units of a group into rows: evenly loaded ones, or full ones."""
 
 from __future__ import annotations
 
@@ -6,294 +6,122 @@ from typing import Any
 
 import numpy as np
 
-from tritonpack.packing.heuristics import compiled, compiled_without_arrays
-from tritonpack.packing.planning.tournament import num_leaves
+from tritonpack.packing.heuristics import compiled_without_arrays
 
-_CHOICES = 64  # deferred units that are looked at to exchange one of a row
-_WIDE_OPEN = 128  # rows that leave more of a step open, as a divisor, are packed anew, if that gains as much
-_LOW = 2**32 - 1
+UNLIMITED = 2**62  # above all loads
+_BLOCK = 16  # rows that are searched together
 
 
 @compiled_without_arrays
-def total(values: Any) -> int:
-    """The sum of integers. numba takes longer to compile `values.sum()`."""
-    found = np.int64(0)
-    for value in values:
-        found += value
-    return found
+def fill_evenly(
+    own: Any, loads: Any, overdue: int, rows: int, limits: Any, share: int, row_of: Any, room: Any, of_rows: Any
+) -> None:  # fmt: skip
+    """Put each unit into the least loaded row with room, and write its row, or -1, to `row_of`.
+
+    Args:
+        own: (units, resources) what units take: `overdue` units that were deferred often, and then all others, both
+            from large to small.
+        loads: (units,) at least 0.
+        share: the load that a row doesn't exceed, except by an overdue unit, or by one alone in its row.
+        room: (resources, rows or more) and `of_rows`, whose values don't matter. `of_rows[1]` are the rows' units.
+    """
+    load, size, block_load, block_room, tokens = of_rows[0], of_rows[1], of_rows[2], of_rows[3], room[0]
+    blocks = (rows + _BLOCK - 1) // _BLOCK
+    load[:rows] = size[:rows] = block_load[:blocks] = 0
+    room[:, :rows] = block_room[:blocks] = UNLIMITED  # of an empty row, which takes any unit
+    for unit in range(len(loads)):
+        row_of[unit], row, needed, least = -1, -1, own[unit, 0], np.int64(UNLIMITED)
+        for block in range(blocks):
+            if block_load[block] >= least or block_room[block] < needed:
+                continue
+            first, end = _BLOCK * block, min(_BLOCK * (block + 1), rows)
+            if len(room) > 1:
+                for each in range(first, end):
+                    if load[each] < least and tokens[each] >= needed and _has_room(own, unit, room, each):
+                        row, least = each, load[each]
+                continue
+            found = np.int64(UNLIMITED)
+            part, has = load[first:end], tokens[first:end]
+            for each in range(len(part)):  # without branches, for vector instructions
+                found = min(found, part[each] | ((has[each] - needed) >> 63 & UNLIMITED))
+            if found < least:
+                row, least = first, found
+                while load[row] != least or tokens[row] < needed:
+                    row += 1
+        if row < 0 or (unit >= overdue and size[row] and least + loads[unit] > share):
+            continue
+        for resource in range(len(limits)):
+            room[resource, row] = (room[resource, row] if size[row] else limits[resource]) - own[unit, resource]
+        row_of[unit] = row
+        load[row] += loads[unit]
+        size[row] += 1
+        block, first = row // _BLOCK, row // _BLOCK * _BLOCK
+        least, most = np.int64(UNLIMITED), np.int64(0)
+        part, has = load[first : min(first + _BLOCK, rows)], tokens[first : min(first + _BLOCK, rows)]
+        for each in range(len(part)):
+            least, most = min(least, part[each]), max(most, has[each])
+        block_load[block], block_room[block] = least, most
 
 
 @compiled_without_arrays
-def placed_sum(amounts: Any, row_of: Any) -> int:
-    """The sum over units that have a row."""
-    found = np.int64(0)
-    for unit in range(len(row_of)):
-        if row_of[unit] >= 0:
-            found += amounts[unit]
-    return found
-
-
-@compiled_without_arrays
-def has_room(used: Any, row: int, others: Any, unit: int, budgets: Any) -> bool:
+def _has_room(own: Any, unit: int, room: Any, row: int) -> bool:
     """Whether a row has room for a unit in every resource but tokens."""
     fits = True
-    if budgets is None:
-        return fits
-    for resource in range(len(budgets)):
-        fits = fits and used[row, resource] + others[unit, resource] <= budgets[resource]
+    for resource in range(1, len(room)):
+        fits = fits and room[resource, row] >= own[unit, resource]
     return fits
 
 
 @compiled_without_arrays
-def use(used: Any, row: int, others: Any, unit: int, sign: int) -> None:
-    """Add what a unit takes of each resource but tokens to a row, or take it away with sign -1."""
-    if used is None:
-        return
-    for resource in range(used.shape[1]):
-        used[row, resource] += sign * others[unit, resource]
+def fill_closely(
+    own: Any, overdue: int, rows: int, limit: int, row_of: Any, after: Any, before: Any, size: Any
+) -> None:  # fmt: skip
+    """Fill one row after the other with the largest units, and at the end with the one or two that leave least open.
 
-
-@compiled
-def fuller(
-    lengths: Any, others: Any, amounts: Any, overdue: Any, row_of: Any, rows: int, fill: int, budgets: Any, full: int,
-    taken: int,
-) -> Any:  # fmt: skip
-    """Rows that hold more of the scarcest resource than those of `row_of`, which may be changed.
+    So rows of few units become full: in rows of 8,192 tokens, units of 2,000 to 3,500 tokens fill 95%, and 90% if each
+    goes to the least loaded row.
 
     Args:
-        lengths, others, amounts, overdue: (units, ...) from large to small.
-        amounts, full: (units,) what units take of that resource, and what a row holds.
-        taken: what rows hold now.
+        own, overdue, row_of: see `fill_evenly`. Tokens are the only resource.
+        limit: tokens that a row holds.
+        after, before: (units + 1,) int64, whose values don't matter.
+        size: (rows or more,) int64, is set to the number of units of each row.
     """
-    most = _most_tokens(lengths, rows, fill) if budgets is None else total(amounts)
-    if taken == most:
-        return row_of
-    wide_open = rows * full // _WIDE_OPEN
-    if taken < min(rows * full, most) - wide_open:
-        if budgets is None:
-            packed = _first_fit(lengths, overdue, rows, fill)
-        else:
-            packed = _match(lengths, others, overdue, rows, fill, budgets)
-        held = placed_sum(amounts, packed)
-        if held > taken and _every_row_holds(packed, rows):
-            held += _exchange(lengths, others, amounts, overdue, packed, rows, fill, budgets, full)
-            if held > taken + wide_open:
-                return packed
-    _exchange(lengths, others, amounts, overdue, row_of, rows, fill, budgets, full)
-    return row_of
-
-
-@compiled
-def _every_row_holds(row_of: Any, rows: int) -> bool:
-    """Whether each row holds a unit."""
-    holds, empty = np.zeros(rows, dtype=np.int64), rows
-    for row in row_of:
-        if row >= 0:
-            empty -= 1 - holds[row]
-            holds[row] = 1
-    return empty == 0
-
-
-@compiled_without_arrays
-def _most_tokens(lengths: Any, rows: int, fill: int) -> int:
-    """Tokens that no packing of units into these rows exceeds.
-
-    No row holds more units than the shortest ones that fit into it together, so at best the longest ones are so many
-    per row.
-    """
-    per_row, tokens = 0, np.int64(0)
-    while per_row < len(lengths):
-        tokens += lengths[len(lengths) - 1 - per_row]
-        if tokens > fill:
-            break
-        per_row += 1
-    tokens = np.int64(0)
-    for place in range(min(len(lengths), rows * max(1, per_row))):
-        tokens += lengths[place]
-    return tokens
-
-
-@compiled
-def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
-    """Put each unit into the first row with room, overdue units first, and the largest first among both."""
-    leaves = num_leaves(rows)
-    # A tree as in tournament.py, in which each node holds the most room of the rows below it. It is searched only once
-    # a begun row has room for a unit. Before, each unit begins the next row.
-    room = np.zeros(2 * leaves, dtype=np.int64)
-    room[leaves : leaves + rows] = fill
-    begun, most_begun, searching = 0, np.int64(0), False  # begun rows, and the most room of one of them
-    row_of = np.full(len(lengths), -1, dtype=np.int32)
-    one = np.uint64(1)  # signed indices would be checked for negative ones
-    for turn in (True, False):
-        unit = 0
-        while unit < len(lengths):
-            length = lengths[unit]
-            if not searching and most_begun >= length:
-                searching = True
-                for parent in range(leaves - 1, 0, -1):
-                    room[parent] = max(room[2 * parent], room[2 * parent + 1])
-            fits = room[1] >= length if searching else begun < rows and length <= fill
-            if overdue[unit] != turn or not fits:
-                unit += 1
-                continue
-            node = one
-            if searching:
-                while node < np.uint64(leaves):
-                    node <<= one
-                    node -= np.uint64((room[node] - length) >> 63)  # to the right, if the left one has no room
-            else:
-                node = np.uint64(leaves + begun)
-                begun += 1
-            most = room[node]
-            # Following units of this length go there, too, while there is room.
-            while unit < len(lengths) and lengths[unit] == length and most >= length:
-                if overdue[unit] == turn:
-                    row_of[unit] = np.int64(node) - leaves
-                    most -= length
-                unit += 1
-            room[node] = most
-            most_begun = max(most_begun, most)
-            while searching and node > one:
-                most = max(most, room[node ^ one])
-                node >>= one
-                if room[node] == most:
-                    break
-                room[node] = most
-    return row_of
-
-
-@compiled
-def _match(lengths: Any, others: Any, overdue: Any, rows: int, fill: int, budgets: Any) -> Any:
-    """Put each unit into the row whose room resembles it most; the order is that of `_first_fit`.
-
-    The resemblance is the product of the unit's shares of a row and the row's open shares, summed over resources.
-    """
-    row_of = np.full(len(lengths), -1, dtype=np.int32)
-    room = np.full(rows, fill, dtype=np.int64)
-    used = np.zeros((rows, len(budgets)), dtype=np.int64)
-    weights = 1.0 / budgets**2.0
-    for turn in (True, False):
-        for unit in range(len(lengths)):
-            if overdue[unit] != turn:
-                continue
-            best, chosen = -1.0, np.int64(-1)
-            for row in range(rows):
-                if lengths[unit] <= room[row] and has_room(used, row, others, unit, budgets):
-                    alike = lengths[unit] * room[row] / float(fill) ** 2
-                    for resource in range(len(budgets)):
-                        left = budgets[resource] - used[row, resource]
-                        alike += float(others[unit, resource]) * left * weights[resource]
-                    if alike > best:
-                        best, chosen = alike, row
-            if chosen >= 0:
-                row_of[unit] = chosen
-                room[chosen] -= lengths[unit]
-                use(used, chosen, others, unit, np.int64(1))
-    return row_of
-
-
-@compiled
-def _exchange(
-    lengths: Any, others: Any, amounts: Any, overdue: Any, row_of: Any, rows: int, fill: int, budgets: Any, full: int
-) -> int:
-    """Exchange units of rows with room for deferred ones that take more of the scarcest resource; return the gain."""
-    tokens, held_in = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    left = 0
-    for unit in range(len(lengths)):
-        row = row_of[unit]
-        if row >= 0:
-            tokens[row] += lengths[unit]
-            held_in[row] += amounts[unit]
-        else:
-            left += 1
-    if budgets is None and not _can_exchange(amounts, overdue, row_of, held_in, full):
-        return np.int64(0)
-
-    gained, add, take = np.int64(0), np.int64(1), np.int64(-1)
-    used = others  # None without resources
-    if budgets is not None:
-        used = np.zeros((rows, len(budgets)), dtype=np.int64)
-    first = np.zeros(rows + 2, dtype=np.int64)  # where the units of each row begin in `held`, from the second on
-    out = np.empty(left, dtype=np.int64)  # deferred units, those first that take most
-    left = 0
-    for unit in range(len(lengths)):
-        row = np.int64(row_of[unit])
-        if row >= 0:
-            first[row + 2] += 1
-            use(used, row, others, unit, add)
-        else:
-            out[left] = (np.int64(2**31) - amounts[unit]) << 32 | unit
-            left += 1
-    if budgets is not None:  # otherwise they come in this order
-        out.sort()
+    end, late = len(row_of), 0
+    row_of[:] = -1
+    # The units that have no row and aren't overdue are a list in both directions, closed by `end`.
+    for unit in range(overdue, end + 1):
+        after[unit], before[unit] = unit + 1, unit - 1
+    after[end], before[overdue] = overdue, end
     for row in range(rows):
-        first[row + 2] += first[row + 1]
-    held = np.empty(len(lengths) - left, dtype=np.int64)
-    for unit in range(len(lengths)):
-        if row_of[unit] >= 0:
-            held[first[row_of[unit] + 1]] = unit
-            first[row_of[unit] + 1] += 1
-    for row in range(rows):
-        while held_in[row] < full:
-            best = best_out = best_place = np.int64(0)
-            for place in range(first[row], first[row + 1]):
-                own = held[place]
-                if overdue[own]:
-                    continue
-                most = amounts[own] + full - held_in[row]
-                low, high = 0, left  # the first deferred unit that takes at most `most`
-                while low < high:
-                    middle = (low + high) // 2
-                    if np.int64(2**31) - (out[middle] >> 32) > most:
-                        low = middle + 1
+        room, size[row] = limit, 0
+        while late < overdue and (size[row] == 0 or (overdue - late >= rows - row and own[late, 0] <= room)):
+            row_of[late] = row
+            room -= own[late, 0]
+            late, size[row] = late + 1, size[row] + 1
+        while after[end] < end and (size[row] == 0 or own[before[end], 0] <= room):
+            one, two, last = after[end], end, before[end]
+            if size[row] and own[one, 0] > room:  # search the largest unit that fits
+                high = last
+                while one < high:
+                    middle = (one + high) // 2
+                    one, high = (one, middle) if own[middle, 0] <= room else (middle + 1, high)
+                while row_of[one] >= 0:  # its links are those of the time when it got a row: shorten the way
+                    after[one] = after[after[one]] if row_of[after[one]] >= 0 else after[one]
+                    one = after[one]
+            if size[row] and (room < 3 * own[last, 0] or room < 2 * own[one, 0]):
+                best, first = own[one, 0], one
+                while first < last and best < room:
+                    both = own[first, 0] + own[last, 0]
+                    if both > room:
+                        first = after[first]
                     else:
-                        high = middle
-                use(used, row, others, own, take)
-                for turn in range(low, min(left, low + _CHOICES)):
-                    new = out[turn] & _LOW
-                    gain = amounts[new] - amounts[own]
-                    if gain <= best:
-                        break
-                    if tokens[row] - lengths[own] + lengths[new] <= fill and has_room(used, row, others, new, budgets):
-                        best, best_out, best_place = gain, turn, place
-                        break
-                use(used, row, others, own, add)
-            if best == 0:
-                break
-            own, new = held[best_place], out[best_out] & _LOW
-            row_of[new], row_of[own] = row, -1
-            held[best_place] = new
-            tokens[row] += lengths[new] - lengths[own]
-            held_in[row] += best
-            use(used, row, others, own, take)
-            use(used, row, others, new, add)
-            gained += best
-            key = (np.int64(2**31) - amounts[own]) << 32 | own
-            place = best_out
-            while place + 1 < left and out[place + 1] < key:
-                out[place] = out[place + 1]
-                place += 1
-            out[place] = key
-    return gained
-
-
-@compiled_without_arrays
-def _can_exchange(amounts: Any, overdue: Any, row_of: Any, held_in: Any, full: int) -> bool:
-    """Whether a row has room to exchange a unit for a deferred one that takes more.
-
-    Args:
-        amounts: (units,) descending.
-        held_in, full: (rows,) what rows hold, and what a row may hold.
-    """
-    latest = above = full + amounts[0]  # what deferred units take: the latest one, and the next larger amount
-    for unit in range(len(amounts)):
-        row = row_of[unit]
-        if row < 0:
-            if amounts[unit] < latest:
-                above = latest
-            latest = amounts[unit]
-        else:
-            larger = latest if latest > amounts[unit] else above
-            if larger - amounts[unit] <= full - held_in[row] and not overdue[unit]:
-                return True
-    return False
+                        if both > best:
+                            best, one, two = both, first, last
+                        last = before[last]
+            for unit in (one, two):
+                if unit < end:
+                    row_of[unit] = row
+                    room -= own[unit, 0]
+                    size[row] += 1
+                    after[before[unit]], before[after[unit]] = after[unit], before[unit]

@@ -21,15 +21,10 @@ from tritonpack.packing.units import Units
 Objective = Literal["quadratic", "linear", "cost"]
 
 MOST_TOKENS = 2**30  # tokens of a row: sums of a few squares stay within 64 bits
-MOST_RANKS = 2**20  # a step has a row for each of them, also if there are fewer documents
-
-# How many steps are planned together is measured:
-_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
-_SAMPLE = 16_384  # documents that are planned to measure a candidate, or as many as make _STEPS steps
-_STEPS = 8
-_MOST_SAMPLE = 2**18  # documents, so that a choice for many ranks takes less than a second
-_GROUPS = 4  # of a candidate, at least
-_ENOUGH = 0.001  # a number this close to the best is as good
+MOST_RANKS = 2**16  # a step has a row for each of them, also if there are fewer documents
+MOST_TOGETHER = 2**10  # steps that are planned at once
+_COMBINED = 256  # units that are planned at once
+_OF_FEW = 4096  # divided by the square of the units of a row, if that is more: few units in a row combine worse
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +155,7 @@ def plan_epoch(
         lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`); or `Units`, which are planned as
             documents are, by their tokens, their squares and their resources.
         capacity: tokens of a row, from 1 to 2**30.
-        num_ranks: rows of a step, from 1 to 2**20.
+        num_ranks: rows of a step, from 1 to 2**16.
         budgets: for each resource of the units what a row holds of it, from 0 to 2**30. No row holds more, whatever the
             objective.
         seed, epoch: at least 0; both decide the order.
@@ -178,9 +173,9 @@ def plan_epoch(
             better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. More
             fill rows better if a step holds few documents. A document moves by fewer than three times as many steps.
-            None measures how many suffice, at most 64 (see `choose_steps_together`). This takes as long as a few
-            epochs, so for many epochs choose once, as `MultipackDistributedBatchSampler` does. With `shuffle=False` or
-            an order of your own None is 1, which nearly keeps the order.
+            From 1 to 1,024; None takes as many as hold some hundred units, or a thousand if a row holds two (see
+            `choose_steps_together`). With
+            `shuffle=False` or an order of your own None is 1, which nearly keeps the order.
         least_steps: the least number of steps. How well rows fill depends on the order, so epochs may have different
             numbers of steps; with the largest of them each epoch has that number. "spread" fills these steps equally.
             Otherwise the latest rows give documents to the missing steps.
@@ -197,7 +192,7 @@ def plan_epoch(
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
     num_ranks = check_integer(num_ranks, "num_ranks", 1, MOST_RANKS)
     if steps_together is not None:
-        steps_together = check_integer(steps_together, "steps_together")
+        steps_together = check_integer(steps_together, "steps_together", 1, MOST_TOGETHER)
     least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
@@ -208,125 +203,73 @@ def plan_epoch(
         check_tail(lengths, capacity, num_ranks, tail, budgets)
     else:
         order = given_order(order, len(demands), seed, epoch)
-    if steps_together is None and keeps_order:
-        steps_together = 1
-    elif steps_together is None:
-        steps_together = _choose(demands, num_ranks, objective, cost_model, lookahead)
-    rows_at_once = num_ranks * steps_together
-    costs = unit_costs(demands.lengths, demands.squares, capacity, rows_at_once, objective, cost_model)
-    options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
-    return _plan_in_order(order, demands, costs, num_ranks, tail, least_steps, options)
-
-
-def _plan_in_order(
-    order: NDArray[np.int32],
-    demands: Demands,
-    costs: NDArray[np.int64],
-    num_ranks: int,
-    tail: Tail,
-    least_steps: int,
-    options: dict[str, Any],
-) -> Plan:
-    """Plan units that come in the given order; `demands` and `costs` are by unit number."""
-    from tritonpack.packing.heuristics import group_by_bin
-    from tritonpack.packing.planning.steps import plan_steps  # imports numba, which is slow
-
-    capacity = demands.capacity
+    if steps_together is None:
+        steps_together = 1 if keeps_order else _steps_together(demands, num_ranks)
+    costs = unit_costs(
+        demands.takes[:, 0], demands.squares, capacity, num_ranks * steps_together, objective, cost_model
+    )
     nothing = Plan(order[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
     if not len(order):
         return nothing
-    stream = demands.select(order)
-    own_costs = costs[order]
+    from tritonpack.packing.heuristics import group_by_bin
+    from tritonpack.packing.planning.optimiser import plan_steps  # imports numba, which is slow
 
-    def steps(demands: Demands, numbers: Any = slice(None), **given: Any) -> NDArray[np.int64]:
-        return plan_steps(demands, own_costs[numbers], num_ranks, **options, **given)
+    stream, costs = demands.select(order), costs[order]
 
-    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(stream, target=capacity)
+    def steps(limits: NDArray[np.int64], last_step: int = len(order)) -> NDArray[np.int64]:
+        level = objective == "cost"
+        try:
+            return plan_steps(
+                stream.takes, costs, stream.kinds, limits, demands.limits, num_ranks, float(lookahead), steps_together,
+                level, last_step,
+            )  # fmt: skip
+        except SystemError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba returned a result
+                raise KeyboardInterrupt from error
+            raise
+
+    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(stream.limits)
     if tail == "drop":
         kept_steps = drop_last_step(rows, stream, num_ranks)
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
         kept = np.flatnonzero(rows < kept_steps * num_ranks)
         if len(kept) < len(order):
-            order, stream, rows = order[kept], stream.select(kept), rows[kept]
+            order, rows = order[kept], rows[kept]
         if not len(order):
             return nothing
-    rows, num_steps, filler_rows = whole_steps(rows, stream, num_ranks, least_steps)
+    rows, num_steps, filler_rows = whole_steps(rows, order, demands, num_ranks, least_steps)
     items, offsets = group_by_bin(rows, order, num_steps * num_ranks)
     if filler_rows:  # each repeats one of the shortest documents
-        shortest = order[np.argsort(stream.lengths, kind="stable")]
+        shortest = order[np.argsort(demands.takes[order, 0], kind="stable")]
         items = np.append(items, np.resize(shortest, filler_rows))
         offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
-    return Plan(items, offsets, num_ranks, capacity, filler_rows, options["together"])
+    return Plan(items, offsets, num_ranks, capacity, filler_rows, steps_together)
 
 
 def choose_steps_together(
-    lengths: NDArray[np.int32] | Units,
-    capacity: int,
-    num_ranks: int,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    objective: str = "quadratic",
-    cost_model: CostModel | None = None,
-    lookahead: float = 0.01,
+    lengths: NDArray[np.integer] | Units, capacity: int, num_ranks: int, budgets: Mapping[str, int] | None = None
 ) -> int:
-    """The fewest steps, of 1, 2, 4 to 64, that make almost as good plans as any of them when they are planned at once.
+    """The fewest steps, of 1, 2, 4 to 64, that hold enough units to combine to full rows: 256, or about 1,000 in pairs.
 
-    Two measures count: how full the rows are, and how long the ranks of a step wait for its fullest row, or under the
-    objective "cost" for its costliest row. A number must come within 0.1% of the best in both. They are measured on
-    shuffled documents: a sample of them if there are many, several shuffles if there are few. The result depends only
-    on the arguments, so it is the same on every rank and in every epoch.
+    1 if no two units fit into a row together.
 
     Args:
-        lengths, capacity, num_ranks, budgets, objective, cost_model, lookahead: see `plan_epoch`.
+        lengths, capacity, num_ranks, budgets: see `plan_epoch`.
 
     Raises:
         ValueError: lengths or units that don't fit.
-        ImportError: numba can't be imported.
     """
-    return _choose(Demands.of(lengths, capacity, budgets), num_ranks, objective, cost_model, lookahead)
+    return _steps_together(Demands.of(lengths, capacity, budgets), num_ranks)
 
 
-def _choose(demands: Demands, num_ranks: int, objective: str, cost_model: CostModel | None, lookahead: float) -> int:
+def _steps_together(demands: Demands, num_ranks: int) -> int:
     """`choose_steps_together` of units that were checked."""
-    from tritonpack.packing.planning.steps import plan_steps  # imports numba, which is slow
-
-    whole = [num_ranks * most for most in demands.limits]  # what a step holds, by resource
-    per_step = min(each * len(demands) // total for each, total in zip(whole, demands.totals, strict=True)) + 1  # units
-    in_epoch = demands.fewest_steps(num_ranks)
-    candidates = [each for each in _CANDIDATES if each < 2 * in_epoch]
-    if len(candidates) == 1:
+    if (2 * demands.takes.min(axis=0) > demands.limits).any():
         return 1
-    sample = min(max(_SAMPLE, _STEPS * per_step), len(demands))
-    if in_epoch < _CANDIDATES[-1]:  # few steps show little, so more than one epoch is measured
-        sample = max(sample, (_GROUPS * candidates[-1] + 1) * per_step)
-    sample = min(sample, _MOST_SAMPLE)
-    epochs = -(-sample // len(demands))
-    order = np.concatenate([shuffled(len(demands), 0, epoch) for epoch in range(epochs)])[:sample]
-    demands = demands.select(order)
-    rows_at_once = num_ranks * _CANDIDATES[-1]
-    costs = unit_costs(demands.lengths, demands.squares, demands.capacity, rows_at_once, objective, cost_model)
-    level = objective == "cost"
-    found: list[tuple[int, float, float]] = []
-    for together in candidates:
-        options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
-        rows = plan_steps(demands, costs, num_ranks, target=demands.capacity, **options)
-        steps = int(rows.max()) // num_ranks  # without the last one, which isn't full
-        if steps < _GROUPS * together:
-            break
-        held = np.bincount(rows, weights=demands.lengths)[: steps * num_ranks]
-        loads = (np.bincount(rows, weights=costs) if level else held)[: steps * num_ranks].reshape(steps, num_ranks)
-        placed = demands.select(rows < steps * num_ranks)
-        full = max(total / (steps * each) for each, total in zip(whole, placed.totals, strict=True))
-        busy = float(loads.sum()) / (num_ranks * float(loads.max(axis=1).sum()))
-        found.append((together, full, busy))
-        if min(full, busy) >= 1 - _ENOUGH:
-            break
-    if not found:
-        return 1
-    goal = [(1 - _ENOUGH) * max(each[measure] for each in found) for measure in (1, 2)]
-    good = [together for together, full, busy in found if full >= goal[0] and busy >= goal[1]]
-    return good[0] if good else max(found, key=lambda each: each[1] * each[2])[0]
+    in_row = len(demands) * float((demands.limits / demands.totals).min())
+    units = max(_COMBINED, _OF_FEW / in_row**2)
+    return next((steps for steps in (1, 2, 4, 8, 16, 32) if steps * num_ranks * in_row >= units), 64)
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:

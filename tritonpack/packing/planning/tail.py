@@ -15,10 +15,7 @@ from tritonpack.packing.units import Units
 Tail = Literal["drop", "spread", "keep"]
 
 FULL = 0.95  # tail="drop" keeps a last step that is filled to this share
-# Under "spread" a step may hold this many times its part of all tokens. The values are tried in this order: smaller
-# ones make more equal steps, and more often leave documents over.
-_SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
-_RESERVE = 0.05  # the share of its part that the last step is to lack under budgets; without it many plans fail
+_RESERVES = (0.01, 0.05)  # shares of its part that the last step may lack under "spread", tried in this order
 _TRIES = 200_000  # rooms that a search for a packing looks at
 _MOST_SEARCHED = 256  # units that it may move if rows hold more than tokens
 
@@ -55,72 +52,40 @@ def _is_full(amounts: Iterable[tuple[int, int]], num_ranks: int) -> bool:
 def drop_last_step(rows: NDArray[np.int64], demands: Demands, num_ranks: int) -> int:
     """The number of steps without a last one that isn't full; at least 1 after `check_tail`."""
     last = int(rows.max()) // num_ranks
-    held = demands.select(np.flatnonzero(rows >= last * num_ranks))
-    return last + _is_full(zip(held.totals, held.limits, strict=True), num_ranks)
+    held = demands.takes[rows >= last * num_ranks].sum(axis=0)
+    return last + _is_full(zip(held.tolist(), demands.limits.tolist(), strict=True), num_ranks)
 
 
 def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
-    """Plan all units in as few steps as found, but at least `least_steps`, with about equally many tokens.
+    """Plan all units in as few steps as found, but at least `least_steps`, about equally full of the scarcest resource.
 
-    With budgets it is what they hold of the scarcest resource that is about equal, if a plan is found.
+    Full rows tell how many steps are needed; then all but the last step get rows that are just large enough. If no such
+    plan is found, the rows stay full.
 
     Args:
-        steps: `plan_steps` without `target` and `last_step`; `numbers` are those of the demands among all units.
+        steps: plans with limits of rows, the scarcest one of which is smaller in steps before `last_step`.
 
     Returns:
-        The row of each unit, as `plan_steps` returns them.
+        The row of each unit, `step * num_ranks + rank`.
     """
-    if len(demands.budgets):
-        return _spread_once(steps, demands, num_ranks, least_steps)
-    tokens, capacity = demands.totals[0], demands.capacity
-    num_steps = max(demands.fewest_steps(num_ranks), min(least_steps, len(demands) // num_ranks))
-    while True:
-        part = -(-tokens // (num_ranks * num_steps))
-        for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
-            rows = steps(demands, target=target, last_step=num_steps - 1)
-            needed = int(rows.max()) // num_ranks + 1
-            if needed <= num_steps:
-                return rows
-        rows = steps(demands, target=capacity)  # a last step that is offered all that is left may leave more over
-        if int(rows.max()) // num_ranks < num_steps:
-            return rows
-        num_steps = min(needed, int(rows.max()) // num_ranks + 1)  # the number of steps with full rows
-
-
-def _spread_once(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
-    """`spread` in two plans, because plans with budgets take longer: full rows, and then as small ones as seem enough.
-
-    Where smaller rows don't hold all, the rows stay full.
-    """
-    rows = steps(demands, target=demands.capacity)
+    rows = steps(demands.limits)
     num_steps = int(rows.max()) // num_ranks + 1
-    shares = [total / most for total, most in zip(demands.totals, demands.limits, strict=True)]
-    scarce = int(np.argmax(shares))
-    amounts = demands.lengths if scarce == 0 else demands.others[:, scarce - 1]
-    before_last = rows < (num_steps - 1) * num_ranks
-    full = float(amounts[before_last].sum(dtype=np.int64)) / max(num_steps - 1, 1)  # what a step of full rows holds
+    scarce = int(np.argmax(demands.totals / demands.limits))
+    amounts = demands.takes[:, scarce]
+    full = amounts[rows < (num_steps - 1) * num_ranks].sum() / max(num_steps - 1, 1)  # what a step of full rows holds
     wanted = max(num_steps, min(least_steps, len(demands) // num_ranks))
-    part = demands.totals[scarce] / (wanted - _RESERVE) / full if full else 1.0
-    if part >= 1:
-        return rows
-    target, budgets = demands.capacity, demands.budgets.copy()
-    if scarce == 0:
-        target = int(part * target)
-    else:
-        budgets[scarce - 1] = max(int(part * budgets[scarce - 1]), amounts.max())
-    smaller = steps(demands.with_budgets(budgets), target=max(target, 1), last_step=wanted - 1)
-    left = np.flatnonzero(smaller >= (wanted - 1) * num_ranks)
-    if not len(left):
-        return smaller
-    last = steps(demands.select(left), numbers=left, target=demands.capacity, last_step=0)  # in full rows
-    if int(last.max()) >= num_ranks:
-        return rows
-    smaller[left] = (wanted - 1) * num_ranks + last
-    return smaller
+    for reserve in _RESERVES if full else ():
+        part = demands.totals[scarce] / (wanted - reserve) / full
+        limits = demands.limits.copy()
+        limits[scarce] = max(int(part * limits[scarce]), amounts.max() if scarce else 1)
+        smaller = steps(limits, last_step=wanted - 1) if part < 1 else rows
+        if int(smaller.max()) < wanted * num_ranks:
+            return smaller
+    return rows
 
 
 def whole_steps(
-    rows: NDArray[np.int64], demands: Demands, num_ranks: int, least_steps: int
+    rows: NDArray[np.int64], order: NDArray[np.integer], demands: Demands, num_ranks: int, least_steps: int
 ) -> tuple[NDArray[np.int64], int, int]:
     """Give every rank a document in the last step, and in the steps that are missing to `least_steps`.
 
@@ -129,8 +94,8 @@ def whole_steps(
     empty.
 
     Args:
-        rows: (documents,) `step * num_ranks + rank` of each document, in the order of the stream. Only rows of the last
-            step may be empty.
+        rows: (documents,) `step * num_ranks + rank` of each document. Only rows of the last step may be empty.
+        order: (documents,) their numbers among the demands, in the order of the stream.
 
     Returns:
         Their rows now, the number of steps, and the number of empty rows.
@@ -141,7 +106,7 @@ def whole_steps(
     num_steps = int(rows.max()) // num_ranks + 1
     most = len(rows) // num_ranks  # steps in which every row has a document
     if 0 < most < num_steps:
-        packed = _in_rows(demands, most * num_ranks)
+        packed = _in_rows(demands.select(order), most * num_ranks)
         if packed is not None:
             rows, num_steps = packed, most
     if num_steps < least_steps and least_steps * num_ranks >= len(rows) + num_ranks:
@@ -155,7 +120,7 @@ def whole_steps(
     empty = np.flatnonzero(held == 0)
     if len(empty):
         rows = rows.copy()
-        given = _spare_documents(rows, demands.lengths, held, num_ranks, len(empty))
+        given = _spare_documents(rows, demands.takes[order, 0], held, num_ranks, len(empty))
         rows[given] = empty[: len(given)]
         # The rows that are still empty go to the last ranks.
         place = np.arange(num_rows)
@@ -166,7 +131,7 @@ def whole_steps(
 
 
 def _spare_documents(
-    rows: NDArray[np.int64], lengths: NDArray[np.int32], held: NDArray[np.int64], num_ranks: int, missing: int
+    rows: NDArray[np.int64], lengths: NDArray[np.int64], held: NDArray[np.int64], num_ranks: int, missing: int
 ) -> NDArray[np.int64]:
     """Up to `missing` documents of rows with more than one: from the latest steps and there from the fullest rows."""
     spare = np.maximum(held - 1, 0).reshape(-1, num_ranks).sum(axis=1)  # by step
@@ -190,12 +155,11 @@ def _in_rows(demands: Demands, num_rows: int) -> NDArray[np.int64] | None:
     count = len(demands)
     joined = count - num_rows
     smallest = np.argsort(-demands.kinds, kind="stable")
-    takes = np.concatenate([demands.lengths[:, None], demands.others], axis=1).astype(np.int64)
-    most = min(count, _MOST_SEARCHED) if len(demands.budgets) else 2 * joined
+    most = min(count, _MOST_SEARCHED) if len(demands.limits) > 1 else 2 * joined
     tried = 2 * joined
     while True:
         chosen = smallest[:tried][::-1]
-        bins = _fit(takes[chosen].tolist(), tried - joined, demands.limits)
+        bins = _fit(demands.takes[chosen].tolist(), tried - joined, demands.limits.tolist())
         if bins is not None or tried >= most:
             break
         tried = min(2 * tried, most)

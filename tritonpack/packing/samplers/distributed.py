@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -18,9 +19,15 @@ from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order, given_order
-from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check_options, choose_steps_together
+from tritonpack.packing.planning.plan import (
+    MOST_TOGETHER,
+    MOST_TOKENS,
+    Objective,
+    Plan,
+    check_options,
+    choose_steps_together,
+)
 from tritonpack.packing.planning.tail import Tail, check_tail
-from tritonpack.packing.samplers.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.samplers.ranks import (
     SUBJECT,
     can_compare,
@@ -32,9 +39,10 @@ from tritonpack.packing.samplers.ranks import (
     place_in_world,
     raise_faults_on_all_ranks,
 )
+from tritonpack.packing.samplers.resume import Segment, plan_segment
 from tritonpack.packing.samplers.state import (
+    Place,
     ResumableSampler,
-    Words,
     are_documents,
     describe_changes,
     describe_units,
@@ -44,8 +52,10 @@ from tritonpack.packing.samplers.state import (
 )
 from tritonpack.packing.units import Units, as_units, check_budgets
 
+_TEXTS = ("budgets", "cost_model")  # settings that are JSON in states, which hold plain numbers and strings
 
-class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]]):
+
+class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
@@ -53,13 +63,14 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     sampler for linear attention.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
-    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=0)
+    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=2)
     >>> len(sampler), list(sampler), sampler.dropped_documents
-    (2, [[3, 4], [0]], 3)
-    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=0))
-    (2, [[6], [7]])
+    (2, [[1, 0], [6]], 1)
+    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=2))
+    (2, [[2, 3], [4, 5]])
 
-    Documents 1, 2 and 5 have 13 tokens, too few for a third step of two ranks. `tail` decides what happens to them.
+    All rows are full. Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to
+    it.
 
     Every process of a process group makes this sampler. They compare lengths and settings as they do so, once, and all
     of them raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group)
@@ -88,7 +99,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
-            constructor measures how many steps to plan at once.
+            constructor chooses how many steps to plan at once.
         epochs: so many epochs get the same number of steps, that of the epoch with the most. More than 1 plans all of
             these epochs once, at the first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
@@ -107,8 +118,6 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
     """
-
-    _VERSION = 2
 
     def __init__(
         self,
@@ -135,7 +144,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
             check_flag(shuffle, "shuffle")
             self._seed_is_given = seed is not None
-            # With the units that are left out, which a leg with longer rows or larger budgets has planned.
+            # With the units that are left out, which longer rows or larger budgets have planned.
             self._units = as_units(lengths)
             self.budgets = check_budgets(self._units, budgets)
             super().__init__(
@@ -166,13 +175,11 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 steps_together = 1  # which nearly keeps the order
             elif steps_together is None:
                 steps_together = choose_steps_together(
-                    self._select(fitting), self.batch_max_length, self.num_replicas, budgets=self.budgets,
-                    objective=objective, cost_model=cost_model, lookahead=lookahead,
-                )  # fmt: skip
-            self.steps_together = check_integer(steps_together, "steps_together")
+                    self._select(fitting), self.batch_max_length, self.num_replicas, self.budgets
+                )
+            self.steps_together = check_integer(steps_together, "steps_together", 1, MOST_TOGETHER)
             self._epochs = check_integer(epochs, "epochs")
             self._least_steps: dict[int, int] = {}  # by seed
-            self._words = Words()
             self._options: dict[str, Any] = {
                 "budgets": self.budgets,
                 "objective": objective,
@@ -193,45 +200,33 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 "seed on every rank, such as seed=0."
             )
 
-    def _make(self, epoch: int) -> Rest:
-        return self._make_rest(epoch, ())
+    def _make(self, epoch: int, before: str = "") -> Segment:
+        return self._plan_segment(epoch, before, self._settings())
 
-    def _make_rest(self, epoch: int, legs: tuple[Leg, ...]) -> Rest:
-        return self._plan_rest(epoch, legs, self._settings())
-
-    def _plan_rest(self, epoch: int, legs: tuple[Leg, ...], settings: Mapping[str, Any]) -> Rest:
-        if self._made is not None and self._made[:2] == (epoch, legs) and same(self._made[2].settings, settings):
+    def _plan_segment(self, epoch: int, before: str, settings: Mapping[str, Any]) -> Segment:
+        if self._made is not None and self._made[:2] == (epoch, before) and same(self._made[2].settings, settings):
             return self._made[2]
-        try:
-            return plan_rest(self._units, epoch, legs, settings, self._order)
-        except OtherPlanError:
-            raise self._other_batches() from None
-
-    def _other_batches(self) -> ValueError:
-        return ValueError(
-            "the state was saved with another order, or with another version of tritonpack or NumPy, which plans other "
-            f"batches from the same settings. Resume with these, or {self._words.anew}."
-        )
+        return plan_segment(self._units, epoch, before, settings, self._order)
 
     @property
     def _batches_per_step(self) -> int:
         return 1 if self._shard else self.num_replicas
 
-    def _num_batches(self, made: Rest) -> int:
+    def _num_batches(self, made: Segment) -> int:
         return (made.steps_before + made.plan.num_steps) * self._batches_per_step
 
-    def _batch(self, made: Rest, number: int) -> list[int]:
+    def _batch(self, made: Segment, number: int) -> list[int]:
         step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
         return made.plan.row(step - made.steps_before, rank).tolist()
 
-    def _digest(self, made: Rest) -> str:
+    def _digest(self, made: Segment) -> str:
         return made.digest
 
     def _settings(self) -> dict[str, Any]:
         return self._settings_with(self.seed)
 
     def _settings_with(self, seed: int) -> dict[str, Any]:
-        """What decides the plans, with this seed: the settings of a leg."""
+        """What decides the plans, with this seed: the settings of a segment."""
         settings = {
             "batch_max_length": self.batch_max_length,
             "num_replicas": self.num_replicas,
@@ -239,7 +234,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             **self._options,
         }
         if self._epochs > 1 and seed not in self._least_steps:
-            steps = (self._plan_rest(epoch, (), settings).plan.num_steps for epoch in range(self._epochs))
+            steps = (self._plan_segment(epoch, "", settings).plan.num_steps for epoch in range(self._epochs))
             self._least_steps[seed] = max(steps)
         return settings | {"least_steps": self._least_steps.get(seed, 1)}
 
@@ -267,49 +262,57 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         return describe_units(self._units)
 
     def _place(self, done: int) -> dict[str, Any]:
-        made, legs = self._current(), self._current_legs()
+        made = self._current()
         first = made.steps_before * self._batches_per_step
-        if done < first and legs:
+        if done < first:
             raise ValueError(
                 f"batches_done must be at least {first}, the batches of this epoch from before it was resumed with "
                 f"other settings; got {done}. Count the batches from the beginning of the epoch."
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
-        legs = (*legs, Leg(self._settings(), rows_done, self._digest(made)))
-        return {"lengths": self._lengths_summary, "legs": write_legs(legs)}
+        place = {"lengths": self._lengths_summary, "before": self._current_before(), "rows_done": rows_done}
+        texts = {name: json.dumps(made.settings[name]) for name in _TEXTS}
+        return {**place, "plan": made.digest, **made.settings, **texts}
 
-    def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Leg, ...], Rest, int]:
-        epoch = self._check_header(state, {"lengths", "legs"})
+    def _find_place(self, state: Mapping[str, Any]) -> Place[Segment]:
+        settings = self._settings()
+        epoch = self._check_header(state, {"lengths", "before", "rows_done", "plan", *settings})
         if not same(state["lengths"], self._lengths_summary):
             raise ValueError(
                 f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
                 f"of {self._lengths_summary!r}. {self._words.same_lengths.format(self._noun)}, or {self._words.anew}."
             )
-        legs = read_legs(state["legs"], self._settings())
-        last = legs[-1]
+        for name in ("before", "plan", *_TEXTS):
+            if not isinstance(state[name], str):
+                raise ValueError(f"{name} of the state must be a str; got {state[name]!r:.60}.")
+        rows_done = check_integer(state["rows_done"], "rows_done of the state", 0, None)
         takes_seed = not self._seed_is_given and self._epochs_differ
-        if not takes_seed and self._epochs_differ and not same(last.settings["seed"], self.seed):
+        if not takes_seed and self._epochs_differ and not same(state["seed"], self.seed):
             raise ValueError(
                 f"the state can't be resumed, because its {self._words.names.get('seed', 'seed')} was "
-                f"{last.settings['seed']!r} and is {self.seed}. {self._words.same_seed}."
+                f"{state['seed']!r} and is {self.seed}. {self._words.same_seed}."
             )
-        seed = check_integer(last.settings["seed"], "seed of the state", 0, None) if takes_seed else self.seed
-        settings = self._settings_with(seed)
-        earlier = tuple(legs[:-1])
-        begun = self._shard and last.rows_done % self.num_replicas != 0  # a step, by other processes
-        made = self._plan_rest(epoch, earlier, settings)
-        goes_on = made.digest == last.plan and made.plan.num_ranks == last.num_replicas and not begun
-        if same(last.settings, settings):
-            try:
-                check_leg(last, made.plan)
-            except OtherPlanError:
-                raise self._other_batches() from None
-        if not (goes_on and same(last.settings, settings)):
-            rest = self._plan_rest(epoch, tuple(legs), settings)  # which checks the last leg, too
-            earlier, made = (earlier, made) if goes_on else (tuple(legs), rest)
-        rows = made.steps_before * self.num_replicas + (last.rows_done if goes_on else 0)
-        legs_with_rows = tuple(leg for leg in earlier if leg.rows_done)
-        return epoch, legs_with_rows, made, rows * self._batches_per_step // self.num_replicas
+        if takes_seed:
+            settings = self._settings_with(check_integer(state["seed"], "seed of the state", 0, None))
+        before = state["before"]
+        try:
+            saved = {name: json.loads(state[name]) if name in _TEXTS else state[name] for name in settings}
+            old = self._plan_segment(epoch, before, saved)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the settings of the state can't be: {error}") from None
+        if old.digest != state["plan"]:
+            raise ValueError(
+                "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
+                f"other batches from the same settings. Resume with these, or {self._words.anew}."
+            )
+        check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
+        begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
+        made = old if same(saved, settings) else self._plan_segment(epoch, before, settings)
+        if begun or made.digest != old.digest or made.plan.num_ranks != old.plan.num_ranks:
+            before = old.after(rows_done, self._units.tokens) if rows_done else before
+            made, rows_done = self._plan_segment(epoch, before, settings), 0
+        rows = made.steps_before * self.num_replicas + rows_done
+        return Place(epoch, before, made, rows * self._batches_per_step // self.num_replicas, saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
@@ -333,20 +336,20 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         except ValueError as error:
             fault = error
         if can_compare(self._ranks_that_compare):
-            place = {} if found is None else {"epoch": found[0], "batches done": found[3], "legs": write_legs(found[1])}
+            place = {} if found is None else {"epoch": found.epoch, "batches done": found.done, "before": found.before}
             compare("loaded a state", {"fault": fault and str(fault), **place}, _find_other_state)
         if found is None:
             assert fault is not None
             raise fault
-        self._resume(*found)
-        self.seed = found[2].settings["seed"]
-        legs, made = found[1:3]
-        changes = describe_changes(legs[-1].settings, made.settings, self._words.names) if legs else ""
-        if changes and found[3] == made.steps_before * self._batches_per_step and place_among_processes()[1] == 0:
+        self._resume(found)
+        self.seed = found.made.settings["seed"]
+        changes = describe_changes(found.saved, found.made.settings, self._words.names) if found.before else ""
+        is_new = found.done == found.made.steps_before * self._batches_per_step
+        if changes and is_new and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",
-                f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} {self._noun} that "
-                "were left are planned anew.",
+                f"epoch {self.epoch} goes on with other settings: {changes}. The {found.made.num_left} {self._noun} "
+                "that were left are planned anew.",
             )
 
     @property

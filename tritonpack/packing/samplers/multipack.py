@@ -99,7 +99,6 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
 
-    _VERSION = 2
     _DIGEST = "batches"
     _OTHER_BATCHES = (
         "the sampler yields another order of documents in epoch {epoch} than when the state was saved. Use a sampler "
@@ -171,7 +170,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         self.safe_mode = safe_mode
         self.mp_start_method = mp_start_method
 
-    def _make(self, epoch: int) -> _Bins:
+    def _make(self, epoch: int, before: str = "") -> _Bins:
         documents = self._documents(epoch)
         documents = documents[self.lengths[documents] > 0]
         if not len(documents):
@@ -265,8 +264,9 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
         # With drop_last the batches don't depend on the number of processes.
-        divided = {} if self.drop_last else {"num_replicas": self.num_replicas}
-        return {name: getattr(self, name) for name in names} | divided | {"lengths": digest(self.lengths)}
+        divided = None if self.drop_last else self.num_replicas
+        settings = {name: getattr(self, name) for name in names}
+        return {**settings, "num_replicas": divided, "lengths": digest(self.lengths)}
 
     def __iter__(self) -> Any:  # yields bins, not documents
         batches = super().__iter__()

@@ -42,6 +42,25 @@ class Words:
     anew: str = "start an epoch anew with set_epoch"
 
 
+@dataclass(frozen=True)
+class Place(Generic[Made]):
+    """Where a state stands.
+
+    Attributes:
+        epoch: of the state.
+        before: what was trained on with other settings before (see `resume`); an empty string for nothing.
+        made: the batches of the epoch, or of what is left of it.
+        done: the batches of the epoch that are done.
+        saved: the settings of the state.
+    """
+
+    epoch: int
+    before: str
+    made: Made
+    done: int
+    saved: Mapping[str, Any]
+
+
 class ResumableSampler(EpochCounter, ABC, Generic[Made]):
     """A batch sampler whose batches depend only on its settings and the epoch.
 
@@ -56,8 +75,9 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         report: what was done with documents that are longer.
     """
 
-    _VERSION: ClassVar[int] = 1  # of states
+    _VERSION: ClassVar[int] = 3  # of states
     _DIGEST: ClassVar[str]  # the name in states for the digest of an epoch's batches
+    _words = Words()
     _OTHER_BATCHES: ClassVar[str]  # the error for a state with the same settings and another digest
 
     def __init__(
@@ -86,17 +106,17 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         self.lengths = np.zeros(len(lengths), dtype=np.int32)
         self.lengths[slice(None) if fitted.documents is None else fitted.documents] = tokens
         self._epochs_differ = epochs_differ  # whether another epoch has another order
-        self._made: tuple[int, tuple[Any, ...], Made] | None = None  # an epoch, its legs, the result of `_make`
+        self._made: tuple[int, str, Made] | None = None  # an epoch, `before`, the result of `_make`
         self._counted_epoch = 0
-        self._legs: tuple[Any, ...] = ()  # the parts of that epoch that were trained on with other settings
+        self._before = ""  # what was trained on in that epoch with other settings
         self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
         self._resumed = False  # the next iteration begins after `_done` batches
         self._passes = 0  # only the latest pass counts its batches
         self._advances = False  # each pass is over the next epoch, unless one was chosen
 
     @abstractmethod
-    def _make(self, epoch: int) -> Made:
-        """The data that the batches of an epoch are read from."""
+    def _make(self, epoch: int, before: str = "") -> Made:
+        """The data that the batches of an epoch are read from; `before` is that of a subclass which returns it."""
 
     @abstractmethod
     def _num_batches(self, made: Made) -> int: ...
@@ -111,18 +131,13 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
     def _settings(self) -> dict[str, Any]:
         """All settings that decide the batches, as plain numbers and strings."""
 
-    def _make_rest(self, epoch: int, legs: tuple[Any, ...]) -> Made:
-        """The same after parts of the epoch were trained on with other settings, if a subclass resumes with others."""
-        raise NotImplementedError
-
-    def _current_legs(self) -> tuple[Any, ...]:
-        return self._legs if self._counted_epoch == self.epoch else ()
+    def _current_before(self) -> str:
+        return self._before if self._counted_epoch == self.epoch else ""
 
     def _current(self) -> Made:
-        legs = self._current_legs()
-        if self._made is None or self._made[:2] != (self.epoch, legs):
-            made = self._make_rest(self.epoch, legs) if legs else self._make(self.epoch)
-            self._made = (self.epoch, legs, made)
+        key = (self.epoch, self._current_before())
+        if self._made is None or self._made[:2] != key:
+            self._made = (*key, self._make(*key))
         return self._made[2]
 
     def __len__(self) -> int:
@@ -139,7 +154,7 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         if self._advances:
             self._go_on()
         if self._counted_epoch != self.epoch or not self._resumed:
-            self._counted_epoch, self._done, self._resumed, self._legs = self.epoch, 0, False, ()
+            self._counted_epoch, self._done, self._resumed, self._before = self.epoch, 0, False, ""
         self._current()
 
     def _pass(self) -> Iterator[list[Any]]:
@@ -193,39 +208,34 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
             ValueError: a damaged state, one of another class, or one that was saved with other lengths or options. The
                 sampler is then unchanged.
         """
-        self._resume(*self._find_place(state))
+        self._resume(self._find_place(state))
 
-    def _resume(self, epoch: int, legs: tuple[Any, ...], made: Made, done: int) -> None:
-        self.set_epoch(epoch)
-        self._made = (epoch, legs, made)
-        self._counted_epoch, self._legs, self._done, self._resumed = epoch, legs, done, True
+    def _resume(self, place: Place[Made]) -> None:
+        self.set_epoch(place.epoch)
+        self._made = (place.epoch, place.before, place.made)
+        self._counted_epoch, self._before, self._done, self._resumed = place.epoch, place.before, place.done, True
         self._passes += 1
 
     def _place(self, done: int) -> dict[str, Any]:
         """What a state holds besides the version and the epoch."""
-        return {
-            "batches_done": done,
-            "settings": self._settings(),
-            self._DIGEST: self._digest(self._current()),
-        }
+        return {"batches_done": done, self._DIGEST: self._digest(self._current()), **self._settings()}
 
-    def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Made, int]:
-        """The epoch of a state, its legs, the batches after them, and how many batches are done; changes nothing."""
-        epoch = self._check_header(state, {"batches_done", "settings", self._DIGEST})
-        if not isinstance(state["settings"], Mapping):
-            raise ValueError(f"settings of the state must be a mapping; got {_kind(state['settings'])}.")
-        if not isinstance(state[self._DIGEST], str):
-            raise ValueError(f"{self._DIGEST} of the state must be a str; got {_kind(state[self._DIGEST])}.")
+    def _find_place(self, state: Mapping[str, Any]) -> Place[Made]:
+        """Where a state stands; changes nothing."""
+        settings = self._settings()
+        epoch = self._check_header(state, {"batches_done", self._DIGEST, *settings})
         made = self._current() if epoch == self.epoch else self._make(epoch)
         if state[self._DIGEST] != self._digest(made):
-            changes = describe_changes(state["settings"], self._settings())
+            saved = {name: state[name] for name in settings}
+            changes = describe_changes(saved, settings)
             raise ValueError(
                 f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
                 "Restore them, or start an epoch anew with set_epoch."
                 if changes
                 else self._OTHER_BATCHES.format(epoch=epoch)
             )
-        return epoch, (), made, _check_batches_done(state["batches_done"], self._num_batches(made))
+        done = _check_batches_done(state["batches_done"], self._num_batches(made))
+        return Place(epoch, "", made, done, settings)
 
     def _check_header(self, state: Any, names: set[str]) -> int:
         """The epoch of a state; ValueError unless the state has the version of this class and these names."""
@@ -233,15 +243,16 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         if not isinstance(state, Mapping):
             raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
         names = {"version", "epoch", *names}
-        faults, remedy = [], ""
+        faults, remedy = [], "."
         if "version" in state and not same(state["version"], self._VERSION):
-            faults.append(f"it has version {state['version']!r}")
-            remedy = " Resume with the version of tritonpack that saved it, or start an epoch anew with set_epoch."
-        for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
-            if wrong:
-                faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
+            faults = [f"it has version {state['version']!r}"]
+            remedy = f". Resume with the version of tritonpack that saved it, or {self._words.anew}."
+        else:
+            for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
+                if wrong:
+                    faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
         if faults:
-            raise ValueError(f"this isn't a state of version {self._VERSION} of {owner}: {'; '.join(faults)}.{remedy}")
+            raise ValueError(f"this isn't a state of version {self._VERSION} of {owner}: {'; '.join(faults)}{remedy}")
         return check_integer(state["epoch"], "epoch", 0, None)
 
 
