@@ -185,16 +185,14 @@ class BaseForward(Pipeline):
                 head.require_in_place()
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        return self.read_documents(arguments)
-
-    def read_documents(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """The packing of a call; None if its masks are made already, or if the model itself refuses the call."""
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
         pairs = is_pair_mask(mask) and self.outermost and self.context.current.told is None
-        if mask is not None and not pairs and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
+        two = mask is None or isinstance(mask, PackedBatch) or (isinstance(mask, Tensor) and mask.ndim == 2)
+        if not two and not pairs:
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
         tokens, shape = tokens_of(arguments)

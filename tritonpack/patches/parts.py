@@ -137,7 +137,8 @@ class InstanceForward(Part):
         """The forward that ran before the patch."""
         if self.own is not None:
             return self.own
-        return getattr(type(self.module), self.attribute).__get__(self.module)
+        module = self.module
+        return getattr(type(module), self.attribute).__get__(module)
 
     @property
     def __signature__(self) -> inspect.Signature:
