@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compact import Compaction, share
@@ -26,12 +25,11 @@ from tritonpack.patches.families import (
 )
 from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_masks_kept, require_whole_rows
 from tritonpack.patches.interface import NAMES, require_own_attention, served
-from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
-from tritonpack.patches.layers.positions import from_padding
+from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import Call, PackingContext
-from tritonpack.patches.pair_masks import is_pair_mask
-from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
+from tritonpack.patches.parse_inputs import OpenMask, is_pair_mask, make_packed_batch, require_depths
+from tritonpack.patches.parts import AttentionName
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import Report

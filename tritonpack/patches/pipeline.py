@@ -31,14 +31,13 @@ from tritonpack.patches.call_arguments import (
 )
 from tritonpack.patches.compact import labels_of, lay_back_head
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
+from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
 from tritonpack.patches.guards import require_read
 from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
-from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
-from tritonpack.patches.names import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import Call, PackingContext
-from tritonpack.patches.pair_masks import is_pair_mask
-from tritonpack.patches.parse_inputs import OpenMaskError, make_packed_batch
+from tritonpack.patches.parse_inputs import OpenMaskError, is_pair_mask, make_packed_batch
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.report import holds
 from tritonpack.patches.spans import POSITIONS, take_spans
