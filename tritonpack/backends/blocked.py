@@ -73,14 +73,15 @@ def plan_tiles(
     """The plan as a table, made once; no table where the mask can't be read now, as under torch.compile."""
     if not on_host(mask.key_start):
         return NO_TABLES
-    return NO_TABLES._replace(blocks=read_plan(q, k, mask, options, NO_TABLES).table)
+    plan = read_plan(q, k, mask, options, NO_TABLES)
+    return NO_TABLES._replace(blocks=plan.table, plan=plan)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
-    plan, dtype, head_dim_v = read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
+    plan, dtype, head_dim_v = tiles.plan or read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
     q, k, v = _widened(q, options), _widened(k, options), _widened(v, options)
     if plan.one_run:
         out, lse = fused.forward(plan.runs[0], q, k, v, options)
@@ -153,7 +154,7 @@ def backward(
     tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
-    plan = read_plan(q, k, mask, options, tiles)
+    plan = tiles.plan or read_plan(q, k, mask, options, tiles)
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
     dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
     if not plan.one_run:
