@@ -103,20 +103,24 @@ def check_device(device: Any) -> torch.device:
 def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
     """Return the `Reach` of a window, causality and a chunk size."""
     check_flag(causal, "causal")
-    chunk_size = plain_int(chunk_size)
     if isinstance(window, (tuple, list)):
         window = tuple(map(plain_int, window))
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(w) and w >= -1 for w in window):
+    if not isinstance(window, tuple) or len(window) != 2 or not all(map(is_int, window)) or min(window) < -1:
         raise ValueError(
             f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
         )
+    chunk_size = plain_int(chunk_size)
     if chunk_size is not None and not (is_int(chunk_size) and chunk_size >= 1):
         raise ValueError(
             "chunk_size must be an integer of at least 1, or None for attention that isn't chunked; got "
             f"{chunk_size!r}."
         )
-    left, right = (UNLIMITED if w == -1 else min(w, UNLIMITED) for w in window)
-    return Reach(left, 0 if causal else right, UNLIMITED if chunk_size is None else min(chunk_size, UNLIMITED))
+    left, right = window
+    return Reach(
+        UNLIMITED if left == -1 else min(left, UNLIMITED),
+        0 if causal else UNLIMITED if right == -1 else min(right, UNLIMITED),
+        UNLIMITED if chunk_size is None else min(chunk_size, UNLIMITED),
+    )
 
 
 def check_documents(cu_q: Tensor, cu_k: Tensor) -> None:

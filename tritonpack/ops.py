@@ -22,6 +22,8 @@ from tritonpack.backends.tile_table import TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
+PLAIN = frozenset((Tensor, Parameter))
+
 
 class Arguments(NamedTuple):
     """The arguments of both operators after their tensors, in the order of the schema below.
@@ -73,7 +75,10 @@ def run_attention(
         ValueError: inside of a transform of torch.func, or with tangents of forward-mode differentiation.
     """
     inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
-    if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or _has_tangents(*inputs)):
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active()
+        or (forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs))
+    ):
         raise ValueError(
             "tritonpack's attention can't run inside of a transform of torch.func (grad, vjp, jvp, vmap), nor with "
             "tangents of torch.autograd.forward_ad. For a gradient use loss.backward() or torch.autograd.grad, also "
@@ -90,15 +95,13 @@ def run_attention(
     return _forward(module, q, k, v, mask, options, tiles)
 
 
-def _has_tangents(*tensors: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
 def _is_plain_call(*tensors: Tensor) -> bool:
-    """Return whether a call may skip the operators: no compiler, no tracer, no dispatch mode, no subclass of Tensor."""
+    """Return whether a call on tensors of one device may skip the operators: no compiler, no tracer, no dispatch mode,
+    no subclass of Tensor."""
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
+        and PLAIN.issuperset(map(type, tensors))
+        and not tensors[0].is_meta
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
     )

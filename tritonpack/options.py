@@ -54,7 +54,17 @@ def make_options(
     Raises:
         ValueError: a value out of range, a wrong shape, dtype or device, or options that exclude each other.
     """
-    if check_flag(pack_invariant, "pack_invariant") and _probability(dropout_p):
+    check_flag(pack_invariant, "pack_invariant")
+    if scale is not None and not (is_number(scale) and 0.0 < scale < math.inf):
+        raise ValueError(
+            f"scale must be a positive finite int or float, or None for 1/sqrt(head_dim); got {scale!r}. float() "
+            "converts other numbers."
+        )
+    if not is_number(softcap) or not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be a finite int or float above 0, or 0.0 for none; got {softcap!r}.")
+    if not is_number(dropout_p) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be an int or float from 0 to below 1; got {dropout_p!r}.")
+    if pack_invariant and dropout_p:
         raise ValueError(
             "pack_invariant=True and dropout exclude each other: the pairs that are dropped depend on the place of a "
             "document in the pack. Set dropout_p=0.0 or pack_invariant=False."
@@ -65,35 +75,14 @@ def make_options(
             "stream. Set pack_invariant=False, or compute each path as a document."
         )
     return AttentionOptions(
-        scale=1.0 / math.sqrt(q.shape[2]) if scale is None else _positive(scale, "scale", "1/sqrt(head_dim)"),
-        softcap=_softcap(softcap),
+        scale=1.0 / math.sqrt(q.shape[2]) if scale is None else float(scale),
+        softcap=float(softcap),
         sinks=None if sinks is None else _sinks(sinks, q),
         alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes, q, mask),
-        dropout_p=_probability(dropout_p),
+        dropout_p=float(dropout_p),
         dropout_seed=_seed(dropout_seed, q) if dropout_p or dropout_seed is not None else None,
         pack_invariant=pack_invariant,
     )
-
-
-def _positive(value: float, name: str, default: str) -> float:
-    if not is_number(value) or not 0.0 < value < math.inf:
-        raise ValueError(
-            f"{name} must be a positive finite int or float, or None for {default}; got {value!r}. float() converts "
-            "other numbers."
-        )
-    return float(value)
-
-
-def _softcap(value: float) -> float:
-    if not is_number(value) or not 0.0 <= value < math.inf:
-        raise ValueError(f"softcap must be a finite int or float above 0, or 0.0 for none; got {value!r}.")
-    return float(value)
-
-
-def _probability(value: float) -> float:
-    if not is_number(value) or not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_p must be an int or float from 0 to below 1; got {value!r}.")
-    return float(value)
 
 
 def _sinks(sinks: Tensor, q: Tensor) -> Tensor:

@@ -268,6 +268,14 @@ class TestPlan:
             run(inputs, "blocked")
         assert len(made) == 1
 
+    def test_a_call_reads_the_plan_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Forward and backward get what `plan_tiles` has read."""
+        reads = []
+        read = blocked.read_plan
+        monkeypatch.setattr(blocked, "read_plan", lambda *a: reads.append(a) or read(*a))
+        run(make_inputs(BY_NAME["mixed"]), "blocked")
+        assert len(reads) == 1
+
 
 @pytest.mark.parametrize("softcap", [0.0, 50.0], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(7, torch.float32), (33, torch.float32), (7, torch.float64)])

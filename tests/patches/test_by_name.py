@@ -23,7 +23,7 @@ from tests.patches.test_patching import (
     positions,
     state,
 )
-from tritonpack.patches import attention_names
+from tritonpack.patches import parts
 from tritonpack.patches.applied_patch import applied_to
 
 NAME = "tritonpack"
@@ -269,9 +269,9 @@ def test_a_name_is_forgotten_with_its_configuration() -> None:
         model = tiny_model("llama")
         tritonpack.patch(model)
         key = id(model.config)
-        assert key in attention_names._names
+        assert key in parts._names
         del model
         gc.collect()
-        assert key not in attention_names._names
+        assert key not in parts._names
     finally:
         gc.unfreeze()

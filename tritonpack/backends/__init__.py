@@ -98,7 +98,8 @@ def load(name: str) -> BackendModule:
     Raises:
         BackendUnavailableError: a package that the backend imports isn't installed.
     """
-    _import(name)  # before `_modules` is read, because torch.compile keeps what it has read
+    if torch.compiler.is_compiling() or name not in _modules:  # torch.compile keeps what it has read of `_modules`
+        _import(name)
     return _modules[name]
 
 

@@ -49,12 +49,14 @@ class Plan(NamedTuple):
     """What is computed.
 
     Attributes:
+        table: the plan as a tensor, see `plan_of`.
         blocks: blocks, one tile after the other.
         runs: calls of the fused kernel.
         all_rows: whether runs have every query of the mask.
         one_run: whether a single run has all queries and all keys.
     """
 
+    table: Tensor
     blocks: list[Block]
     runs: list[fused.Run]
     all_rows: bool
@@ -71,20 +73,16 @@ def plan_tiles(
     """The plan as a table, made once; no table where the mask can't be read now, as under torch.compile."""
     if not on_host(mask.key_start):
         return NO_TABLES
-    return NO_TABLES._replace(blocks=_table(q, k, mask, options))
-
-
-def _table(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Tensor:
-    by = {"fuse": fused.serves(q, k, options), "pack_invariant": options.pack_invariant}
-    return mask.cached(("plan", *by.values()), lambda: plan_of(mask, **by))
+    plan = read_plan(q, k, mask, options, NO_TABLES)
+    return NO_TABLES._replace(blocks=plan.table, plan=plan)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
-    plan, dtype, head_dim_v = read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
-    q, k, v = (_widened(x, options) for x in (q, k, v))
+    plan, dtype, head_dim_v = tiles.plan or read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
+    q, k, v = _widened(q, options), _widened(k, options), _widened(v, options)
     if plan.one_run:
         out, lse = fused.forward(plan.runs[0], q, k, v, options)
     else:
@@ -93,7 +91,7 @@ def forward(
         if not plan.all_rows:
             out.zero_()
             lse.fill_(-math.inf)
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if plan.blocks:
             _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse.T)
         for run in plan.runs:
@@ -119,7 +117,7 @@ def _forward_blocks(
     if options.sinks is not None and not mask.is_tree:  # a sink is the first key of every row
         m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
         l_i.fill_(1.0)
-    scratch = _scratch(qs)
+    scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)  # see `_times_into`
     for block in blocks:
         rows = block.rows
         m_old = m_i[:, :, rows]
@@ -156,7 +154,7 @@ def backward(
     tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
-    plan = read_plan(q, k, mask, options, tiles)
+    plan = tiles.plan or read_plan(q, k, mask, options, tiles)
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
     dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
     if not plan.one_run:
@@ -210,7 +208,8 @@ def _backward_blocks(
     lse = lse.unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     dqs, dks, dvs = _split_heads(dq, ks), dk.transpose(0, 1), dv.transpose(0, 1)
-    scratch, scratch_dp = _scratch(qs), _scratch(qs)
+    scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)
+    scratch_dp = torch.empty_like(scratch)
     for block in blocks:
         rows, keys = block.rows, block.keys
         scores, slope = _scores(qs, ks, mask, block, options, scratch)
@@ -227,31 +226,24 @@ def _backward_blocks(
 
 
 def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> Plan:
-    """The plan of a call, made once per mask; waits for the mask's device."""
+    """The plan of a call, from the table in `tiles` or made now; once per mask. Waits for the mask's device."""
+    fuse, pack_invariant = fused.serves(q, k, options), options.pack_invariant
 
     def read() -> Plan:
-        return _read(_table(q, k, mask, options) if tiles.blocks is None else tiles.blocks, mask)
+        table = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant) if tiles.blocks is None else tiles.blocks
+        blocks, runs = [], []
+        for row, row_end, key, key_end, kind in table.tolist():
+            if kind < FULL:
+                runs.append(fused.Run(row, row_end, key, key_end, kind))
+            else:
+                blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
+        # The rows of runs ascend, and follow each other without a gap if each begins where the one before ends.
+        ends = [0, *(run.row_end for run in runs)]
+        all_rows = not blocks and [run.row for run in runs] == ends[:-1] and ends[-1] == mask.num_queries
+        one_run = all_rows and len(runs) == 1 and (runs[0].key, runs[0].key_end) == (0, mask.num_keys)
+        return Plan(table, blocks, runs, all_rows, one_run)
 
-    return mask.cached(("calls", fused.serves(q, k, options), options.pack_invariant), read)
-
-
-def _read(table: Tensor, mask: BlockDiagonalMask) -> Plan:
-    """The plan of a table from `plan_of`."""
-    kind = table[:, 4]
-    blocks = [
-        Block(slice(row, row_end), slice(key, key_end), kind == MASKED)
-        for row, row_end, key, key_end, kind in table[(kind == FULL) | (kind == MASKED)].tolist()
-    ]
-    runs = [fused.Run(*run) for run in table[kind < FULL].tolist()]
-    all_rows = not blocks and _covers([(run.row, run.row_end) for run in runs], mask.num_queries)
-    one_run = [run[:4] for run in runs] == [(0, mask.num_queries, 0, mask.num_keys)] and all_rows
-    return Plan(blocks, runs, all_rows, one_run)
-
-
-def _covers(spans: list[tuple[int, int]], total: int) -> bool:
-    """Whether spans [begin, end), in ascending order, follow each other from 0 to the total; False if some overlap."""
-    ends = [0, *(end for _, end in spans)]
-    return [begin for begin, _ in spans] == ends[:-1] and ends[-1] == total
+    return mask.cached(("plan", fuse, pack_invariant), read)
 
 
 def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
@@ -266,7 +258,7 @@ def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Ten
     if not fuse or mask.is_tree:
         kind.fill_(fused.OTHER)
     tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
-    runs = fused.runs_of(documents[kind < fused.OTHER])
+    runs = [piece for run in documents[kind < fused.OTHER].tolist() for piece in fused.pieces(fused.Run(*run))]
     blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
     runs_table = torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 5)
     return torch.cat([blocks, runs_table]).cpu()
@@ -331,9 +323,13 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
 
 
 def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
-    """(num_queries,) bool, True in rows that see nothing; None if there are none."""
-    blind = mask.key_start == mask.key_stop
-    return blind if bool(blind.any()) else None
+    """(num_queries,) bool, True in rows that see nothing; None if there are none. Kept with the mask."""
+
+    def find() -> Tensor | None:
+        blind = mask.key_start == mask.key_stop
+        return blind if bool(blind.any()) else None
+
+    return mask.cached("blind", find)
 
 
 def _scores(
@@ -377,9 +373,8 @@ def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
 def _heads_first(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
     """q [n, g, t, d], k and v [n, t, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
     NaN."""
-    unseen = _blind_rows(mask.transpose())
-    ks, vs = (_zero_rows(x.transpose(0, 1), unseen) for x in (k, v))
-    return _zero_rows(_split_heads(q, ks), _blind_rows(mask)), ks, vs
+    unseen, ks, vs = _blind_rows(mask.transpose()), k.transpose(0, 1), v.transpose(0, 1)
+    return _zero_rows(_split_heads(q, ks), _blind_rows(mask)), _zero_rows(ks, unseen), _zero_rows(vs, unseen)
 
 
 def _sinks(sinks: Tensor, qs: Tensor) -> Tensor:
@@ -413,18 +408,14 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2E).exp2_()
 
 
-def _scratch(qs: Tensor) -> Tensor:
-    """Room for a block's scores. Allocating it for every block would take a tenth of the time, mostly page faults."""
-    return qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)
-
-
 def _times(x: Tensor, y: Tensor) -> Tensor:
     """[n, g, m, a] @ [n, a, b] -> [n, g, m, b]: the query heads of a group are rows of one product."""
     return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
 
 
 def _times_into(scratch: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """`_times` and a factor, in a part of `scratch`."""
+    """`_times` and a factor, in a part of `scratch`, which has room for a block's scores. Allocating it for every block
+    would take a tenth of the time, mostly page faults."""
     rows = x.flatten(1, 2)
     shape = (*rows.shape[:2], y.shape[2])
     out = scratch[: math.prod(shape)].view(shape)

@@ -107,12 +107,7 @@ def documents_of(mask: BlockDiagonalMask) -> Tensor:
     return torch.stack([begins, ends, key, key_end, seen], 1)
 
 
-def runs_of(documents: Tensor) -> list[Run]:
-    """The calls for documents as `documents_of` returns them, none of them `OTHER`."""
-    return [piece for document in documents.tolist() for piece in _pieces(Run(*document))]
-
-
-def _pieces(run: Run) -> list[Run]:
+def pieces(run: Run) -> list[Run]:
     """The run itself, or a causal document cut to about equal numbers of queries, each with the keys up to its last."""
     rows = run.row_end - run.row
     number = round(rows / PIECE_ROWS)

@@ -13,7 +13,7 @@ that aren't needed are empty. On GPUs tritonpack/kernels/tables.py builds the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,14 @@ class TileTables(NamedTuple):
     """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need.
 
     `blocks` lists the blocks that tiles visit: in a mask of trees those of all three tables (tree_table.py), in the
-    backend "blocked" all blocks.
+    backend "blocked" all blocks. `plan` is what "blocked" has read of it; operators, which take tensors, read it again.
     """
 
     forward: Tensor | None
     keys: Tensor | None
     queries: Tensor | None
     blocks: Tensor | None = None
+    plan: Any = None
 
 
 NO_TABLES = TileTables(None, None, None)

@@ -340,16 +340,15 @@ def _mask(
 
     def with_spans() -> Intervals:
         seen = build(reach)
-        if spans is None:
-            return seen
+        assert spans is not None
         flat = checks.check_spans(spans, seen.start.shape[0], seen.start.device)
         return intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), flat)
 
-    seen = outside_inference_mode(with_spans)
+    seen = outside_inference_mode(partial(build, reach) if spans is None else with_spans)
     num_keys = seen.start.shape[0] if num_keys is None else num_keys
     mask = BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
     if seen.seen_by is not None:
-        mask.keep_transpose(*seen.seen_by)
+        mask.cached("seen by", lambda: seen.seen_by)
     return mask
 
 

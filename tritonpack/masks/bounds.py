@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# The fields that may hold tensors, and those of them with a number for each key instead of each query.
+TENSORS = ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places")
+OF_KEYS = ("query_start", "query_stop", "key_places")
+
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
@@ -60,17 +64,17 @@ class Bounds:
         needed = ["key_start", "key_stop"]
         if self.query_start is not None or self.query_stop is not None:
             needed += ["query_start", "query_stop"]
-        for name in ("key_start", "key_stop", "diagonal", "document_source", "query_start", "query_stop", "key_places"):
+        for name in TENSORS:
             x = getattr(self, name)
             if name not in needed and (x is None or (name == "document_source" and callable(x))):
                 continue
             if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.int32:
                 raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(x)}.")
-            of_keys = name in ("query_start", "query_stop", "key_places")
-            count, others = (self.num_keys, "keys") if of_keys else (self.num_queries, "queries of key_start")
-            if x.shape[0] != count or x.device != self.device:
+            count, device = self.num_keys if name in OF_KEYS else self.key_start.shape[0], self.key_start.device
+            if x.shape[0] != count or x.device != device:
+                others = "keys" if name in OF_KEYS else "queries of key_start"
                 raise ValueError(
-                    f"{name} must hold a number for each of the {count} {others}, on {self.device}; got {describe(x)}."
+                    f"{name} must hold a number for each of the {count} {others}, on {device}; got {describe(x)}."
                 )
 
     def _begin(self, copy: bool = False) -> None:
@@ -78,14 +82,19 @@ class Bounds:
 
         Inference tensors are always copied: torch counts no writes to them, so `check_unwritten` couldn't refuse them.
         """
-        compiling = torch.compiler.is_compiling()
-        for name, x in self._tensors():
+        compiling, counted = torch.compiler.is_compiling(), []
+        for name in TENSORS:
+            x = getattr(self, name)
+            if not isinstance(x, Tensor):
+                continue
             if copy or (not compiling and x.is_inference()):
-                object.__setattr__(self, name, outside_inference_mode(x.clone))
+                x = outside_inference_mode(x.clone)
+                object.__setattr__(self, name, x)
+            if not compiling:
+                counted.append((name, x, x._version))
         object.__setattr__(self, "_computed", {})
-        counted = [] if compiling else self._tensors()
-        object.__setattr__(self, "_versions", tuple((name, x, x._version) for name, x in counted))
-        object.__setattr__(self, "_captured", self._is_captured())
+        object.__setattr__(self, "_versions", tuple(counted))
+        object.__setattr__(self, "_captured", type(self.key_start) is Tensor and is_capturing(self.device))
         object.__setattr__(self, "_origin", None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,23 +143,20 @@ class Bounds:
         self.check_unwritten()
         if key not in self._computed:
             value = outside_inference_mode(build)
-            if self._is_captured() != self._captured:
+            if (type(self.key_start) is Tensor and is_capturing(self.device)) != self._captured:
                 return value
             self._computed[key] = value
         return self._computed[key]
-
-    def _is_captured(self) -> bool:
-        return type(self.key_start) is Tensor and is_capturing(self.device)
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        fields_and_values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return [(name, x) for name, x in fields_and_values if isinstance(x, Tensor)]
 
     def check_unwritten(self) -> None:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        if written := [name for name, x, version in self._versions if x._version != version]:
+        written = []
+        for name, x, version in self._versions:
+            if x._version != version:
+                written.append(name)
+        if written:
             raise ValueError(
                 f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
                 "made. Its transpose, tile tables and documents belong to the old values. Make a new mask for new "
@@ -186,13 +192,10 @@ class Bounds:
         transposed.check_unwritten()
         return transposed
 
-    def keep_transpose(self, query_start: Tensor, query_stop: Tensor) -> None:
-        """Keep the bounds of the transpose, (num_keys,) int32, which `transpose` then needn't compute."""
-        self.cached("seen by", lambda: (query_start, query_stop))
-
     def _transpose(self) -> Self:
         # Not `self`, which would be a reference cycle.
         source = self._computed.get("document", self.document_source)
+        # The bounds of the transpose, (num_keys,) int32, if they were computed along with the mask.
         start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
         if (start is None or stop is None) and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals

@@ -18,11 +18,11 @@ from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
 from tritonpack.patches.applied_patch import base_of
+from tritonpack.patches.interface import takes_tokens
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.report import layer_windows
-from tritonpack.patches.towers import takes_tokens
 
 
 class ShardedForward(InstanceForward):

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from tritonpack import notices
 from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.compact import Compaction
@@ -21,12 +20,12 @@ from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
 from tritonpack.patches.guards import NoContinuousBatching, VirtualTokens
 from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.choose import forward_for
-from tritonpack.patches.layers.image_positions import METHOD, DocumentPositions
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.poolers import pooler_forward
+from tritonpack.patches.layers.positions import METHOD, DocumentPositions
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward, Part, PreHook
+from tritonpack.patches.parts import AttentionName, InstanceForward, Part, PreHook
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import Report, holds, make_report

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compact import Compaction, share
@@ -26,12 +25,11 @@ from tritonpack.patches.families import (
 )
 from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_masks_kept, require_whole_rows
 from tritonpack.patches.interface import NAMES, require_own_attention, served
-from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
-from tritonpack.patches.layers.positions import from_padding
+from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import Call, PackingContext
-from tritonpack.patches.pair_masks import is_pair_mask
-from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
+from tritonpack.patches.parse_inputs import OpenMask, is_pair_mask, make_packed_batch, require_depths
+from tritonpack.patches.parts import AttentionName
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import Report
@@ -185,16 +183,14 @@ class BaseForward(Pipeline):
                 head.require_in_place()
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        return self.read_documents(arguments)
-
-    def read_documents(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """The packing of a call; None if its masks are made already, or if the model itself refuses the call."""
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
         pairs = is_pair_mask(mask) and self.outermost and self.context.current.told is None
-        if mask is not None and not pairs and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
+        two = mask is None or isinstance(mask, PackedBatch) or (isinstance(mask, Tensor) and mask.ndim == 2)
+        if not two and not pairs:
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
         tokens, shape = tokens_of(arguments)

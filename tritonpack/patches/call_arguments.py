@@ -67,7 +67,10 @@ FORMS = {
 
 def cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among the arguments or the outputs of a call, under any of its names; None without one."""
-    return next((value for name, value in values.items() if name in CACHES and value is not None), None)
+    for name, value in values.items():
+        if name in CACHES and value is not None:
+            return value
+    return None
 
 
 def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:

@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import Options
-from tritonpack.patches.families import BOTH_WAYS, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import BOTH_WAYS, ONE_DOCUMENT_A_ROW, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.choose import fits
-from tritonpack.patches.names import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.proof import refuse_layers_in_trees
 from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
+from tritonpack.patches.families import OF_OTHERS, is_of_tokens
 from tritonpack.patches.labels import IGNORED, before_documents
-from tritonpack.patches.names import OF_OTHERS, is_of_tokens
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import Placement, Row
 from tritonpack.patches.tensor_like import TensorLike, as_tensor

@@ -84,7 +84,7 @@ def require_whole_rows() -> None:
         UnsupportedModelError: the message names what was found and the remedy.
     """
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
-        if _is_from(function, "deepspeed.runtime.sequence_parallel"):
+        if isinstance(function, FunctionType) and function.__module__.startswith("deepspeed.runtime.sequence_parallel"):
             raise UnsupportedModelError(
                 f"DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {name!r} "
                 "in this process. It shards rows without telling a patched model, and drops the mask that keeps "

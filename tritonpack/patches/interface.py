@@ -1,6 +1,8 @@
 """The functions that transformers calls by our names: one makes the mask of a kind of layer, the others are attention.
 
-If a model has one of the names and isn't patched, its calls are refused.
+If a model has one of the names and isn't patched, its calls are refused. Towers are the parts of a model that turn
+images or sounds into embeddings. A model that is loaded with our name has it in all of its parts, and `patch` does not
+change towers, so their attention runs here, too.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.families import UNLIKE_BY_SDPA
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.patches.families import UNLIKE_BY_SDPA, WITHIN_TOKENS
 from tritonpack.patches.guards import require_masks_kept
 from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
-from tritonpack.patches.towers import attend_in_tower, attends_within_tokens, takes_tokens
 
 # The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
@@ -327,3 +330,44 @@ def require_own_attention(name: str) -> None:
             f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
             "apart. Remove that replacement, or call tritonpack.unpatch(model)."
         )
+
+
+# Options of attention that no known tower uses; a tower that does is refused.
+MORE_THAN_A_TOWER = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
+
+
+def takes_tokens(module: nn.Module) -> bool:
+    """Whether an attention layer attends among tokens of text, which may be packed documents.
+
+    A tower has no vocabulary. A few layers of language models attend among the states of one token.
+    """
+    config = getattr(module, "config", None)
+    of_text = config is None or getattr(config, "vocab_size", None) is not None
+    return of_text and not attends_within_tokens(module)
+
+
+def attends_within_tokens(module: nn.Module) -> bool:
+    """Whether an attention layer attends among the states of one token, which needs no mask."""
+    return type(module).__name__ in WITHIN_TOKENS
+
+
+def attend_in_tower(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, **kwargs: Any
+) -> Tensor:
+    """Attention of a tower that gives no mask: query, key and value (B, H, T, D) -> (B, T, H, D_v).
+
+    A query sees its whole row, or its image if the call says by `cu_seq_lens_q` and `cu_seq_lens_k` where images end.
+    """
+    if unknown := [name for name in MORE_THAN_A_TOWER if kwargs.get(name) is not None]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for {', '.join(unknown)}, which tritonpack's attention doesn't compute for "
+            "a tower. Give its sub-config attn_implementation='sdpa' or 'eager'."
+        )
+    offsets_q, offsets_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if offsets_q is None:
+        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=False)[0]
+    mask = BlockDiagonalMask.from_cu_seqlens(
+        offsets_q, offsets_k, causal=False, total_q=query.shape[2], total_k=key.shape[2]
+    )
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    return varlen_attention(q, k, v, mask, scale=scaling, dropout_p=dropout)[None]

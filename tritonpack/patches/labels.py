@@ -24,24 +24,18 @@ OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Refuse labels of trees that a loss would shift, and warn of labels that are predicted from a wrong token."""
-    if arguments.get("labels") is not None:
-        require_targets_of_trees(model, arguments, packed_batch)
-        warn_of_first_labels(model, arguments, packed_batch)
-        check_padding_labels(model, arguments, packed_batch)
-
-
-def require_targets_of_trees(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Refuse labels along a row that is a tree, for a loss that shifts them: the next token may be of another branch.
+    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree.
 
     Raises:
-        ValueError: labels without `shift_labels`.
+        ValueError: labels of a tree without `shift_labels`: the next token in the row may be of another branch.
     """
-    if packed_batch.tree_ends is not None and arguments.get("labels") is not None and shifts_labels(model, arguments):
+    if packed_batch.tree_ends is not None and shifts_labels(model, arguments):
         raise ValueError(
             "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
             "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
         )
+    warn_of_first_labels(model, arguments, packed_batch)
+    check_padding_labels(model, arguments, packed_batch)
 
 
 def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:

@@ -31,14 +31,13 @@ from tritonpack.patches.call_arguments import (
 )
 from tritonpack.patches.compact import labels_of, lay_back_head
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
+from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
 from tritonpack.patches.guards import require_read
 from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
-from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to_model
-from tritonpack.patches.names import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import Call, PackingContext
-from tritonpack.patches.pair_masks import is_pair_mask
-from tritonpack.patches.parse_inputs import OpenMaskError, make_packed_batch
+from tritonpack.patches.parse_inputs import OpenMaskError, is_pair_mask, make_packed_batch
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.report import holds
 from tritonpack.patches.spans import POSITIONS, take_spans
@@ -180,7 +179,7 @@ class Pipeline(InstanceForward):
         # Beside a cache a mask of pairs is generate()'s, which the base claims.
         pairs = is_pair_mask(mask) and cache_of(arguments) is None
         made = mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2)
-        return None if made else self.base.read_documents(arguments)
+        return None if made else self.base.read(arguments)
 
     def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
         """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
@@ -222,10 +221,10 @@ class Pipeline(InstanceForward):
 
     def _require_parts(self) -> None:
         """Refuse a call if the patched module was replaced since. It may be wrapped."""
-        part = self.module
+        part, base = self.module, self.base._module()
         for name in self.path.split(".") if self.path else ():
             part = getattr(part, name, None)
-        if self.base.gone or (part is not self.base.module and not holds(self.module, self.base.module)):
+        if base is None or (part is not base and not holds(self.module, base)):
             raise UnsupportedModelError(
                 f"{self.name} was patched with a {self.part} as its {self.path}, which was replaced since, and nothing "
                 "tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model that the "

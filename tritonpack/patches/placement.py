@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tritonpack.patches.names import OF_DOCUMENTS
+from tritonpack.patches.families import OF_DOCUMENTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import TREE, tokens_of
 from tritonpack.patches.exact_classes import installed, is_shown, without_wrappers
-from tritonpack.patches.families import HEADS_SHIFT, REFUSED_IN_TREES
+from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
 from tritonpack.patches.forwards import foreign_modules, has_known_loss, holds_both_sides
 from tritonpack.patches.interface import stock_name, use_eager_if_sdpa_differs
 from tritonpack.patches.labels import IGNORED
@@ -38,7 +38,6 @@ from tritonpack.patches.measuring import (
     parts_in,
     rounding_of,
 )
-from tritonpack.patches.names import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.no_trace import no_trace
 from tritonpack.patches.report import holds, layer_windows
 from tritonpack.patches.rope import rope_limits
