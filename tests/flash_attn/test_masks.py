@@ -136,6 +136,8 @@ def test_masks_of_inference_mode_are_not_used_in_training(cu: Tensor) -> None:
     q = torch.randn(9, 2, 16, requires_grad=True)
     with torch.inference_mode():
         fa2.flash_attn_varlen_func(q, q, q, cu, cu)
+        inside = build(cu)
+    assert build(cu) is not inside
     fa2.flash_attn_varlen_func(q, q, q, cu, cu).sum().backward()
     assert q.grad is not None
 
