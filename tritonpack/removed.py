@@ -11,6 +11,9 @@ REMOVED = {
     "RankFailedError": "if a rank fails, the others end with torch.distributed's error, after their group's time limit",
     "pack_to_disk": _TO_DISK,
     "PackedFolder": _TO_DISK,
+    "bench": "in a clone of the repository run python -m benchmarks.gpu",
+    "demo": "in a clone of the repository run make demo",
+    "demo-grpo": "in a clone of the repository run make demo-grpo",
 }
 
 

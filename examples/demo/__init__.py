@@ -23,8 +23,8 @@ from examples.demo.training import (
     train_in_turns,
 )
 from tritonpack.cli.machine import resolve_device
-from tritonpack.cli.words import count
 from tritonpack.errors import IsolationError
+from tritonpack.packing.lengths import count
 from tritonpack.testing import check_isolation
 
 if TYPE_CHECKING:  # so that benchmarks/training.py runs where rich is absent

@@ -22,7 +22,7 @@ from tritonpack.cli.figures import (
     make_panels,
 )
 from tritonpack.cli.files import write_figure
-from tritonpack.cli.words import count
+from tritonpack.packing.lengths import count
 
 _STYLES: dict[Way, dict[str, Any]] = {
     "padded": {"color": "#0072B2", "linewidth": 5, "alpha": 0.4, "zorder": 1},

@@ -1,4 +1,6 @@
-"""Run a command line and return its exit code."""
+"""Run command lines."""
+
+import re
 
 import pytest
 
@@ -6,6 +8,17 @@ from tritonpack.cli import main
 
 
 def run(*arguments: object) -> object:
+    """The exit code of a command line."""
     with pytest.raises(SystemExit) as exit_info:
         main([str(argument) for argument in arguments])
     return exit_info.value.code
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The message of a wrong command line: one line on standard error, exit code 2, nothing on standard output."""
+    capsys.readouterr()
+    assert run(*arguments) == 2, arguments
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"error: [^\n]*\n", captured.err), captured.err
+    return captured.err

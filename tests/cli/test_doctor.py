@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from tests.cli.command import run
+from tests.cli.command import refused, run
 from tritonpack.backends import has_matrix_products
 from tritonpack.cli import doctor
 from tritonpack.cli.doctor import Finding
@@ -49,7 +49,7 @@ def test_every_check_that_runs_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
     assert report["facts"]["torch"] in output
 
 
-def test_failing_check_exits_with_1(capsys, monkeypatch):
+def test_failing_check_exits_with_1_and_progress_is_shown_on_a_terminal(capsys, monkeypatch):
     def broken():
         raise RuntimeError("no [such] symbol")
 
@@ -58,24 +58,26 @@ def test_failing_check_exits_with_1(capsys, monkeypatch):
 
     monkeypatch.setattr(doctor, "CHECKS", {"one": broken, "two": absent, "three": lambda: "as it should be"})
     assert run("doctor") == 1
-    output = capsys.readouterr().out
+    output, error = capsys.readouterr()
     assert re.search(r"│ one +│ wrong .*RuntimeError: no \[such\] symbol", output)
+    assert re.search(r"│ two +│ not here .*there is none", output)
     assert re.search(r"│ three +│ right .*as it should be", output)
     assert "Something should work here and doesn't: one." in output
+    assert error == ""
+    monkeypatch.setattr(doctor, "Console", lambda **options: Console(force_terminal=True, **options))
+    run("doctor")
+    assert "three" in capsys.readouterr().err
+    assert "--json /proc/nowhere/x can't be written" in refused(capsys, "doctor", "--json", "/proc/nowhere/x")
 
 
-def test_wrong_backend_is_found(monkeypatch):
+def wrong_backend(patch):
     from tritonpack.backends import blocked
 
     forward = blocked.forward
-    monkeypatch.setattr(blocked, "forward", lambda *a, **k: tuple(x * 1.01 for x in forward(*a, **k)))
-    found = doctor.run_check("attention", lambda: doctor.attention("blocked"))
-    assert found.outcome == "wrong"
-    assert "beyond twice plain attention's error" in found.detail
+    patch.setattr(blocked, "forward", lambda *a, **k: tuple(x * 1.01 for x in forward(*a, **k)))
 
 
-@pytest.mark.parametrize("wrong", get_args(Exchange))
-def test_wrong_exchange_is_found(monkeypatch, wrong):
+def wrong_exchange(patch, wrong):
     from tritonpack import parallel
 
     attend = parallel.attend
@@ -83,95 +85,87 @@ def test_wrong_exchange_is_found(monkeypatch, wrong):
     def wrong_in_one(*args, exchange, **options):
         return attend(*args, exchange=exchange, **options) * (1.01 if exchange == wrong else 1.0)
 
-    monkeypatch.setattr(parallel, "attend", wrong_in_one)
-    found = doctor.run_check("exchanges", doctor.sequence_parallelism)
-    assert found.outcome == "wrong"
-    assert f"exchange='{wrong}': Tensor-likes are not close" in found.detail
+    patch.setattr(parallel, "attend", wrong_in_one)
 
 
-def test_leak_of_a_patched_model_is_found(monkeypatch):
+def leak(patch):
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("tritonpack.patches.patch", lambda model: model.train())
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "__enter__", lambda model: model, raising=False)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "__exit__", lambda *_: None, raising=False)
-    found = doctor.run_check("models", doctor.models)
-    assert found.outcome == "wrong"
-    assert "see each other" in found.detail
+    patch.setattr("tritonpack.patches.patch", lambda model: model.train())
+    patch.setattr(transformers.LlamaForCausalLM, "__enter__", lambda model: model, raising=False)
+    patch.setattr(transformers.LlamaForCausalLM, "__exit__", lambda *_: None, raising=False)
+
+
+def no_packages(patch):
+    patch.setattr("importlib.util.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize(
-    ("package", "check"), [("transformers", doctor.models), ("numba", doctor.packing)], ids=["transformers", "numba"]
+    ("what", "broken", "outcome", "message"),
+    [
+        ("attention: blocked", wrong_backend, "wrong", "beyond twice plain attention's error"),
+        *[("sequence parallelism", lambda patch, one=one: wrong_exchange(patch, one), "wrong",
+           f"exchange='{one}': Tensor-likes are not close") for one in get_args(Exchange)],
+        ("patched models", leak, "wrong", "see each other"),
+        ("patched models", no_packages, "not here", "pip install transformers"),
+        ("packing", no_packages, "not here", "pip install numba"),
+        ("packing", lambda patch: patch.setattr("tritonpack.packing.pack", lambda *_, **__: [[0]]), "wrong", "in bins"),
+        ("attention: blocked", lambda patch: patch.setitem(sys.modules, "tritonpack.testing", None), "wrong",
+         "ModuleNotFoundError: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_found(what, broken, outcome, message, monkeypatch):
+    broken(monkeypatch)
+    found = doctor.run_check(what, doctor.CHECKS[what])
+    assert found.outcome == outcome
+    assert message in found.detail
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "outcome", "message"),
+    [
+        ({}, None, None, None),
+        ({"transformers": None, "triton": None, "numba": None}, None, None, None),
+        ({"torch": "2.20.0"}, None, None, None),
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, None, None, None),
+        ({"triton": "3.7.1"}, None, None, None),
+        ({"python": "3.9.18"}, "python", "wrong", "3.9.18 is too old; tritonpack needs 3.10 or later"),
+        ({"torch": "2.7.1+cu126"}, "torch", "wrong", "2.7.1+cu126 is too old"),
+        ({"triton": "3.5.1"}, "triton", "wrong", "pip install -U 'triton>=3.6'"),
+        ({"transformers": "4.57.0"}, "transformers", "wrong", "4.57.0 is too old"),
+        ({"transformers": "5.30.0.dev0"}, "transformers", "warning", "tritonpack check MODEL"),
+        ({"triton": "3.6.0", "numpy": "2.4.0"}, "triton and numpy", "warning", "numpy<2.4"),
+    ],
 )
-def test_missing_package_makes_a_check_not_here(package, check, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = doctor.run_check("it", check)
-    assert found.outcome == "not here"
-    assert f"pip install {package}" in found.detail
+def test_versions(changed, what, outcome, message):
+    found = list(doctor.examine_versions(WELL | changed))
+    assert [(one.what, one.outcome) for one in found] == ([] if what is None else [(what, outcome)])
+    assert all(message in one.detail for one in found)
 
 
-class TestVersions:
-    def of(self, **changed):
-        return list(doctor.examine_versions(WELL | changed))
+def test_oldest_versions_agree_with_pyproject():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = [f"python{project['requires-python']}", *(x.split(";")[0] for x in project["dependencies"])]
+    for package, oldest in doctor.OLDEST.items():
+        assert package + (f">={oldest}" if oldest else "") in declared
 
-    def test_known_versions_have_no_finding(self):
-        assert self.of() == []
-        assert self.of(transformers=None, triton=None, numba=None) == []
 
-    @pytest.mark.parametrize(
-        ("package", "version"),
-        [("python", "3.9.18"), ("torch", "2.7.1+cu126"), ("triton", "3.5.1"), ("transformers", "4.57.0")],
-    )
-    def test_old_versions_are_wrong(self, package, version):
-        (found,) = self.of(**{package: version})
-        assert (found.what, found.outcome) == (package, "wrong")
-        assert version in found.detail
-
-    def test_untested_transformers_is_a_warning(self):
-        (found,) = self.of(transformers="5.30.0.dev0")
-        assert found.outcome == "warning"
-        assert "tritonpack check MODEL" in found.detail
-        assert self.of(torch="2.20.0") == []
-
-    def test_triton_and_numpy_that_fail_together_are_a_warning(self):
-        (found,) = self.of(triton="3.6.0", numpy="2.4.0")
-        assert (found.what, found.outcome) == ("triton and numpy", "warning")
-        assert self.of(triton="3.6.0", numpy="2.3.5") == self.of(triton="3.7.1") == []
-
-    def test_gpu_that_torch_cannot_see_is_a_warning(self, monkeypatch):
-        monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-        monkeypatch.setattr("torch.version.cuda", None)
+def test_gpu_that_torch_cannot_use_is_a_warning(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    for cuda, message in ((None, "built without CUDA"), ("12.6", "new enough for CUDA 12.6?")):
+        monkeypatch.setattr("torch.version.cuda", cuda)
         (found,) = doctor.examine_gpu()
         assert (found.what, found.outcome) == ("GPU", "warning")
-        assert "built without CUDA" in found.detail
-        monkeypatch.setattr("shutil.which", lambda name: None)
-        assert not list(doctor.examine_gpu())
-
-    @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-    def test_gpu_without_matrix_instructions_is_a_warning(self, capability, monkeypatch):
-        monkeypatch.setattr("tritonpack.cli.doctor.has_matrix_products", has_matrix_products.__wrapped__)
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-        found = list(doctor.examine_gpu())
-        assert len(found) == (capability < (8, 0))
-        assert all(f.detail.startswith("Tesla T4 (compute capability 7.5): ") for f in found)
-
-    def test_oldest_versions_agree_with_pyproject(self):
-        tomllib = pytest.importorskip("tomllib")
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-        declared = [f"python{project['requires-python']}", *(x.split(";")[0] for x in project["dependencies"])]
-        for package, oldest in doctor.OLDEST.items():
-            assert package + (f">={oldest}" if oldest else "") in declared
-
-
-def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "CHECKS", {"some check": lambda: "right"})
-    run("doctor")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(doctor, "Console", lambda **options: Console(force_terminal=True, **options))
-    run("doctor")
-    assert "some check" in capsys.readouterr().err
+        assert message in found.detail
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert not list(doctor.examine_gpu())
+    monkeypatch.setattr("tritonpack.cli.doctor.has_matrix_products", has_matrix_products.__wrapped__)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
+    for capability, expected in (((7, 5), ["Tesla T4 (compute capability 7.5): "]), ((8, 0), [])):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None, of=capability: of)
+        assert [found.detail[:35] for found in doctor.examine_gpu()] == expected
 
 
 def test_verdict_names_checks_by_outcome():
@@ -208,14 +202,3 @@ def test_doctor_runs_with_torch_alone():
         assert re.search(rf"{what} +│ not here │ .*{reason}", result.stdout)
     assert re.search("packing +│ not here .*pip install numba", result.stdout)
     assert re.search("attention: blocked +│ right", result.stdout)
-
-
-def test_parts_that_cannot_be_imported_are_reported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tritonpack.testing", None)
-    found = doctor.run_check("attention", lambda: doctor.attention("blocked"))
-    assert (found.outcome, found.detail.partition(":")[0]) == ("wrong", "ModuleNotFoundError")
-
-
-def test_unwritable_report_exits_with_2(capsys):
-    assert run("doctor", "--json", "/proc/nowhere/x") == 2
-    assert "/proc/nowhere" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+"""read_lengths: each form of a file, and each wrong one with its message."""
+
 import re
 import sys
 
@@ -7,14 +9,25 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tritonpack.cli.lengths import READERS, read_lengths
-from tritonpack.cli.paths import LENGTHS
+from tritonpack.cli.files import LENGTHS
+from tritonpack.cli.lengths import read_lengths
 
 
 def written(tmp_path, name, content):
+    """A file of text, of bytes, or of an array or the columns of a table."""
     path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, np.ndarray):
+        np.save(path, content, allow_pickle=True)
+    elif isinstance(content, dict):
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table(content), path, row_group_size=2)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
+
+
+IDS = [[7, 8, 9], [7], [7, 8]]
+TABLE = {"text": ["a", "b", "c"], "n": np.array([3, 1, 2], np.uint16), "input_ids": IDS}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +55,10 @@ def written(tmp_path, name, content):
         ("a.csv", "text\tlength\na\t3\nb\t1\nc\t2\n", None),
         ("a.csv", "\ufefflength\r\n3\r\n1\r\n2", None),
         ("a.csv", "\n\n3\n1\n2\n", None),
+        *[("a.npy", np.array([3, 1, 2], dtype), None) for dtype in (np.int64, np.uint8, np.uint64, ">u4")],
+        ("a.parquet", TABLE, None),
+        ("a.parquet", TABLE, "n"),
+        ("a.parquet", {"n": np.array([3, 1, 2], np.uint64)}, None),
     ],
 )
 def test_reads(tmp_path, name, content, column):
@@ -50,77 +67,6 @@ def test_reads(tmp_path, name, content, column):
     lengths = read_lengths(written(tmp_path, name, content), column)
     assert lengths.tolist() == [3, 1, 2]
     assert lengths.dtype == np.int64
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32, ">u4"])
-def test_reads_npy(tmp_path, dtype):
-    np.save(tmp_path / "a.npy", np.array([3, 1, 2], dtype=dtype))
-    assert read_lengths(tmp_path / "a.npy").tolist() == [3, 1, 2]
-
-
-def test_reads_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    ids = [[7, 8, 9], [7], [7, 8]]
-    table = pyarrow.table({"text": ["a", "b", "c"], "n": pyarrow.array([3, 1, 2], pyarrow.uint16()), "input_ids": ids})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    assert read_lengths(tmp_path / "a.parquet").tolist() == [3, 1, 2]
-    assert read_lengths(tmp_path / "a.parquet", "n").tolist() == [3, 1, 2]
-    with pytest.raises(ValueError, match=r"a.parquet, column 'text', holds string, neither integers nor lists"):
-        read_lengths(tmp_path / "a.parquet", "text")
-    with pytest.raises(ValueError, match=r"a.parquet has no column 'm'; it has 'text', 'n', 'input_ids'"):
-        read_lengths(tmp_path / "a.parquet", "m")
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ([3, None, 2], "column 'n', has missing values"),
-        ([3.0, 1.0], "column 'n', holds double"),
-        ([3, 0], "document 1, has 0 tokens"),
-        ([[7], []], "document 1, has 0 tokens"),
-        ([["a"]], "column 'n', holds string"),
-    ],
-)
-def test_refuses_parquet(tmp_path, column, message):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"n": column}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=message):
-        read_lengths(tmp_path / "a.parquet")
-
-
-def test_damaged_parquet_names_the_document(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
-    ids = [list(range(number, number + 100)) for number in range(200_000 // 100)]
-    with parquet.ParquetWriter(path, pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int64()))])) as writer:
-        writer.write_table(pyarrow.table({"input_ids": ids}))
-        writer.write_table(pyarrow.table({"input_ids": ids}))
-    start = parquet.read_metadata(path).row_group(1).column(0).data_page_offset
-    data = bytearray(path.read_bytes())
-    data[start + 40 : start + 90] = bytes(50)
-    path.write_bytes(data)
-    with pytest.raises(
-        ValueError, match=r"a.parquet, document \d+ or one after it, column 'input_ids', can't be read: "
-    ):
-        read_lengths(path)
-
-
-@pytest.mark.parametrize("ending", LENGTHS)
-def test_errors_of_the_system_name_the_file(tmp_path, ending):
-    path = tmp_path / f"a{ending}"
-    path.symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        read_lengths(path)
-    assert tuple(READERS) == LENGTHS
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_message_names_missing_pyarrow(tmp_path, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=rf"{name} is read with pyarrow, which isn't installed; pip install pyarrow"):
-        read_lengths(written(tmp_path, name, "3\n"))
 
 
 @pytest.mark.parametrize(
@@ -133,14 +79,8 @@ def test_message_names_missing_pyarrow(tmp_path, monkeypatch, name):
         ("a.json", "[]", "holds no document"),
         ("a.json", "{}", "has the columns none"),
         ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; name the one with the lengths with --column"),
-        ("a.json", "[1, NaN]", "document 1, is NaN, neither a number of tokens"),
-        ("a.json", "[1, 2.0]", "document 1, is 2.0, neither"),
-        ("a.json", "[1, true]", "document 1, is true, neither"),
-        ("a.json", "[1, null]", "document 1, is null, neither"),
-        ("a.json", '[1, "two"]', 'document 1, is "two", neither'),
-        ("a.json", "[1, -2]", "document 1, is -2, neither"),
-        ("a.json", "[[7], []]", "document 1, is [], neither"),
-        ("a.json", '[["Hello", "world"]]', 'document 0, is ["Hello", "world"], neither'),
+        *[("a.json", f"[1, {value}]", f"document 1, is {value}, neither a number of tokens from 1 to 2147483647 nor a")
+          for value in ("NaN", "2.0", "true", "null", '"two"', "-2", "[]", '["Hello"]', "2147483648")],
         ("a.json", "[" * 100_000, "can't be read as a .json file"),
         ("a.json", "[" + "9" * 5000 + "]", "can't be read as a .json file"),
         ("a.json", b"\xff\xfe\x00", "can't be read as a .json file: 'utf-8' codec"),
@@ -151,21 +91,47 @@ def test_message_names_missing_pyarrow(tmp_path, monkeypatch, name):
         ("a.jsonl", '{"n": 1}\n{"m": 1}', "line 2 has no column 'n'; it has 'm'"),
         ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is 0, neither"),
         ("a.jsonl", "\x89PNG", "line 1, isn't JSON"),
+        ("a.jsonl", b"3\n4\n\xff\xfe\n", "line 1 or one after it, can't be read: 'utf-8' codec"),
+        ("a.jsonl", "3\n" + "[" * 100_000, "line 2, isn't JSON: '[[["),
         ("a.txt", "3\n4.5\n", "line 2, is 4.5, neither"),
         ("a.txt", "3\nfour\n", "line 2, isn't a number: 'four'"),
-        ("a.txt", "3\n99999999999999999999\n", "line 2, is 99999999999999999999, neither"),
+        ("a.txt", "3\n" + "9" * 20, "line 2, is 99999999999999999999, neither"),
+        ("a.txt", "3\n" + "9" * 5000, "line 2, isn't a number: '999"),
+        ("a.txt", "3\n".encode("utf-16"), "line 1 or one after it, can't be read: 'utf-8' codec can't"),
+        ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
         ("a.npy", "[1, 2]", "can't be read as a .npy file"),
         ("a.npy", b"\x93NUMPY\x01\x00", "can't be read as a .npy file"),
         ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read as a .npy file"),
-        ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
-        ("a.jsonl", b"3\n4\n\xff\xfe\n", "line 1 or one after it, can't be read: 'utf-8' codec"),
-        ("a.jsonl", b"3\n" * 9000 + b"\xff\n", "or one after it, can't be read: 'utf-8' codec"),
-        ("a.txt", "3\n".encode("utf-16"), "line 1 or one after it, can't be read: 'utf-8' codec"),
-        ("a.jsonl", "3\n" + "[" * 100_000, "line 2, isn't JSON: '[[["),
-        ("a.txt", "3\n" + "9" * 5000, "line 2, isn't a number: '999"),
+        ("a.npy", np.array([1.0, 2.0]), "float64 of shape (2,), not a row of integers"),
+        ("a.npy", np.array([[1, 2]]), "int64 of shape (1, 2)"),
+        ("a.npy", np.array([4, 0]), "document 1, has 0 tokens"),
+        ("a.npy", np.array([4, 2**63], np.uint64), "document 1, has 9223372036854775808 tokens; a document has"),
+        ("a.npy", np.array([4, 2**31]), "document 1, has 2147483648 tokens; a document has from 1 to 2147483647"),
+        ("a.npy", np.zeros(0, np.int64), "holds no document"),
+        ("a.npy", np.array([[1], [2, 3]], dtype=object), "can't be read as a .npy file: Object arrays"),
+        ("a.csv", "length\n3\nnan\n", "Row #3: CSV conversion error to int64: invalid value 'nan'"),
+        ("a.csv", "length\n3\n4.5\n", "Row #3: CSV conversion error to int64: invalid value '4.5'"),
+        ("a.csv", "length,m\n3,4\n,5\n", "Row #3: CSV conversion error to int64: invalid value ''"),
+        ("a.csv", "length\n3\n0\n", "document 1, has 0 tokens"),
+        ("a.csv", "4.5\n3\n", "Row #1: CSV conversion error to int64: invalid value '4.5'"),
+        ("a.csv", "length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
+        ("a.csv", "n,m\n3,4\n", "has the columns 'n', 'm'"),
+        ("a.csv", "\n3,4\n5,6\n", "a.csv has no header: its first line is '3,4'. Write the names of the columns into"),
+        ("a.csv", "length\n" + "9" * 20, "invalid value '99999999999999999999'"),
+        ("a.csv", "", "Empty CSV file"),
+        ("a.parquet", "PAR1 or so", "can't be read as a .parquet file"),
+        ("a.parquet", {"n": [3, None, 2]}, "column 'n', has missing values (null)"),
+        ("a.parquet", {"n": [3.0, 1.0]}, "column 'n', has values of the type double, not integers or lists of token"),
+        ("a.parquet", {"n": [3, 0]}, "document 1, has 0 tokens"),
+        ("a.parquet", {"n": [[7], []]}, "document 1, has 0 tokens"),
+        ("a.parquet", {"n": [["a"]]}, "column 'n', has values of the type string"),
+        ("a.parquet", {"a": [1], "b": [1]}, "has the columns 'a', 'b'; name the one"),
+        ("a.parquet", {"n": np.zeros(0, np.int64)}, "holds no document"),
     ],
-)
+)  # fmt: skip
 def test_refuses(tmp_path, name, content, message):
+    if name == "a.csv":
+        pytest.importorskip("pyarrow")
     path = written(tmp_path, name, content)
     with pytest.raises(ValueError, match=re.escape(message)) as info:
         read_lengths(path)
@@ -174,65 +140,45 @@ def test_refuses(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "column", "message"),
     [
-        ("length\n3\nnan\n", "Row #3: CSV conversion error to int64: invalid value 'nan'"),
-        ("length\n3\n4.5\n", "Row #3: CSV conversion error to int64: invalid value '4.5'"),
-        ("length,m\n3,4\n,5\n", "Row #3: CSV conversion error to int64: invalid value ''"),
-        ("length\n3\n0\n", "document 1, has 0 tokens"),
-        ("4.5\n3\n", "Row #1: CSV conversion error to int64: invalid value '4.5'"),
-        ("length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
-        ("n,m\n3,4\n", "has the columns 'n', 'm'"),
-        ("\n3,4\n5,6\n", "a.csv has no header: its first line is '3,4'. Write the names of the columns into the first"),
-        ("length\n99999999999999999999\n", "invalid value '99999999999999999999'"),
-        ("", "Empty CSV file"),
+        ("a.txt", "3\n", "n", "is 3, not an object with the column 'n'"),
+        ("a.jsonl", "3\n", "n", "is 3, not an object with the column 'n'"),
+        ("a.json", "[3]", "n", "is 3, not an object with the column 'n'"),
+        ("a.npy", np.array([3]), "n", "has no columns, but --column n was asked for; leave it out"),
+        ("a.csv", "3\n4\n", "n", "has no header: its first line is '3'. Write"),
+        ("a.parquet", TABLE, "text", "column 'text', has values of the type string"),
+        ("a.parquet", TABLE, "m", "has no column 'm'; it has 'text', 'n', 'input_ids'. Name one of them with --column"),
     ],
 )
-def test_refuses_csv(tmp_path, content, message):
-    pytest.importorskip("pyarrow")
+def test_refuses_columns(tmp_path, name, content, column, message):
+    if name == "a.csv":
+        pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_lengths(written(tmp_path, "a.csv", content))
+        read_lengths(written(tmp_path, name, content), column)
 
 
-def test_refuses_text_named_parquet(tmp_path):
-    pytest.importorskip("pyarrow")
-    with pytest.raises(ValueError, match=r"can't be read as a \.parquet file"):
-        read_lengths(written(tmp_path, "a.parquet", "PAR1 or so"))
+@pytest.mark.parametrize("ending", LENGTHS)
+def test_errors_of_the_system_name_the_file(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read_lengths(path)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (np.array([1.0, 2.0]), r"float64 of shape \(2,\), not a row of integers"),
-        (np.array([[1, 2]]), r"int64 of shape \(1, 2\)"),
-        (np.array([4, 0]), "document 1, has 0 tokens"),
-        (np.array([4, 2**63], dtype=np.uint64),
-         "document 1, has 9223372036854775808 tokens; a document has from 1 to 2147483647"),
-        (np.array([4, 2**31]), "document 1, has 2147483648 tokens"),
-        (np.zeros(0, dtype=np.int64), "holds no document"),
-        (np.array([[1], [2, 3]], dtype=object), "can't be read as a .npy file: Object arrays"),
-    ],
-)  # fmt: skip
-def test_refuses_npy(tmp_path, values, message):
-    np.save(tmp_path / "a.npy", values, allow_pickle=True)
-    with pytest.raises(ValueError, match=message):
-        read_lengths(tmp_path / "a.npy")
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=rf"{name} is read with pyarrow, which isn't installed; pip install pyarrow"):
+        read_lengths(written(tmp_path, name, "3\n"))
 
 
-def test_refuses_missing_files_and_folders(tmp_path):
-    with pytest.raises(ValueError, match="there is no file"):
-        read_lengths(tmp_path / "nothing.json")
-    with pytest.raises(ValueError, match="is a folder; name the file"):
-        read_lengths(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.txt", "3\n"), ("a.jsonl", "3\n"), ("a.json", "[3]")])
-def test_refuses_column_of_file_without_columns(tmp_path, name, content):
-    with pytest.raises(ValueError, match="is 3, not an object with the column 'length'"):
-        read_lengths(written(tmp_path, name, content), "length")
-
-
-def test_refuses_column_of_csv_without_header(tmp_path):
-    pytest.importorskip("pyarrow")
-    with pytest.raises(ValueError, match=r"has no header: its first line is '3'\. .* leave out --column"):
-        read_lengths(written(tmp_path, "a.csv", "3\n4\n"), "length")
+def test_damaged_parquet_is_named(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = written(tmp_path, "a.parquet", {"input_ids": [list(range(at, at + 100)) for at in range(4)]})
+    start = parquet.read_metadata(path).row_group(1).column(0).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 90] = bytes(90)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet, document \d+ or one after it, column 'input_ids', can't be read: "):
+        read_lengths(path)

@@ -1,4 +1,7 @@
+"""`tritonpack pack`: every form of documents gives the same rows; what can't be read is named; resuming; numbers."""
+
 import json
+import random
 import re
 
 import pytest
@@ -9,25 +12,66 @@ pytest.importorskip("datasets")
 
 import datasets
 import pyarrow as pa
-import pyarrow.parquet as pq
+from pyarrow import parquet
 
-from tests.cli.command import run
-from tritonpack.cli import main
+from tests.cli.command import refused, run
+from tests.packing.tables import LENGTHS, documents, documents_of, write_files
+from tritonpack import pack
+
+KINDS = ("arrow", "parquet", "jsonl")
 
 
 @pytest.fixture
-def documents(tmp_path):
-    lengths = [3, 9, 5, 2, 8, 12]
-    lines = [{"input_ids": list(range(length)), "completion_mask": [1] * length} for length in lengths]
+def error(capsys, tmp_path):
+    """Pack; the message. No folder is left."""
+
+    def message(path, *options):
+        out = tmp_path / "deep" / "out"
+        found = refused(capsys, "pack", path, "--capacity", 10, "--out", out, *options)
+        assert not out.parent.exists()
+        return found
+
+    return message
+
+
+@pytest.fixture
+def lines(tmp_path):
     path = tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = [{"input_ids": list(range(n)), "completion_mask": [1] * n} for n in (3, 9, 5, 2, 8, 12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in given))
     return path
 
 
-def test_rows_summary_and_numbers(tmp_path, documents, capsys):
+def sources_of(folder, given):
+    """The same documents in every form that is read."""
+    table = datasets.Dataset.from_list(given)
+    table.save_to_disk(folder / "saved", num_shards=3)
+    datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(folder / "splits")
+    yield [folder / "saved"]
+    yield [folder / "splits", "--split", "train"]
+    for kind in KINDS:
+        yield [write_files(folder / kind, kind, given)]
+    (folder / "jsonl" / "9.jsonl").write_text("\n \n")  # holds no document
+    yield [folder / "jsonl" / "*.jsonl", "--jobs", 2]
+
+
+def test_every_source_gives_the_same_rows(tmp_path):
+    given = documents()
+    expected = [[given[number] for number in items] for items in pack(LENGTHS, 10)]
+    for number, source in enumerate(sources_of(tmp_path, given)):
+        out = tmp_path / f"out-{number}"
+        before = sorted(tmp_path.rglob("*"))
+        assert run("pack", *source, "--capacity", 10, "--out", out, "--no-shuffle") == 0
+        assert not {*tmp_path.rglob("*")}.difference([*before, out, *out.iterdir()]), "no file beside the documents"
+        rows = datasets.load_from_disk(str(out))
+        cut = documents_of(rows)
+        assert [[document for at, document in cut if at == row] for row in range(len(rows))] == expected, source
+
+
+def test_summary_and_numbers(tmp_path, lines, capsys):
     out, numbers = tmp_path / "rows", tmp_path / "numbers.json"
-    command = ("pack", documents, "--capacity", 10, "--out", out, "--json", numbers)
-    assert run(*command, "--overlong", "split") == 0
+    command = ("pack", lines, "--capacity", 10)
+    assert run(*command, "--out", out, "--json", numbers, "--overlong", "split") == 0
     assert capsys.readouterr().out.splitlines() == [
         "6 documents of 39 tokens.",
         "1 document longer than the capacity split into 2 pieces: no token lost.",
@@ -38,14 +82,24 @@ def test_rows_summary_and_numbers(tmp_path, documents, capsys):
         f"datasets.load_from_disk('{out}') loads the rows.",
     ]
     found = json.loads(numbers.read_text())
-    rows = datasets.load_from_disk(str(out))
-    assert found["rows"] == len(rows) == 4
+    assert found["rows"] == len(datasets.load_from_disk(str(out))) == 4
     assert found["report"] == {"policy": "split", "documents": 1, "tokens_lost": 0, "pieces": 2}
     assert (found["efficiency"], found["options"]["overlong"]) == (0.975, "split")
+    assert run(*command, "--out", tmp_path / "more", "--overlong", "drop", "--json", "-", "--no-shuffle") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["report"]["tokens_lost"] == 12
+    assert "1 document longer than the capacity dropped: 12 tokens lost." in captured.err
+
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input_ids": [7]}')
+    assert run("pack", path, "--capacity", 1, "--out", tmp_path / "one") == 0
+    singular = "1 document of 1 token.\n1 row of 1 token holds 1 document of 1 token: 100% full. No packing needs fewer"
+    assert capsys.readouterr().out.startswith(f"{singular} than 1 row.\n")
 
 
-def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, documents, capsys, monkeypatch):
-    command = ("pack", documents, "--capacity", 12, "--shard-mib", 1, "--out")
+def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, lines, monkeypatch):
+    command = ("pack", lines, "--capacity", 12, "--shard-mib", 1, "--out")
+    out = tmp_path / "out"
     assert run(*command, tmp_path / "whole") == 0
 
     class KilledError(Exception):
@@ -58,104 +112,190 @@ def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, documents, capsy
         with monkeypatch.context() as patched:
             patched.setattr(datasets.Dataset, method, killed)
             with pytest.raises(KilledError):
-                main([str(one) for one in (*command, tmp_path / "out")])
-    (tmp_path / "out" / "data-00000-of-00002.arrow").touch()  # of a process that was killed while it wrote
+                run(*command, out)
+    (out / "data-00000-of-00002.arrow").touch()  # of a process that was killed while it wrote
     monkeypatch.setattr("tritonpack.packing.rows._checked", killed)
-    assert run(*command, tmp_path / "out") == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "data-00000-of-00001.arrow", "dataset_info.json", "state.json",
-    ]  # fmt: skip
-    assert list(datasets.load_from_disk(str(tmp_path / "out"))) == list(
-        datasets.load_from_disk(str(tmp_path / "whole"))
-    )
+    assert run(*command, out) == 0
+    assert {path.name for path in out.iterdir()} == {"data-00000-of-00001.arrow", "dataset_info.json", "state.json"}
+    assert [*datasets.load_from_disk(str(out))] == [*datasets.load_from_disk(str(tmp_path / "whole"))]
 
 
-def test_numbers_on_standard_output(tmp_path, documents, capsys):
-    command = ("pack", documents, "--capacity", 10, "--out", tmp_path / "rows", "--overlong", "drop", "--json", "-")
-    assert run(*command, "--no-shuffle") == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["report"]["tokens_lost"] == 12
-    assert "1 document longer than the capacity dropped: 12 tokens lost." in captured.err
-
-
-def test_left_out_columns_are_named(tmp_path, capsys):
-    datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(tmp_path / "in")
-    command = ("pack", tmp_path / "in", "--capacity", 4, "--out", tmp_path / "rows")
-    assert run(*command) == 2
-    assert (
-        "Name the columns that rows keep, such as --columns input_ids, or remove the others" in capsys.readouterr().err
-    )
-    assert run(*command, "--columns", "input_ids") == 0
-    assert "Left out: text." in capsys.readouterr().out
+def test_changed_documents_are_packed_again(tmp_path):
+    path = tmp_path / "a.parquet"
+    for tokens in ([1, 2], [3, 4]):
+        parquet.write_table(pa.table({"input_ids": [tokens]}), path)
+        out = tmp_path / str(tokens[0])
+        assert run("pack", path, "--capacity", 10, "--out", out) == 0
+        assert datasets.load_from_disk(str(out))[0]["input_ids"] == tokens
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--capacity", "0"], "--capacity must be an integer from 1 to 1073741824; got 0."),
-        (["--capacity", "10"],
-         "Raise the capacity to at least 12, or say what to do with them: --overlong truncate, split"),
-        (["--capacity", "12", "--algorithm", "magic"], "--algorithm must be one of best_fit_decreasing, first_fit"),
-        (["--capacity", "12", "--jobs", "0"], "--jobs must be an integer from 1 to 1024; got 0."),
-        (["--capacity", "12", "--columns", "input_ids,b"], "names 'b', which isn't there, or which rows don't keep"),
-        (["--capacity", "12", "--split", "train"], "has no splits; leave out --split train"),
-        (["--capacity", "12", "--json", "/proc/nowhere/a"], "--json /proc/nowhere/a can't be written"),
-        (["--capacity", "12", "--out", "/proc/x"], "--out /proc/x can't be made: No such file or directory; name"),
-        (["--capacity", "12", "--out", "{folder}"], "isn't empty; name another folder, or remove it"),
+        ("--capacity 10", "Raise the capacity to at least 12, or say what to do with them: --overlong truncate, split"),
+        ("--capacity 12 --columns input_ids,b", "names 'b', which isn't there, or which rows don't keep"),
+        ("--capacity 12 --split train", "has no splits; leave out --split train"),
+        ("--capacity 12 --json /proc/nowhere/a", "--json /proc/nowhere/a can't be written"),
+        ("--capacity 12 --out /proc/x", "--out /proc/x can't be made: No such file or directory; name"),
+        ("--capacity 12 --out .", "isn't empty; name another folder, or remove it"),
     ],
-)  # fmt: skip
-def test_wrong_command_line(tmp_path, documents, capsys, options, message):
-    options = [option.format(folder=tmp_path) for option in options]
-    assert run("pack", documents, "--out", tmp_path / "rows", *options) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
+)
+def test_wrong_command_line(tmp_path, lines, capsys, monkeypatch, options, message):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "a").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    assert message in refused(capsys, "pack", lines, "--out", tmp_path / "rows", *options.split())
 
 
-def test_one_of_each_is_singular(tmp_path, capsys):
+@pytest.mark.parametrize("kind", KINDS)
+def test_place_in_files(tmp_path, error, kind):
+    given = documents()
+    given[7]["labels"] = [1]  # in the second of three files, which begins with document 4
+    path = write_files(tmp_path / "in", kind, given)
+    assert f"document 3 of {path / f'1.{kind}'} has 4 input_ids but 1 labels; give" in error(path)
+
+
+def test_wrong_json_lines(tmp_path, error):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"input_ids": [7]}')
-    assert run("pack", path, "--capacity", 1, "--out", tmp_path / "rows") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1 document of 1 token."
-    assert lines[1].startswith(
-        "1 row of 1 token holds 1 document of 1 token: 100% full. No packing needs fewer than 1 row"
-    )
-    for content, message in (
-        ('{"input_ids": [7], "labels": [7, 8]}', "document 0 of {path} has 1 input_ids but 2 labels; give"),
-        ('{"input_ids": [7, 8], "labels": [7]}', "document 0 of {path} has 2 input_ids but 1 labels; give"),
-        (
-            '{"input_ids": [7, 8]}',
-            "1 of 1 document is longer than the capacity of 1 token (the first: document 0, 2 tok",
-        ),
-    ):
-        path.write_text(content)
-        assert run("pack", path, "--capacity", 1, "--out", tmp_path / "other") == 2
-        assert message.format(path=path) in capsys.readouterr().err
+    for bad, message in [
+        ({"input_ids": [1.5]}, "document 0 of {path} needs a row of integers as input_ids"),
+        ({"input_ids": None}, "document 1 of {path} needs a row of integers as input_ids; got None"),
+        ({"input_ids": [10**20]}, "document 0 of {path} needs a row of integers as input_ids"),
+        ({"input_ids": "abc"}, "{path}"),
+        ({"input_ids": [1, "a"]}, "{path}"),
+        ({"input_ids": [1], "labels": [7, 8]}, "document 1 of {path} has 1 input_ids but 2 labels; give"),
+        ({"input_ids": [1] * 11}, "1 of 2 documents is longer than the capacity of 10 tokens (the first: document 1, "),
+        ({"input_ids": [1], "text": "a"}, "the dataset has the columns 'text', which may not hold one value per token"),
+        ({"input_ids": [1], "text": "a"}, "Name the columns that rows keep, such as --columns input_ids, or remove"),
+        ([1, 2], "{path} can't be read: JSON parse error"),
+    ]:
+        good = {"input_ids": [1, 2]} | ({"labels": [1, 2]} if "labels" in bad else {})
+        path.write_text("".join(json.dumps(one) + "\n" for one in (good, bad)))
+        assert message.format(path=path) in error(path)
 
 
-def test_damaged_file_is_no_error_of_output(tmp_path, capsys):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"input_ids": [[number % 250] * 150 for number in range(300)]}), path)
-    data = path.read_bytes()
-    path.write_bytes(data[:100] + bytes(100) + data[200:])
-    assert run("pack", path, "--capacity", 2048, "--out", tmp_path / "rows") == 2
-    assert re.fullmatch(rf"error: {path} can't be read: .*\. Write the file again\.\n", capsys.readouterr().err)
+def test_left_out_columns_are_named(tmp_path, capsys):
+    datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(tmp_path / "in")
+    command = ("pack", tmp_path / "in", "--capacity", 4, "--out", tmp_path / "rows", "--columns", "input_ids")
+    assert run(*command) == 0
+    assert "Left out: text." in capsys.readouterr().out
 
 
-def test_full_disk_is_an_error_of_output(tmp_path, documents, capsys, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("how", ["cut", "flips", "noise", "utf-16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_file_is_read_or_named(tmp_path, capsys, kind, how):
+    rng = random.Random(f"{kind} {how}")
+    write_files(tmp_path / "in", kind, documents([rng.randrange(1, 40) for _ in range(40)]), files=1)
+    whole = (tmp_path / "in" / f"0.{kind}").read_bytes()
+    found = []
+    for number in range(6):
+        path = tmp_path / f"{number}.{kind}"
+        path.write_bytes(damage(whole, how, rng))
+        found.append(run("pack", path, "--capacity", 50, "--out", tmp_path / "out" / str(number)))
+        message = capsys.readouterr().err
+        assert found[-1] == 0 or (found[-1] == 2 and str(path) in message and message.count("\n") == 1), message
+    assert 2 in found  # damage may change only values
 
-    monkeypatch.setattr(datasets.Dataset, "save_to_disk", full)
-    assert run("pack", documents, "--capacity", 12, "--out", tmp_path / "rows") == 1
-    assert re.match(
-        r"error: output can't be written: .*No space left on device; free space in", capsys.readouterr().err
-    )
+
+def damage(data, how, rng):
+    data = bytearray(data)
+    if how == "cut":
+        return data[: rng.randrange(1, len(data))]
+    if how == "utf-16":
+        return data.decode("latin1").encode("utf-16")
+    for _ in range(20 if how == "flips" else len(data)):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
 
 
-def test_wrong_documents_leave_no_folder(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text("no JSON")
-    assert run("pack", tmp_path / "a.jsonl", "--capacity", 12, "--out", tmp_path / "deep" / "rows") == 2
-    assert "a.jsonl can't be read: JSON parse error: Invalid value. in row 0" in capsys.readouterr().err
-    assert not (tmp_path / "deep").exists()
+def test_damaged_folder_of_save_to_disk(tmp_path, error):
+    path = tmp_path / "in"
+    datasets.Dataset.from_list(documents()).save_to_disk(path)
+    good = (path / "state.json").read_bytes()
+    for content in (b"", b"[]", b'"a"', b"{}", b"\xff\xfe", b'{"_data_files": [{}]}', b"[" * 9999):
+        (path / "state.json").write_bytes(content)
+        assert f"{path / 'state.json'} can't be read" in error(path)
+    (path / "state.json").write_bytes(good)
+    (data,) = path.glob("*.arrow")
+    data.unlink()
+    assert f"{data} can't be read: " in error(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_and_folders_that_are_named_like_files(tmp_path, error, kind):
+    given = tmp_path / f"a.{kind}"
+    given.symlink_to(tmp_path / "nowhere")
+    assert f"{given} can't be read: " in error(tmp_path / "*.*")
+    given.unlink()
+    given.mkdir()
+    assert f"{given} can't be read: " in error(tmp_path / "a.*")
+    write_files(given, kind, documents())
+    assert run("pack", given, "--capacity", 10, "--out", tmp_path / "out") == 0
+
+
+def test_paths(tmp_path, error, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "mixed", "data"):
+        (tmp_path / name).mkdir()
+    for name in ("a.txt", "a.feather", "empty.jsonl", "empty.arrow", "broken.parquet", "broken.arrow"):
+        (tmp_path / name).write_text("broken" * 100 if "broken" in name else "")
+    for name in ("mixed/a.jsonl", "mixed/a.parquet"):
+        (tmp_path / name).touch()
+    for path, message in [
+        ("./nowhere", "there is no file or folder ./nowhere"),
+        ("nowhere.parquet", "there is no file or folder nowhere.parquet"),
+        ("data/nothere", "there is no file or folder data/nothere."),  # a mistyped name isn't asked of the Hub
+        ("empty", "has no file that can be read; name files of one format: .arrow, .parquet, .jsonl"),
+        ("a.txt", "has files that end in '.txt'; name files of one format: .arrow"),
+        ("a.feather", "has files that end in '.feather'; name files of one format: .arrow"),
+        ("*.none", "has no file that can be read"),
+        ("mixed", "has files that end in '.jsonl', '.parquet'; name files of one format"),
+        ("empty.jsonl", "holds no document"),
+        *[(name, f"{name} can't be read: ") for name in ("broken.parquet", "broken.arrow", "empty.arrow")],
+    ]:
+        assert message in error(path)
+
+
+def test_splits_and_rows_within_the_documents(tmp_path, error, capsys):
+    table = datasets.Dataset.from_list(documents())
+    datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "in")
+    assert "has the splits test, train; name one of them as split; got None" in error(tmp_path / "in")
+    assert "name one of them as split; got 'dev'" in error(tmp_path / "in", "--split", "dev")
+    files = write_files(tmp_path / "files", "jsonl", documents())
+    for path in (tmp_path / "in" / "train", files):
+        assert "has no splits; leave out --split train" in error(path, "--split", "train")
+    message = refused(capsys, "pack", files, "--capacity", 10, "--out", files / "rows")
+    assert f"--out {files / 'rows'} lies in {files}, whose files are the documents" in message
+
+
+def test_name_on_the_hub(error, monkeypatch):
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options))
+        if name == "someone/nothing":
+            raise ConnectionError("no network\nand more")
+        return datasets.Dataset(pa.table({"input_ids": [[1], []]}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert "document 1 of someone/documents is empty" in error("someone/documents", "--split", "dev")
+    message = "no file or folder someone/nothing, and datasets.load_dataset can't load it (ConnectionError: no network)"
+    assert message in error("someone/nothing")
+    assert asked == [("someone/documents", {"split": "dev"}), ("someone/nothing", {"split": "train"})]
+
+
+def test_full_disk_is_an_error_of_output(tmp_path, lines, capsys, monkeypatch):
+    full = OSError(28, "No space left on device")
+
+    def copied(*_, **__):
+        raise datasets.exceptions.DatasetGenerationError("failed") from full
+
+    def saved(*_, **__):
+        raise full
+
+    for owner, name, failing in ((datasets, "load_dataset", copied), (datasets.Dataset, "save_to_disk", saved)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, failing)
+            assert run("pack", lines, "--capacity", 12, "--out", tmp_path / "out") == 1
+        words = r"error: output can't be written: \[Errno 28\] No space left on device; free space in"
+        assert re.match(words, capsys.readouterr().err)

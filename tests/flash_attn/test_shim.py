@@ -33,146 +33,142 @@ def _undone() -> Iterator[None]:
     sys.meta_path[:] = finders
 
 
-class TestInstalled:
-    def test_imports(self) -> None:
-        with flash_attn.install():
-            import flash_attn as package
-            from flash_attn import flash_attn_interface, flash_attn_varlen_func
-            from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
-            from flash_attn.flash_attn_interface import flash_attn_func
+def test_imports() -> None:
+    with flash_attn.install():
+        import flash_attn as package
+        from flash_attn import flash_attn_interface, flash_attn_varlen_func
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.flash_attn_interface import flash_attn_func
 
-            assert package.flash_attn_interface is flash_attn_interface
-            assert package.bert_padding.pad_input is pad_input
-            assert flash_attn_varlen_func is fa2.flash_attn_varlen_func
-            assert flash_attn_func is fa2.flash_attn_func
-            assert (index_first_axis, unpad_input) == (bert_padding.index_first_axis, bert_padding.unpad_input)
-            with pytest.raises(ImportError):
-                from flash_attn.losses import cross_entropy  # noqa: F401
-            with pytest.raises(ImportError, match="_flash_attn_varlen_forward"):
-                from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # noqa: F401
+        assert package.flash_attn_interface is flash_attn_interface
+        assert package.bert_padding.pad_input is pad_input
+        assert flash_attn_varlen_func is fa2.flash_attn_varlen_func
+        assert flash_attn_func is fa2.flash_attn_func
+        assert (index_first_axis, unpad_input) == (bert_padding.index_first_axis, bert_padding.unpad_input)
+        from flash_attn import flash_attn_varlen_qkvpacked_func
 
-    def test_packages_find_it(self) -> None:
-        with flash_attn.install():
-            for name in ("flash_attn", "flash-attn", "Flash_Attn"):
-                assert importlib.metadata.version(name) == VERSION
-            assert importlib.metadata.packages_distributions()[NAME] == ["flash-attn"]
-            assert "flash-attn" in [d.metadata["Name"] for d in importlib.metadata.distributions()]
-            for name in (NAME, f"{NAME}.flash_attn_interface", f"{NAME}.bert_padding"):
-                assert importlib.util.find_spec(name).name == name  # type: ignore[union-attr]
-            assert importlib.import_module(NAME).__version__ == VERSION
-            assert importlib.metadata.version("torch") == torch.__version__
-            assert not list(importlib.metadata.distributions(path=[]))
-            with pytest.raises(importlib.metadata.PackageNotFoundError):
-                importlib.metadata.version("flash-attn-3")
-
-    def test_computes(self) -> None:
-        with flash_attn.install():
-            from flash_attn import flash_attn_varlen_qkvpacked_func
-
-            cu = torch.tensor([0, 3, 5], dtype=torch.int32)
-            assert flash_attn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 16), cu, 3, causal=True).shape == (5, 2, 16)
+        cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+        assert flash_attn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 16), cu, 3, causal=True).shape == (5, 2, 16)
+        with pytest.raises(ImportError):
+            from flash_attn.losses import cross_entropy  # noqa: F401
+        with pytest.raises(ImportError, match="_flash_attn_varlen_forward"):
+            from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # noqa: F401
 
 
-class TestUninstall:
-    def test_uninstall(self) -> None:
-        before = state()
-        handle = flash_attn.install()
-        assert "active" in repr(handle)
-        handle.uninstall()
-        assert state() == before
-        handle.uninstall()
-        assert state() == before
-        assert "uninstalled" in repr(handle)
-        assert importlib.util.find_spec(NAME) is None
+def test_packages_find_it() -> None:
+    with flash_attn.install():
+        for name in ("flash_attn", "flash-attn", "Flash_Attn"):
+            assert importlib.metadata.version(name) == VERSION
+        assert importlib.metadata.packages_distributions()[NAME] == ["flash-attn"]
+        assert "flash-attn" in [d.metadata["Name"] for d in importlib.metadata.distributions()]
+        for name in (NAME, f"{NAME}.flash_attn_interface", f"{NAME}.bert_padding"):
+            assert importlib.util.find_spec(name).name == name  # type: ignore[union-attr]
+        assert importlib.import_module(NAME).__version__ == VERSION
+        assert importlib.metadata.version("torch") == torch.__version__
+        assert not list(importlib.metadata.distributions(path=[]))
         with pytest.raises(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(NAME)
-
-    def test_after_an_exception(self) -> None:
-        before = state()
-        with pytest.raises(ZeroDivisionError), flash_attn.install():
-            importlib.import_module(f"{NAME}.bert_padding").no_such_thing = 1 / 0
-        assert state() == before
-
-    def test_after_an_exception_while_installing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = state()
-
-        def fail() -> None:
-            monkeypatch.undo()
-            raise ZeroDivisionError
-
-        monkeypatch.setattr(shim, "_clear_caches_of_transformers", fail)
-        with pytest.raises(ZeroDivisionError):
-            flash_attn.install()
-        assert state() == before
-        flash_attn.install().uninstall()
-
-    def test_removes_modules_that_others_added(self) -> None:
-        before = state()
-        with flash_attn.install():
-            sys.modules[f"{NAME}.extra"] = ModuleType(f"{NAME}.extra")
-        assert state() == before
-
-    def test_keeps_finders_that_others_added(self) -> None:
-        handle, other = flash_attn.install(), object()
-        sys.meta_path.append(other)  # type: ignore[arg-type]
-        handle.uninstall()
-        assert sys.meta_path[-1] is other
+            importlib.metadata.version("flash-attn-3")
 
 
-class TestRealFlashAttn:
-    def test_imported(self) -> None:
-        real, part = ModuleType(NAME), ModuleType(f"{NAME}.layers")
-        sys.modules.update({NAME: real, f"{NAME}.layers": part})
-        before = state()
-        with pytest.raises(RuntimeError, match=r"imported already.*force=True"):
-            flash_attn.install()
-        assert state() == before
-        with flash_attn.install(force=True):
-            assert sys.modules[NAME] is not real
-            assert f"{NAME}.layers" not in sys.modules
-        assert state() == before
-
-    def test_installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / NAME).mkdir()
-        (tmp_path / NAME / "__init__.py").write_text("__version__ = '1.0'")
-        metadata = tmp_path / "flash_attn-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 1.0\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(RuntimeError, match="the real flash-attn is installed"):
-            flash_attn.install()
-        with flash_attn.install(force=True):
-            assert importlib.import_module(NAME).__version__ == VERSION
-            assert importlib.metadata.version(NAME) == VERSION
-        assert importlib.metadata.version(NAME) == "1.0"
-        assert importlib.import_module(NAME).__version__ == "1.0"
-
-    def test_twice(self) -> None:
-        with flash_attn.install():
-            for force in (False, True):
-                with pytest.raises(RuntimeError, match="installed already; call uninstall"):
-                    flash_attn.install(force=force)
+def test_uninstall() -> None:
+    before = state()
+    handle = flash_attn.install()
+    assert "active" in repr(handle)
+    handle.uninstall()
+    assert state() == before
+    handle.uninstall()
+    assert state() == before
+    assert "uninstalled" in repr(handle)
+    assert importlib.util.find_spec(NAME) is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(NAME)
 
 
-class TestPadding:
-    def test_unpad_and_pad(self) -> None:
-        mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
-        x = torch.randn(3, 4, 2, 5, requires_grad=True)
-        rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
-        assert (cu.tolist(), cu.dtype, longest) == ([0, 2, 2, 5], torch.int32, 3)
-        assert used.tolist() == [2, 0, 3]
-        assert torch.equal(rows, x[mask.bool()])
-        back = bert_padding.pad_input(rows, indices, 3, 4)
-        assert torch.equal(back, x * mask[..., None, None])
-        (grad,) = torch.autograd.grad(back.sum(), x)
-        assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
+def test_after_an_exception() -> None:
+    before = state()
+    with pytest.raises(ZeroDivisionError), flash_attn.install():
+        importlib.import_module(f"{NAME}.bert_padding").no_such_thing = 1 / 0
+    assert state() == before
 
-    def test_unused_mask(self) -> None:
-        mask, unused = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [0, 0, 1]])
-        rows, indices, cu, longest, used = bert_padding.unpad_input(torch.randn(2, 3, 4), mask, unused)
-        assert (cu.tolist(), longest, used.tolist()) == ([0, 3, 5], 3, [2, 1])
-        assert indices.tolist() == [0, 1, 2, 3, 5]
-        assert rows.shape == (5, 4)
+
+def test_after_an_exception_while_installing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state()
+
+    def fail() -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(shim, "_clear_caches_of_transformers", fail)
+    with pytest.raises(ZeroDivisionError):
+        flash_attn.install()
+    assert state() == before
+    flash_attn.install().uninstall()
+
+
+def test_modules_and_finders_that_others_added() -> None:
+    modules, finders, path = state()
+    handle, other = flash_attn.install(), object()
+    sys.modules[f"{NAME}.extra"] = ModuleType(f"{NAME}.extra")
+    sys.meta_path.append(other)  # type: ignore[arg-type]
+    handle.uninstall()
+    assert state() == (modules, [*finders, other], path)
+
+
+def test_imported() -> None:
+    real, part = ModuleType(NAME), ModuleType(f"{NAME}.layers")
+    sys.modules.update({NAME: real, f"{NAME}.layers": part})
+    before = state()
+    with pytest.raises(RuntimeError, match=r"imported already.*force=True"):
+        flash_attn.install()
+    assert state() == before
+    with flash_attn.install(force=True):
+        assert sys.modules[NAME] is not real
+        assert f"{NAME}.layers" not in sys.modules
+    assert state() == before
+
+
+def test_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / "__init__.py").write_text("__version__ = '1.0'")
+    metadata = tmp_path / "flash_attn-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="the real flash-attn is installed"):
+        flash_attn.install()
+    with flash_attn.install(force=True):
+        assert importlib.import_module(NAME).__version__ == VERSION
+        assert importlib.metadata.version(NAME) == VERSION
+    assert importlib.metadata.version(NAME) == "1.0"
+    assert importlib.import_module(NAME).__version__ == "1.0"
+
+
+def test_twice() -> None:
+    with flash_attn.install():
+        for force in (False, True):
+            with pytest.raises(RuntimeError, match="installed already; call uninstall"):
+                flash_attn.install(force=force)
+
+
+def test_unpad_and_pad() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
+    x = torch.randn(3, 4, 2, 5, requires_grad=True)
+    rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
+    assert (cu.tolist(), cu.dtype, longest) == ([0, 2, 2, 5], torch.int32, 3)
+    assert used.tolist() == [2, 0, 3]
+    assert torch.equal(rows, x[mask.bool()])
+    back = bert_padding.pad_input(rows, indices, 3, 4)
+    assert torch.equal(back, x * mask[..., None, None])
+    (grad,) = torch.autograd.grad(back.sum(), x)
+    assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
+
+
+def test_unused_mask() -> None:
+    mask, unused = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [0, 0, 1]])
+    rows, indices, cu, longest, used = bert_padding.unpad_input(torch.randn(2, 3, 4), mask, unused)
+    assert (cu.tolist(), longest, used.tolist()) == ([0, 3, 5], 3, [2, 1])
+    assert indices.tolist() == [0, 1, 2, 3, 5]
+    assert rows.shape == (5, 4)
 
 
 # transformers looks for a GPU before a model may use FlashAttention; the test replaces that function.
@@ -237,9 +233,7 @@ except ImportError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "before", ["", pytest.param("from transformers import modeling_utils", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("before", ["", "from transformers import modeling_utils"])
 def test_transformers(before: str, fresh: FreshInterpreters) -> None:
     """A model with FlashAttention-2 after install() equals eager attention: plain, padded and packed."""
     pytest.importorskip("transformers")

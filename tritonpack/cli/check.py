@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.machine import resolve_device
-from tritonpack.cli.model_source import Loaded, build_without_weights, load_config, load_weights
+from tritonpack.cli.model_source import load_config, load_model
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.exact_classes import installed
@@ -24,8 +24,7 @@ from tritonpack.testing import check_isolation
 EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong command line
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The result for the model, stock or patched.
 
     Attributes:
@@ -56,18 +55,31 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     require_writable(path, inputs=[Path(name)])
     with quiet(), Console(stderr=True).status(f"reading the configuration of {escape(name)}") as status:
         config = load_config(name, trust_remote_code)
-        if weights:
-            status.update(f"loading {escape(name)}")
-            loaded = load_weights(name, config, where, trust_remote_code)
-            status.update("packing documents, with stock transformers and patched")
-            stock, (patched, report) = _run(loaded.model), _patched(loaded.model, runs=True)
-        else:
-            loaded = build_without_weights(name, config, trust_remote_code)
-            stock, (patched, report) = None, _patched(loaded.model, runs=False)
-    _print(Console(stderr=path == STANDARD_OUTPUT), name, loaded, stock, patched, report)
-    if path is not None:
-        found = {"stock": stock and asdict(stock), "tritonpack": {**asdict(patched), "report": report}}
-        write_json(path, {"model": name, "weights": weights, **_description(loaded), **found})
+        status.update(f"loading {escape(name)}")
+        model, instead = load_model(name, config, where if weights else None, trust_remote_code)
+        status.update("packing documents, with stock transformers and patched")
+        stock = _run(model) if weights else None
+        patched, report = _patched(model, runs=weights)
+    kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
+    table = Table.grid(padding=(0, 2))
+    table.add_row("model", escape(name))
+    table.add_row("class", escape(", ".join(filter(None, (f"{kind} in {dtype}", instead)))))
+    table.add_row("patch", escape(report or "none"))
+    if stock:
+        table.add_row("stock transformers", escape(f"{stock.verdict}: {stock.reason}"))
+    table.add_row("tritonpack", escape(f"{patched.verdict}: {patched.reason}"))
+    Console(stderr=path == STANDARD_OUTPUT, highlight=False).print(table)
+    named = config.architectures[0] if instead else None
+    found = {
+        "model": name,
+        "weights": weights,
+        "model_type": model.config.model_type,
+        "class": kind,
+        "instead_of": named,
+    }
+    found |= {"dtype": dtype, "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
+    found |= {"stock": stock and stock._asdict(), "tritonpack": {**patched._asdict(), "report": report}}
+    write_json(path, found)
     return EXIT_CODES.get(patched.verdict, 3)
 
 
@@ -99,23 +111,3 @@ def _patched(model: Any, *, runs: bool) -> tuple[Result, str]:
             return Result("exact", f"shown by tritonpack's tests with transformers {installed()}."), report
     except UnsupportedModelError as error:
         return Result("refused", str(error)), ""
-
-
-def _description(loaded: Loaded) -> dict[str, Any]:
-    model = loaded.model
-    return {
-        "model_type": model.config.model_type,
-        "class": type(model).__name__,
-        "instead_of": loaded.instead_of or None,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-
-
-def _print(console: Console, name: str, loaded: Loaded, stock: Result | None, patched: Result, report: str) -> None:
-    what = _description(loaded)
-    instead = f", in place of {loaded.instead_of}: {loaded.why}" if loaded.instead_of else ""
-    lines = [f"{name}: {what['class']}{instead}; {what['dtype']}", report]
-    lines += [f"stock transformers: {stock.verdict}: {stock.reason}"] if stock else []
-    for line in filter(None, (*lines, f"tritonpack: {patched.verdict}: {patched.reason}")):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -29,35 +29,22 @@ def examine(
     The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
 
     Returns:
-        Whether no check failed.
+        Whether a check passed and none failed.
 
     Raises:
         ValueError: there is no such function or device, the function has other parameters, no check is left, or `path`
             can't be written.
     """
     require_writable(path)
-    where = resolve_device(device)
-    called = resolve(function)
+    where, called, asked = resolve_device(device), resolve(function), [getattr(torch, name) for name in dtypes] or None
     with Console(stderr=True).status(f"checking {escape(function)}"):
-        report = conformance.run(
-            called, dtypes=[getattr(torch, name) for name in dtypes] or None, device=where, only=only, skip=skip
-        )
+        report = conformance.run(called, dtypes=asked, device=where, only=only, skip=skip)
     rows = Table(Column("check", overflow="fold"), "dtype", "result", "detail", title=escape(report.function))
-    for result in report.results:
-        outcome = f"[{_STYLES[result.outcome]}]{result.outcome}[/]"
-        rows.add_row(result.check, result.dtype, outcome, escape(result.detail))
-    console = Console(stderr=path == STANDARD_OUTPUT)
-    console.print(rows)
-    console.print(escape(report.summary()))
-    if path is not None:
-        write_json(path, report.as_dict())
+    for one in report.results:
+        rows.add_row(one.check, one.dtype, f"[{_STYLES[one.outcome]}]{one.outcome}[/]", escape(one.detail))
+    Console(stderr=path == STANDARD_OUTPUT).print(rows, escape(report.summary()), sep="\n")
+    write_json(path, report.as_dict())
     return report.passed
-
-
-def list_checks(only: Sequence[str], skip: Sequence[str]) -> None:
-    """Print the names of the checks, one per line."""
-    for check in conformance.checks(only, skip):
-        print(check.name)
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -68,17 +55,14 @@ def resolve(name: str) -> Callable[..., Any]:
     """
     module, _, path = name.partition(":")
     if not module or not path:
-        raise ValueError(
-            f"name the function as module:function, such as flash_attn:flash_attn_varlen_func; got {name!r}"
-        )
+        raise ValueError(f"name the function as module:function, such as flash_attn:flash_attn_func; got {name!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = resolve_name(name)
     except Exception as error:  # a module may raise anything when it is imported
-        raise ValueError(
-            f"{name} can't be imported: {type(error).__name__}: {error}; name the function as module:function"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} can't be imported: {why}; name the function as module:function") from error
     if not callable(function):
         raise ValueError(f"{name} is not a function but {type(function).__name__}; name a function")
     return function

@@ -13,10 +13,9 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 from unittest import SkipTest
 
 import torch
@@ -28,8 +27,8 @@ import tritonpack
 from tritonpack.backends import BACKENDS, Backend, has_matrix_products, resolve_backend
 from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.machine import installed_version, resolve_device
-from tritonpack.cli.words import count
 from tritonpack.errors import BackendUnavailableError
+from tritonpack.packing.lengths import count
 
 # The oldest version of each package that works, as in pyproject.toml; None where any does.
 OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": None, "numba": "0.61"}
@@ -38,8 +37,7 @@ NEWEST_TRANSFORMERS = "5.24"  # the newest that the tests ran with
 _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
@@ -66,17 +64,17 @@ def examine(path: Path | None = None) -> bool:
         ValueError: `path` can't be written.
     """
     require_writable(path)
-    console = Console(stderr=path == STANDARD_OUTPUT)
     versions = {name: platform.python_version() if name == "python" else installed_version(name) for name in OLDEST}
-    facts = {
-        "tritonpack": tritonpack.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        **{name: version or "not installed" for name, version in versions.items()},
-        "device": _device_name(),
-    }
+    device = f"CPU, {count(torch.get_num_threads(), 'thread')} (torch sees no GPU)"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        device = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+    facts = {"tritonpack": tritonpack.__version__, "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {**{name: version or "not installed" for name, version in versions.items()}, "device": device}
     grid = Table.grid(padding=(0, 2))
     for name, fact in facts.items():
         grid.add_row(name, escape(fact))
+    console = Console(stderr=path == STANDARD_OUTPUT)
     console.print(grid)
 
     torch.set_num_threads(1)  # the tensors are tiny
@@ -86,14 +84,11 @@ def examine(path: Path | None = None) -> bool:
             status.update(what)
             findings.append(run_check(what, check))
     rows = Table("what", "here", "seconds", "")
-    for finding in findings:
-        outcome = f"[{_STYLES[finding.outcome]}]{finding.outcome}[/]"
-        rows.add_row(finding.what, outcome, f"{finding.seconds:.1f}", escape(finding.detail))
-    console.print(rows)
-    console.print(escape(verdict(findings)))
+    for one in findings:
+        rows.add_row(one.what, f"[{_STYLES[one.outcome]}]{one.outcome}[/]", f"{one.seconds:.1f}", escape(one.detail))
+    console.print(rows, escape(verdict(findings)), sep="\n")
     passed = not any(finding.outcome == "wrong" for finding in findings)
-    if path is not None:
-        write_json(path, {"passed": passed, "facts": facts, "findings": [asdict(finding) for finding in findings]})
+    write_json(path, {"passed": passed, "facts": facts, "findings": [finding._asdict() for finding in findings]})
     return passed
 
 
@@ -126,55 +121,34 @@ def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
     for package, oldest in OLDEST.items():
         version = versions[package]
         if version and oldest and _minor(version) < _minor(oldest):
-            detail = f"{version} is too old; tritonpack needs {oldest} or later (pip install -U '{package}>={oldest}')"
-            yield Finding(package, "wrong", detail)
+            remedy = f"tritonpack needs {oldest} or later (pip install -U '{package}>={oldest}')"
+            yield Finding(package, "wrong", f"{version} is too old; {remedy}")
     transformers, triton, numpy = (versions[package] for package in ("transformers", "triton", "numpy"))
     if transformers and _minor(transformers) > _minor(NEWEST_TRANSFORMERS):
-        yield Finding(
-            "transformers",
-            "warning",
-            f"{transformers} is newer than {NEWEST_TRANSFORMERS}, the newest tested: patch() tries a model that it "
-            "doesn't know on a few tokens first; `tritonpack check MODEL` tries yours in all forms of packing",
-        )
+        what = f"{transformers} is newer than {NEWEST_TRANSFORMERS}, the newest tested"
+        advice = "patch() tries a model that it doesn't know on a few tokens first; so does `tritonpack check MODEL`"
+        yield Finding("transformers", "warning", f"{what}: {advice}")
     if triton and numpy and _minor(triton) == (3, 6) and _minor(numpy) >= (2, 4):
-        yield Finding(
-            "triton and numpy",
-            "warning",
-            f"Triton {triton} with NumPy {numpy}: kernels fail in Triton's interpreter (TRITON_INTERPRET=1), not on "
-            "GPUs; install Triton 3.7 or later, or numpy<2.4",
-        )
+        what = f"Triton {triton} with NumPy {numpy}: kernels fail in Triton's interpreter (TRITON_INTERPRET=1)"
+        remedy = "not on GPUs; install Triton 3.7 or later, or numpy<2.4"
+        yield Finding("triton and numpy", "warning", f"{what}, {remedy}")
 
 
 def examine_gpu() -> Iterator[Finding]:
     """A GPU that torch can't use, or one without matrix instructions in Triton."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        if not has_matrix_products(device):
-            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            properties = torch.cuda.get_device_properties(device) if torch.version.hip else None
-            kind = properties.gcnArchName if properties else f"compute capability {capability}"
-            detail = (
-                f"{torch.cuda.get_device_name()} ({kind}): Triton has matrix instructions from compute capability 8.0, "
-                "CDNA and RDNA 3, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
-            )
-            yield Finding("GPU", "warning", detail)
-        return
-    if shutil.which("nvidia-smi") is None:
-        return
-    if torch.version.cuda is None:
-        remedy = f"torch {torch.__version__} is built without CUDA; install a build with it (pytorch.org/get-started)"
-    else:
-        remedy = f"torch {torch.__version__} can't use it; is the driver new enough for CUDA {torch.version.cuda}?"
-    yield Finding("GPU", "warning", f"nvidia-smi is here, but torch sees no GPU: {remedy}")
-
-
-def _device_name() -> str:
-    """The GPU, or the CPU if torch sees no GPU."""
     if not torch.cuda.is_available():
-        return f"CPU, {count(torch.get_num_threads(), 'thread')} (torch sees no GPU)"
-    properties = torch.cuda.get_device_properties(0)
-    capability = f"{properties.major}.{properties.minor}"
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {capability}"
+        if shutil.which("nvidia-smi"):
+            remedy = f"torch {torch.__version__} can't use it; is the driver new enough for CUDA {torch.version.cuda}?"
+            if torch.version.cuda is None:
+                remedy = f"torch {torch.__version__} is built without CUDA; install a build with it (pytorch.org)"
+            yield Finding("GPU", "warning", f"nvidia-smi is here, but torch sees no GPU: {remedy}")
+    elif not has_matrix_products(torch.device("cuda", torch.cuda.current_device())):
+        kind = "compute capability " + ".".join(map(str, torch.cuda.get_device_capability()))
+        if torch.version.hip:
+            kind = torch.cuda.get_device_properties().gcnArchName
+        needs = "Triton has matrix instructions from compute capability 8.0, CDNA and RDNA 3"
+        then = "so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
+        yield Finding("GPU", "warning", f"{torch.cuda.get_device_name()} ({kind}): {needs}, {then}")
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -211,8 +185,7 @@ def attention(backend: Backend) -> str:
             shares = [error / errors.allowed[key] for key, error in errors.backend.items() if errors.allowed[key]]
             largest = max(largest, *shares)
     what = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    cases = count(len(names), "case")
-    return f"{cases}, forward and backward, {what}, {how}: at most {largest:.0%} of the error allowed"
+    return f"{len(names)} cases, forward and backward, {what}, {how}: at most {largest:.0%} of the error allowed"
 
 
 def _inputs(case: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -239,7 +212,7 @@ def varlen_function() -> str:
     report = conformance.run(flash_attn_varlen_func, dtypes=[dtype], device=device, only=asked)
     if not report.passed:
         raise AssertionError("; ".join(f"{x.check}: {x.detail}" for x in report.results if not x.passed))
-    return f"isolated to the bit, slack inert, runs repeat: {count(len(report.of('pass')), 'conformance check')}"
+    return f"isolated to the bit, slack inert, runs repeat: {len(report.of('pass'))} conformance checks"
 
 
 def models() -> str:
@@ -251,18 +224,13 @@ def models() -> str:
     from tritonpack.patches import patch
     from tritonpack.testing import check_isolation
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(resolve_device("auto"))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape)).to(resolve_device("auto"))
     with patch(model):
         report = check_isolation(model)
-    return (
-        f"a small Llama, patched: packed differs from alone by {report.packed_against_alone:.0e}, and "
-        f"documents change each other by {report.moved_by_others:g}"
-    )
+    differs = f"packed differs from alone by {report.packed_against_alone:.0e}"
+    return f"a small Llama, patched: {differs}, and documents change each other by {report.moved_by_others:g}"
 
 
 def packing() -> str:
@@ -280,9 +248,7 @@ def packing() -> str:
     plan = plan_epoch(lengths, 16, 2, tail="keep")
     fullest = int(plan.sums(lengths).max())
     if sorted(plan.items.tolist()) != list(range(len(lengths))) or fullest > 16:
-        raise AssertionError(
-            f"{plan} of {len(lengths)} documents for rows of 16 tokens holds rows of {fullest}: {plan.items}"
-        )
+        raise AssertionError(f"{plan} of {len(lengths)} documents in rows of 16 tokens holds {fullest}: {plan.items}")
     return "documents packed and planned as they should be"
 
 

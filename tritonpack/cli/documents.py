@@ -7,7 +7,6 @@ import glob
 import json
 import os
 from bisect import bisect_right
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import datasets
 from datasets.fingerprint import Hasher
 
-from tritonpack.cli.paths import DOCUMENTS
+from tritonpack.cli.files import DOCUMENTS
 from tritonpack.packing.rows import Place
 
 _KINDS = {".arrow": "arrow", ".parquet": "parquet"}  # other DOCUMENTS are JSON lines
@@ -26,12 +25,11 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
     files = _files(name, split)
     if files is None:
         try:
-            return datasets.load_dataset(name, split=split or "train"), partial(_place, names=[name], starts=[0])
+            return datasets.load_dataset(name, split=split or "train"), lambda number: f"{number} of {name}"
         except Exception as error:  # of many kinds, by what is wrong with the name, the dataset or the network
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ValueError(
-                f"there is no file or folder {name}, and datasets.load_dataset can't load it ({reason})."
-            ) from error
+            what = f"there is no file or folder {name}, and datasets.load_dataset can't load it"
+            raise ValueError(f"{what} ({reason}).") from error
     parts: dict[str, Any] = {}
     for file in files:
         try:
@@ -45,10 +43,16 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
             raise ValueError(f"{file} can't be read: {reason.rstrip('.')}. Write the file again.") from error
     if not parts:
         raise ValueError(f"{name} holds no document.")
+    names, starts = list(parts), [0, *accumulate(map(len, parts.values()))]
     documents = datasets.concatenate_datasets(list(parts.values()))
     states = [(os.path.abspath(file), os.path.getsize(file), os.path.getmtime(file)) for file in parts]
     documents._fingerprint = Hasher.hash(repr(states))  # the same in the next process
-    return documents, partial(_place, names=list(parts), starts=[0, *accumulate(map(len, parts.values()))][:-1])
+
+    def place(number: int) -> str:
+        part = bisect_right(starts, number) - 1
+        return f"{number - starts[part]} of {names[part]}"
+
+    return documents, place
 
 
 def _read(file: str, cache: Path) -> Any:
@@ -56,25 +60,20 @@ def _read(file: str, cache: Path) -> Any:
     kind = _KINDS.get(Path(file).suffix.lower(), "json")
     if kind == "arrow":
         return datasets.Dataset.from_file(file)
-    if kind == "json":
-        with open(file, "rb") as lines:
-            if not any(line.strip() for line in lines):
-                return None
+    with open(file, "rb") as lines:
+        if kind == "json" and not any(line.strip() for line in lines):
+            return None
     return datasets.load_dataset(kind, data_files=glob.escape(file), split="train", cache_dir=str(cache))
-
-
-def _place(number: int, names: list[str], starts: list[int]) -> str:
-    part = bisect_right(starts, number) - 1
-    return f"{number - starts[part]} of {names[part]}"
 
 
 def _files(name: str, split: str | None) -> list[str] | None:
     """The files of a folder of save_to_disk, a file, a folder of files, or a pattern; None for a name on the Hub."""
     folder = Path(name).expanduser()
+    local = folder.exists() or glob.has_magic(name)
     splits = {path.parent.name: path.parent for path in sorted(folder.glob("*/state.json"))}
     if splits and split not in splits:
         raise ValueError(f"{name} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
-    if not splits and split is not None and (folder.exists() or glob.has_magic(name)):
+    if not splits and split is not None and local:
         raise ValueError(f"{name} has no splits; leave out split={split!r}, or name the split's files.")
     folder = splits.get(split or "", folder)
     if (record := folder / "state.json").is_file():
@@ -82,12 +81,12 @@ def _files(name: str, split: str | None) -> list[str] | None:
             return [str(folder / file["filename"]) for file in json.loads(record.read_bytes())["_data_files"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{record} can't be read ({error!r:.100}). Write the dataset again.") from error
+    if not local:
+        return None
     if folder.is_dir():
         files = [str(file) for file in folder.rglob("*") if file.suffix in DOCUMENTS and not file.is_dir()]
-    elif folder.exists() or glob.has_magic(name):
-        files = [str(folder)] if folder.exists() else glob.glob(str(folder), recursive=True)
     else:
-        return None
+        files = [str(folder)] if folder.exists() else glob.glob(str(folder), recursive=True)
     endings = {Path(file).suffix.lower() for file in files}
     if not files or not endings <= {*DOCUMENTS} or len({_KINDS.get(ending) for ending in endings}) > 1:
         given = f"files that end in {', '.join(map(repr, sorted(endings)))}" if files else "no file that can be read"

@@ -16,27 +16,23 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from tritonpack.cli.files import write_figure
-from tritonpack.cli.words import count
+from tritonpack.packing.lengths import count
 
 if TYPE_CHECKING:
     from tritonpack.cli.strategies import Result
     from tritonpack.packing.planning.cost import CostModel
-    from tritonpack.packing.planning.plan import Plan
 
 INK = "#333333"
 # Okabe and Ito's palette, which people with common forms of color blindness can tell apart. Its two darkest colors are
 # lighter here, because letters are drawn on them.
 DOCUMENT_COLORS = ("#56B4E9", "#E69F00", "#66C2A5", "#CC79A7", "#F0E442", "#E0885A")
-PADDING_COLOR = "#BDBDBD"
-ROOM_COLOR = "#F2F2F2"
-_BAND_COLOR = "#D6E6F2"
+PADDING_COLOR, ROOM_COLOR, _BAND_COLOR = "#BDBDBD", "#F2F2F2", "#D6E6F2"
 _LOAD_STYLES: dict[str, dict[str, Any]] = {
     "most loaded rank": {"color": "#D55E00", "linewidth": 1.5},
     "mean rank": {"color": INK, "linewidth": 1.2, "linestyle": (0, (3, 1.5))},
     "least loaded rank": {"color": "#0072B2", "linewidth": 1.2},
 }
-# The most that is drawn.
-_PACKED_ROWS, _PADDED_ROWS, _STEPS = 10, 16, 200
+_PACKED_ROWS, _PADDED_ROWS, _STEPS = 10, 16, 200  # the most that is drawn
 _NARROWEST = 0.9  # the lowest load drawn, over the highest, is at most this: even loads look even
 _PIXELS = 800  # about the width of a row
 
@@ -119,9 +115,11 @@ def draw_plan(
     figure, ((padded, packed), (left, right)) = make_panels(title, 2, 2, height=9.5)
     _draw_documents(padded, packed, ours, lengths, seed)
     right.sharey(left)
-    loads = [_loads(result.plan, lengths, cost) for result in (other, ours)]
+    wide, ratio = lengths.astype(np.int64), cost.per_square / cost.per_token
+    # (steps, ranks): the cost of each row, over the cost of one token
+    loads = [result.plan.sums(wide) + ratio * result.plan.sums(wide**2) for result in (other, ours)]
     for axes, result, load in zip((left, right), (other, ours), loads, strict=True):
-        _draw_loads(axes, result, load)
+        _draw_loads(axes, result.name, load)
     # The last step doesn't set the scale, because it may be nearly empty. Our plan has at least one step.
     shown = np.concatenate([load[: min(_STEPS, max(len(load) - 1, 1))].ravel() for load in loads])
     top = 1.01 * shown.max()
@@ -152,45 +150,27 @@ def _draw_documents(padded: Axes, packed: Axes, ours: Result, lengths: NDArray[n
     padded_rows: list[list[tuple[int | None, int]]] = []
     slots = 0
     for start in range(0, len(order), per_row):
-        row = lengths[order[start : start + per_row]]
-        longest = int(row.max())
-        slots += len(row) * longest
+        row = lengths[order[start : start + per_row]].tolist()
+        slots += len(row) * max(row)
         padded_rows.append([])
-        for number, length in enumerate(row.tolist(), start):
-            padded_rows[-1] += [(number, length), (None, longest - length)]
+        for number, length in enumerate(row, start):
+            padded_rows[-1] += [(number, length), (None, max(row) - length)]
 
     height = max(min(len(padded_rows), _PADDED_ROWS), len(rows))
     draw_rows(padded, padded_rows[:_PADDED_ROWS], plan.capacity, height, _PIXELS)
     draw_rows(packed, packed_rows, plan.capacity, height, _PIXELS)
     tokens = int(lengths[documents].sum())
-    padded.set_title(
-        f"{count(len(order), 'document')} padded: {count(len(padded_rows), 'row')}, {1 - tokens / slots:.0%} padding"
-        + (f" (the first {_PADDED_ROWS} drawn)" if len(padded_rows) > _PADDED_ROWS else "")
-    )
-    packed.set_title(
-        f"{ours.name}: the same in {_rows_named(len(rows), ranks)}, {tokens / len(rows) / plan.capacity:.1%} full"
-    )
+    drawn = f" (the first {_PADDED_ROWS} drawn)" if len(padded_rows) > _PADDED_ROWS else ""
+    many, full = count(len(padded_rows), "row"), tokens / len(rows) / plan.capacity
+    padded.set_title(f"{count(len(order), 'document')} padded: {many}, {1 - tokens / slots:.0%} padding{drawn}")
+    steps = f"steps 1 to {len(rows) // ranks}" if len(rows) > ranks else "step 1"
+    which = steps if len(rows) >= ranks else f"step 1, ranks 1 to {len(rows)} of {ranks:,}"
+    packed.set_title(f"{ours.name}: the same in {count(len(rows), 'row')} ({which}), {full:.1%} full")
     padded.set_ylabel("row")
 
 
-def _rows_named(rows: int, ranks: int) -> str:
-    """Say which rows the first `rows` of a plan are."""
-    steps = rows // ranks
-    if steps == 0:
-        return f"{count(rows, 'row')} (step 1, ranks 1 to {rows} of {ranks:,})"
-    return f"{count(rows, 'row')} ({'step 1' if steps == 1 else f'steps 1 to {steps}'})"
-
-
-def _loads(plan: Plan, lengths: NDArray[np.integer], cost: CostModel) -> NDArray[np.float64]:
-    """(steps, ranks): the cost of each row, over the cost of one token."""
-    wide = lengths.astype(np.int64)
-    loads = plan.sums(wide) + cost.per_square / cost.per_token * plan.sums(wide**2)
-    return loads.astype(np.float64)
-
-
-def _draw_loads(axes: Axes, result: Result, loads: NDArray[np.float64]) -> None:
+def _draw_loads(axes: Axes, name: str, loads: NDArray[Any]) -> None:
     """Draw the largest, the mean and the smallest load of every step."""
-    name = result.name
     if not len(loads):
         axes.set_title(f"{name}: no whole step")
         return
@@ -204,7 +184,5 @@ def _draw_loads(axes: Axes, result: Result, loads: NDArray[np.float64]) -> None:
     axes.set_xlabel("step" + (f" (the first {_STEPS} of {len(loads):,})" if len(loads) > _STEPS else ""))
     axes.set_xlim(edges[0], edges[-1])
     waiting = 1 - loads.mean() / loads.max(1).mean()
-    waits = (
-        f"ranks wait {waiting:.1%} of the time for the most loaded one" if loads.shape[1] > 1 else "load of each step"
-    )
-    axes.set_title(f"{name}: {waits}")
+    waits = f"ranks wait {waiting:.1%} of the time for the most loaded one"
+    axes.set_title(f"{name}: {waits if loads.shape[1] > 1 else 'load of each step'}")

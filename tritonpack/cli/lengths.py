@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.cli.paths import require_lengths
-
-if TYPE_CHECKING:
-    import pyarrow
+from tritonpack.cli.files import require_lengths
 
 # The columns that are read without --column; the first that a file has.
 USUAL_COLUMNS = ("length", "lengths", "input_ids")
@@ -45,58 +42,88 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
             message names the file, and the line, row or document.
     """
     require_lengths(path)
+    ending = path.suffix.lower()
     try:
-        lengths = READERS[path.suffix.lower()](path, column)
+        if ending == ".npy":
+            lengths = _read_npy(path, column)
+        elif ending in (".csv", ".parquet"):
+            lengths = (_read_csv if ending == ".csv" else _read_parquet)(path, column)
+        else:
+            lengths = _count(*_json_documents(path, column))
     except _UnreadableError as error:
         raise ValueError(f"{path}{error}") from error
     except ModuleNotFoundError as error:
         raise ValueError(f"{path} is read with pyarrow, which isn't installed; pip install pyarrow") from error
     except _DAMAGED as error:
         raise ValueError(f"{path} can't be read as a {path.suffix} file: {_reason(error)}") from error
+    bad = np.flatnonzero((lengths < 1) | (lengths > _MOST))
+    if len(bad):
+        tokens = f"document {bad[0]}, has {lengths[bad[0]]} tokens; a document has from 1 to {_MOST}"
+        raise ValueError(f"{path}, {tokens}. {_REMEDY}")
     if not len(lengths):
         raise ValueError(f"{path} holds no document. {_REMEDY}")
-    return lengths
+    return lengths.astype(np.int64)
 
 
 def _reason(error: BaseException) -> str:
     """The message of an error of reading, in one line, with the remedy for another encoding."""
-    remedy = ". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
-    return " ".join(str(error).split()) + remedy
+    return " ".join(str(error).split()) + (". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else "")
 
 
-def _read_json(path: Path, column: str | None) -> NDArray[np.int64]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
-            raise
-        return _read_lines(path, column)  # a document on each line, as in .jsonl
-    if isinstance(content, dict):
-        content, column = content[_choose_column(list(content), column)], None
-    if not isinstance(content, list):
-        raise _UnreadableError(f" holds {_shown(content)}, not a list of documents. {_REMEDY}")
-    return _count(((f", document {number}", document) for number, document in enumerate(content)), column)
+Documents = Iterable[tuple[str, Any]]  # where each document is, and what is there
 
 
-def _read_lines(path: Path, column: str | None) -> NDArray[np.int64]:
-    what = "a number" if path.suffix.lower() == ".txt" else "JSON"
-
-    def documents() -> Iterator[tuple[str, Any]]:
-        number, line = 0, ""
+def _json_documents(path: Path, column: str | None) -> tuple[Documents, str | None]:
+    """The documents of a JSON file or of lines, and the column that they still have to be read by."""
+    if path.suffix.lower() == ".json":
         try:
-            with path.open(encoding="utf-8-sig") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.isspace():
-                        yield f", line {number}", json.loads(line)
-        except (UnicodeDecodeError, OSError) as error:
-            raise _UnreadableError(f", line {number + 1} or one after it, can't be read: {_reason(error)}") from error
-        except (ValueError, RecursionError) as error:
-            raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # which a document on each line is
+                raise
+        else:
+            if isinstance(content, dict):
+                content, column = content[_choose_column(list(content), column)], None
+            if not isinstance(content, list):
+                raise _UnreadableError(f" holds {_shown(content)}, not a list of documents. {_REMEDY}")
+            return ((f", document {number}", document) for number, document in enumerate(content)), column
+    return _lines(path), column
 
-    return _count(documents(), column)
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    number, line = 0, ""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield f", line {number}", json.loads(line)
+    except (UnicodeDecodeError, OSError) as error:
+        raise _UnreadableError(f", line {number + 1} or one after it, can't be read: {_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        what = "a number" if path.suffix.lower() == ".txt" else "JSON"
+        raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
 
 
-def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
+def _count(documents: Documents, column: str | None) -> NDArray[np.int64]:
+    """The lengths of documents. All objects are read by one column."""
+    lengths = []
+    for where, document in documents:
+        if isinstance(document, dict):
+            column = _choose_column(list(document), column, where)
+            document = document[column]
+        elif column is not None:
+            raise _UnreadableError(f"{where}, is {_shown(document)}, not an object with the column {column!r}")
+        tokens = document
+        if isinstance(document, list) and (not document or type(document[0]) is int):
+            tokens = len(document)
+        if type(tokens) is not int or not 1 <= tokens <= _MOST:
+            what = f"neither a number of tokens from 1 to {_MOST} nor a list of token ids"
+            raise _UnreadableError(f"{where}, is {_shown(document)}, {what}. {_REMEDY}")
+        lengths.append(tokens)
+    return np.array(lengths, dtype=np.int64)
+
+
+def _read_csv(path: Path, column: str | None) -> NDArray[Any]:
     import pyarrow
     from pyarrow import csv
 
@@ -114,39 +141,43 @@ def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
         )
     name = _choose_column(names, column)
     convert = csv.ConvertOptions(include_columns=[name], column_types={name: pyarrow.int64()}, null_values=[])
-    return _positive(_integers(name, csv.read_csv(path, read, parse, convert).column(name)))
+    return np.asarray(csv.read_csv(path, read, parse, convert).column(name))
 
 
-def _read_parquet(path: Path, column: str | None) -> NDArray[np.int64]:
+def _read_parquet(path: Path, column: str | None) -> NDArray[Any]:
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import compute, parquet, types
 
+    lengths: list[NDArray[Any]] = []
     with parquet.ParquetFile(path) as file:
         name = _choose_column(file.schema_arrow.names, column)
-        lengths: list[NDArray[Any]] = []
-        try:
-            for batch in file.iter_batches(columns=[name]):  # the token ids of a whole file may exceed the memory
-                lengths.append(_integers(name, batch.column(name)))
-        except (pyarrow.ArrowException, OSError) as error:
-            place = f", document {sum(map(len, lengths))} or one after it, column {name!r}, can't be read"
-            raise _UnreadableError(f"{place}: {_reason(error)}") from error
-    return _positive(np.concatenate(lengths)) if lengths else np.zeros(0, np.int64)
+        batches = file.iter_batches(columns=[name])  # the token ids of a whole file may exceed the memory
+        while True:
+            try:
+                values = next(batches).column(name)
+            except StopIteration:
+                break
+            except (pyarrow.ArrowException, OSError) as error:
+                place = f", document {sum(map(len, lengths))} or one after it, column {name!r}"
+                raise _UnreadableError(f"{place}, can't be read: {_reason(error)}") from error
+            kind = values.type
+            if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+                values, kind = compute.list_value_length(values), kind.value_type
+            if not types.is_integer(kind) or values.null_count:
+                what = "missing values (null)" if types.is_integer(kind) else f"values of the type {kind}"
+                raise _UnreadableError(f", column {name!r}, has {what}, not integers or lists of token ids. {_REMEDY}")
+            lengths.append(np.asarray(values))
+    return np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
 
 
-def _read_npy(path: Path, column: str | None) -> NDArray[np.int64]:
+def _read_npy(path: Path, column: str | None) -> NDArray[Any]:
     if column is not None:
         raise _UnreadableError(f" has no columns, but --column {column} was asked for; leave it out")
     with path.open("rb") as file:
         values = np.lib.format.read_array(file, allow_pickle=False)
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise _UnreadableError(f" holds {values.dtype} of shape {values.shape}, not a row of integers. {_REMEDY}")
-    return _positive(values)
-
-
-READERS: dict[str, Callable[[Path, str | None], NDArray[np.int64]]] = {
-    ".json": _read_json, ".jsonl": _read_lines, ".npy": _read_npy, ".parquet": _read_parquet, ".csv": _read_csv,
-    ".txt": _read_lines,
-}  # fmt: skip
+    return values
 
 
 def _choose_column(names: Sequence[str], asked: str | None, where: str = "") -> str:
@@ -158,50 +189,6 @@ def _choose_column(names: Sequence[str], asked: str | None, where: str = "") -> 
     if len(names) != 1 and not found:
         raise _UnreadableError(f"{where} has the columns {listed}; name the one with the lengths with --column")
     return (found or names)[0]
-
-
-def _count(documents: Iterable[tuple[str, Any]], column: str | None) -> NDArray[np.int64]:
-    """Lengths of documents, which are given with their places in the file. All objects are read by one column."""
-    lengths = []
-    for where, document in documents:
-        if isinstance(document, dict):
-            column = _choose_column(list(document), column, where)
-            document = document[column]
-        elif column is not None:
-            raise _UnreadableError(f"{where}, is {_shown(document)}, not an object with the column {column!r}")
-        tokens = document
-        if isinstance(document, list) and (not document or type(document[0]) is int):
-            tokens = len(document)
-        if type(tokens) is not int or not 1 <= tokens <= _MOST:
-            raise _UnreadableError(
-                f"{where}, is {_shown(document)}, neither a number of tokens from 1 to {_MOST} nor a list of token "
-                f"ids. {_REMEDY}"
-            )
-        lengths.append(tokens)
-    return np.array(lengths, dtype=np.int64)
-
-
-def _integers(name: str, values: pyarrow.Array | pyarrow.ChunkedArray) -> NDArray[Any]:
-    """The integers of a column, or the lengths of its lists of integers."""
-    from pyarrow import compute, types
-
-    kind = values.type
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        values, kind = compute.list_value_length(values), kind.value_type
-    if not types.is_integer(kind):
-        raise _UnreadableError(f", column {name!r}, holds {kind}, neither integers nor lists of token ids. {_REMEDY}")
-    if values.null_count:
-        raise _UnreadableError(f", column {name!r}, has missing values (null). {_REMEDY}")
-    return np.asarray(values)
-
-
-def _positive(values: NDArray[Any]) -> NDArray[np.int64]:
-    bad = np.flatnonzero((values < 1) | (values > _MOST))
-    if len(bad):
-        raise _UnreadableError(
-            f", document {bad[0]}, has {values[bad[0]]} tokens; a document has from 1 to {_MOST}. {_REMEDY}"
-        )
-    return values.astype(np.int64)
 
 
 def _shown(value: Any) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tritonpack.cli.paths import require_path
+from tritonpack.cli.files import require_model
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
 from tritonpack.patches.proof import one_line
 
@@ -31,94 +30,54 @@ _HUB = {
 
 
 def load_config(name: str, trust_remote_code: bool) -> Any:
-    """The configuration of a model.
-
-    Args:
-        name: a model on the Hub, a folder with a config.json, or such a file.
-        trust_remote_code: run the code that the model brings.
+    """The configuration of a model: one on the Hub, a folder with a config.json, or such a file.
 
     Raises:
         ValueError: there is none, or transformers refuses it.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(_source(name), trust_remote_code=trust_remote_code)
-    except (OSError, ImportError) as error:
-        raise ValueError(_why(name, error)) from error
     except Exception as error:  # validators of a configuration may raise anything
-        raise ValueError(_why(name, error, refused=True)) from error
+        raise ValueError(_why(name, error, refused=not isinstance(error, (OSError, ImportError)))) from error
     named = getattr(config, "architectures", None) or []
     if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
         raise ValueError(f"the configuration of {name} has architectures={named!r}; write a list of class names")
     return config
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model.
+def load_model(name: str, config: Any, device: torch.device | None, trust_remote_code: bool) -> tuple[Any, str]:
+    """A model with its weights, in their dtype, on a device; without a device it is built on "meta".
 
-    Attributes:
-        instead_of: the class that its configuration names, if the model is of another one; else empty.
-        why: the reason for that.
-    """
-
-    model: Any
-    instead_of: str
-    why: str
-
-
-def build_without_weights(name: str, config: Any, trust_remote_code: bool) -> Loaded:
-    """Build a model on the meta device.
+    Returns:
+        The model, and if it isn't of the class that its configuration names, that class and the reason; else "".
 
     Raises:
-        ValueError: it can't be built.
-    """
-    try:
-        kind, why = _class_of(config, trust_remote_code)
-        with torch.device("meta"):
-            if issubclass(kind, transformers.PreTrainedModel):
-                model: Any = kind(config)
-            else:
-                model = kind.from_config(config, trust_remote_code=True)
-    except Exception as error:  # a configuration's or a model's own code may raise anything
-        raise ValueError(f"{name}: no model can be built: {one_line(error)}; correct its configuration") from error
-    return _loaded(model, config, why)
-
-
-def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Loaded:
-    """Load a model in the dtype of its weights.
-
-    Args:
-        name: a model on the Hub or a folder.
-        config: the result of `load_config`.
-        device: the device for the model.
-        trust_remote_code: run the code that the model brings.
-
-    Raises:
-        ValueError: it can't be loaded.
+        ValueError: it can't be built or loaded.
     """
     source = _source(name)
-    if Path(source).is_file():
+    if device is not None and Path(source).is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     try:
         kind, why = _class_of(config, trust_remote_code)
-        options = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
-        model = kind.from_pretrained(source, config=config, dtype="auto", **options).to(device).eval()
-    except Exception as error:  # files, memory, packages and a model's own code may raise anything
-        raise ValueError(_why(name, error)) from error
-    return _loaded(model, config, why)
-
-
-def _loaded(model: Any, config: Any, why: str) -> Loaded:
+        own = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
+        if device is not None:
+            model = kind.from_pretrained(source, config=config, dtype="auto", **own).to(device).eval()
+        else:
+            with torch.device("meta"):
+                model = kind.from_config(config, **own) if own else kind(config)
+    except Exception as error:  # a configuration's or a model's own code may raise anything
+        if device is not None:
+            raise ValueError(_why(name, error)) from error
+        raise ValueError(f"{name}: no model can be built: {one_line(error)}; correct its configuration") from error
     use_eager_if_sdpa_differs(model)
     names = config.architectures or [""]
-    return Loaded(model, "" if type(model).__name__ in names else names[0], why)
+    return model, "" if type(model).__name__ in names else names[0] and f"in place of {names[0]}: {why}"
 
 
 def _class_of(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
-    """The class that a configuration names in `architectures`, else that of the first of transformers' auto classes.
+    """The class that a configuration names in `architectures`, else one of transformers' auto classes, and the reason.
 
-    Returns:
-        The class, or an auto class if the model brings its own code; why it isn't the class that is named.
+    It is an auto class if the model brings its own code.
     """
     (name, *_) = config.architectures or [""]
     own = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
@@ -141,7 +100,7 @@ def _class_of(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
 
 def _source(name: str) -> str:
     """The local path of a model, or its name on the Hub."""
-    path = require_path(name)
+    path = require_model(name)
     return str(path) if path.exists() else name
 
 
@@ -156,10 +115,8 @@ def _why(name: str, error: BaseException, refused: bool = False) -> str:
     if "trust_remote_code" in text and "custom code" in text:
         return f"{name} brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
     if found := re.search(r"model type `([^`]*)`", text):
-        return (
-            f"{name} is of the model type {found[1]!r}, which {_VERSION} doesn't know; "
-            "a newer version may, and models with code of their own need --trust-remote-code"
-        )
+        newer = "a newer version may, and models with code of their own need --trust-remote-code"
+        return f"{name} is of the model type {found[1]!r}, which {_VERSION} doesn't know; {newer}"
     if "model_type" in text and "Unrecognized model" in text:
         return f"the configuration of {name} names no model_type, so transformers can't tell what it is; add one"
     if not refused:

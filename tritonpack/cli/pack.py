@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import datasets
 from rich.console import Console
 
 from tritonpack.cli.documents import open_documents
-from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
-from tritonpack.cli.words import count, percent
+from tritonpack.cli.files import STANDARD_OUTPUT, missing_folders, remove_empty, require_writable, write_json
 from tritonpack.errors import OutputError
 from tritonpack.packing.columns import LEARNED
-from tritonpack.packing.lengths import OverlongReport
+from tritonpack.packing.lengths import OverlongReport, count
 from tritonpack.packing.rows import choose_columns, packed_dataset
 
 _CACHE = ".packing"  # a folder of the rows that holds what is done, until they are complete
@@ -45,7 +43,7 @@ def examine(
         raise ValueError(f"out={out} lies in {dataset}, whose files are the documents; name a folder outside.")
     if out.exists() and not cache.exists() and any(out.iterdir()):
         raise ValueError(f"out={out} isn't empty; name another folder, or remove it.")
-    new = [each for each in (out, *out.parents) if not each.exists()]
+    new = missing_folders(out)
     cache.mkdir(parents=True, exist_ok=True)
     asked = None if columns is None else [name.strip() for name in columns.split(",")]
     try:
@@ -61,9 +59,7 @@ def examine(
         rows.save_to_disk(str(out), max_shard_size=shard_mib * 2**20, num_proc=processes)
     except ValueError:
         shutil.rmtree(cache)
-        with suppress(OSError):  # not empty, by another process
-            for each in new:
-                each.rmdir()
+        remove_empty(new)
         raise
     except OSError as error:
         reason = f"{error.strerror or error}; free space in {out} and run the same command again"
@@ -71,30 +67,34 @@ def examine(
     shutil.rmtree(cache)
     read, kept = choose_columns(names, asked)
     learned = [name for name in read if name in LEARNED and name not in kept.values()]
+    report = packing.report
     found = {
-        "options": given, "path": out, "documents": total, "tokens": packing.num_tokens + packing.report.tokens_lost,
+        "options": given, "path": out, "documents": total, "tokens": packing.num_tokens + report.tokens_lost,
         "rows": packing.num_bins, "row_documents": len(packing.items), "row_tokens": packing.num_tokens,
         "capacity": packing.capacity, "lower_bound": packing.lower_bound, "efficiency": packing.efficiency,
-        "report": asdict(packing.report), "columns": rows.column_names, "labels_from": learned,
+        "report": asdict(report), "columns": rows.column_names, "labels_from": learned,
         "left_out": [name for name in names if name not in (*kept.values(), *learned)],
     }  # fmt: skip
-    console.print(*_summary(found), sep="\n", markup=False, highlight=False, soft_wrap=True)
-    if json is not None:
-        write_json(json, found)
+    console.print(*_summary(report, **found), sep="\n", markup=False, highlight=False, soft_wrap=True)
+    write_json(json, found)
 
 
-def _summary(found: dict[str, Any]) -> Iterator[str]:
+def _summary(overlong: OverlongReport, **found: Any) -> Iterator[str]:
     """What became of the documents, in sentences."""
-    report = OverlongReport(**found["report"])
-    yield f"{count(found['documents'], 'document')} of {count(found['tokens'], 'token')}."
-    if report.documents:
-        yield f"{report}."
-    pieces = "" if report.policy != "split" or not report.documents else " and pieces"
-    holds = "holds" if found["rows"] == 1 else "hold"
+    number = {name: count(found[name], noun) for name, noun in (
+        ("documents", "document"), ("tokens", "token"), ("rows", "row"), ("row_documents", "document"),
+        ("row_tokens", "token"), ("capacity", "token"), ("lower_bound", "row"),
+    )}  # fmt: skip
+    yield f"{number['documents']} of {number['tokens']}."
+    if overlong.documents:
+        yield f"{overlong}."
+    pieces = " and pieces" if overlong.policy == "split" and overlong.documents else ""
+    share = found["efficiency"]
+    full = "100%" if share == 1 else f"{min(100 * share, 99.99):.2f}%"  # 100% means all
     yield (
-        f"{count(found['rows'], 'row')} of {count(found['capacity'], 'token')} {holds} "
-        f"{count(found['row_documents'], 'document')}{pieces} of {count(found['row_tokens'], 'token')}: "
-        f"{percent(found['efficiency'])} full. No packing needs fewer than {count(found['lower_bound'], 'row')}."
+        f"{number['rows']} of {number['capacity']} {'holds' if found['rows'] == 1 else 'hold'} "
+        f"{number['row_documents']}{pieces} of {number['row_tokens']}: {full} full. "
+        f"No packing needs fewer than {number['lower_bound']}."
     )
     yield f"Columns: {', '.join(found['columns'])}."
     if found["labels_from"]:

@@ -44,7 +44,7 @@ def padded_rows(
     return Plan(order[np.argsort(row, kind="stable")], offsets, num_ranks, capacity)
 
 
-# Unpadded. The multipack project compares its samplers with this method.
+# Unpadded; the multipack project compares its samplers with this strategy.
 interleaved_rows: Callable[..., Plan] = partial(padded_rows, by_length=True)
 
 
@@ -72,15 +72,6 @@ def _permutation(count: int, seed: int, epoch: int, stream: int = 0) -> NDArray[
 
 
 OURS, PADDED, NEXT_FIT = "tritonpack", "padded", "next-fit"
-# Name in the table -> its meaning.
-MEANINGS = {
-    OURS: "steps planned from shuffled documents, in their order: rows full, ranks equally loaded",
-    PADDED: "no packing: so many documents per row that the longest ones would fit, all padded to the row's longest",
-    "interleaved": "the same number of documents per row, unpadded, each step's documents dealt out to the ranks by "
-    "length",
-    NEXT_FIT: "rows filled in order; a document that doesn't fit begins a new row",
-    "best-fit": "the whole epoch packed at once, as tightly as possible; its rows are shuffled",
-}
 # Functions of (lengths, capacity, num_ranks, seed=, epoch=).
 BASELINES: dict[str, Callable[..., Plan]] = {
     PADDED: padded_rows, "interleaved": interleaved_rows, NEXT_FIT: next_fit_rows, "best-fit": shuffled_bins

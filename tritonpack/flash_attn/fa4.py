@@ -13,20 +13,23 @@ Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from tritonpack.attention import Backend
 from tritonpack.flash_attn.core import flash_attention, read_window
-from tritonpack.flash_attn.spelling import spelled
-
-WindowSides = tuple[int | None, int | None]
+from tritonpack.flash_attn.spelling import from_text
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
+_COMMON = (
+    "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
+    "pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
+)
 
-def _call(*, window_size: WindowSides, **arguments: Any) -> tuple[Tensor, Tensor]:
+
+def _call(*, window_size: tuple[int | None, int | None], **arguments: Any) -> tuple[Tensor, Tensor]:
     window = read_window(window_size)
     if sorted(side is not None and side < 0 for side in window_size) == [False, True]:
         raise ValueError(  # FlashAttention-4 moves the window
@@ -35,49 +38,33 @@ def _call(*, window_size: WindowSides, **arguments: Any) -> tuple[Tensor, Tensor
     return flash_attention(window_size=window, **arguments)[:2]
 
 
-@spelled(_call)
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: WindowSides = (None, None),
-    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
-    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None,
-    aux_tensors: Any = None, aux_scalars: Any = None, block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None, return_lse: bool = False, *, backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over a batch of rows of one length.
+flash_attn_func: Callable[..., tuple[Tensor, Tensor]] = from_text(
+    "flash_attn_func",
+    f"q, k, v, qv=None, gather_kv_indices=None, {_COMMON}aux_tensors=None, aux_scalars=None, "
+    "block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False, *, backend='auto'",
+    "Attention over a batch of rows of one length.",
+    _call,
+)
+"""Attention over a batch of rows of one length.
 
-    Args:
-        q: (batch, seqlen_q, nheads, headdim).
-        k, v: (batch, seqlen_k, nheads_k, headdim), (batch, seqlen_k, nheads_k, headdim_v).
-        softmax_scale, ..., backend: see the module.
+q is (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
+headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) float32.
+"""
 
-    Returns:
-        out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) float32.
-    """
+flash_attn_varlen_func: Callable[..., tuple[Tensor, Tensor]] = from_text(
+    "flash_attn_varlen_func",
+    "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, "
+    f"seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, {_COMMON}block_sparse_tensors=None, "
+    "aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, "
+    "disable_scheduler_metadata=False, *, backend='auto'",
+    "Attention over documents laid end to end, or over a batch whose rows count in part.",
+    _call,
+)
+"""Attention over documents laid end to end, or over a batch whose rows count in part.
 
-
-@spelled(_call)
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: WindowSides = (None, None), learnable_sink: Tensor | None = None,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
-    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
-    aux_tensors: Any = None, aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
-    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False, *, backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over documents laid end to end, or over a batch whose rows count in part.
-
-    Args:
-        q: (total_q, nheads, headdim) with `cu_seqlens_q`, else (batch, seqlen_q, nheads, headdim).
-        k, v: (total_k, nheads_k, headdim) and (total_k, nheads_k, headdim_v) with `cu_seqlens_k`, else (batch, ...).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device, or None.
-        seqused_q, seqused_k: (batch,) integers, how many rows of each document count, from its first.
-        max_seqlen_q, max_seqlen_k: not needed.
-        softmax_scale, ..., backend: see the module.
-
-    Returns:
-        out in the shape of q with headdim_v; lse (nheads, total_q) or (batch, nheads, seqlen_q), float32.
-    """
+q is (total_q, nheads, headdim) with `cu_seqlens_q`, else (batch, seqlen_q, nheads, headdim); k and v are (total_k,
+nheads_k, headdim or headdim_v) with `cu_seqlens_k`, else (batch, ...). The offsets are (batch + 1,) int32 or int64 on
+q's device. `seqused_q` and `seqused_k`, (batch,) integers, say how many rows of each document count, from its first.
+`max_seqlen_q` and `max_seqlen_k` aren't needed. Returns out in the shape of q with headdim_v, and lse (nheads, total_q)
+or (batch, nheads, seqlen_q) float32.
+"""

@@ -1,4 +1,4 @@
-"""spelled: a function with another library's signature, computed by `flash_attention` with our names."""
+"""Functions with another library's signature, computed by `flash_attention` with our names."""
 
 from __future__ import annotations
 
@@ -72,16 +72,23 @@ def spelled(call: Callable[..., Any], **names: tuple[str, ...]) -> Callable[[Cal
         def function(*args: P.args, **keywords: P.kwargs) -> R:
             signature(*args, **keywords)  # Python's errors for missing and unknown arguments
             given = {**defaults, **dict(zip(order, args, strict=False)), **keywords}
-            for name in given:
-                if name in REMEDIES and given[name] is not None:
-                    raise ValueError(
-                        f"{name} isn't supported by tritonpack.flash_attn; got {describe(given[name])}. Supported: "
-                        f"{REMEDIES[name]}."
-                    )
-            known = {name: value for name, value in given.items() if name not in REMEDIES}
-            ours = {our: value for name, value in known.items() for our in names.get(name, (name,))}
+            ours = {}
+            for name, value in given.items():
+                if name not in REMEDIES:
+                    ours.update(dict.fromkeys(names.get(name, (name,)), value))
+                elif value is not None:
+                    what = f"{name} isn't supported by tritonpack.flash_attn; got {describe(value)}"
+                    raise ValueError(f"{what}. Supported: {REMEDIES[name]}.")
             return call(**ours)
 
         return function
 
     return decorate
+
+
+def from_text(name: str, arguments: str, doc: str, call: Callable[..., Any], **names: tuple[str, ...]) -> Any:
+    """`spelled` for a signature that is given as text, such as "q, k, v, softmax_scale=None, *, backend='auto'"."""
+    signature = eval(f"lambda {arguments}: None")
+    signature.__name__ = signature.__qualname__ = name
+    signature.__module__, signature.__doc__ = call.__module__, f"{name}({arguments})\n\n{doc}"
+    return spelled(call, **names)(signature)

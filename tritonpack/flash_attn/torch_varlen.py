@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_int
 from tritonpack.flash_attn.core import flash_attention
-from tritonpack.flash_attn.spelling import spelled
+from tritonpack.flash_attn.spelling import from_text
 
 
 def _call(
@@ -32,36 +32,29 @@ def _call(
     return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
-@spelled(_call, num_splits=("num_splits",))
-def torch_varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int | Tensor | None = None,
-    max_k: int | Tensor | None = None, is_causal: bool = False, *, return_aux: Any = None, scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool | None = None, seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int | None = None, backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over documents laid end to end, with the parameters of torch 2.10 and later.
+torch_varlen_attn: Callable[..., Tensor | tuple[Tensor, Tensor]] = from_text(
+    "torch_varlen_attn",
+    "query, key, value, cu_seq_q, cu_seq_k, max_q=None, max_k=None, is_causal=False, *, return_aux=None, scale=None, "
+    "window_size=(-1, -1), enable_gqa=None, seqused_k=None, block_table=None, num_splits=None, backend='auto'",
+    "Attention over documents laid end to end, with the parameters of torch 2.10 and later.",
+    _call,
+    num_splits=("num_splits",),
+)
+"""Attention over documents laid end to end, with the parameters of torch 2.10 and later.
 
-    Args:
-        query: (T_q, H, D).
-        key, value: (T_k, H_kv, D), (T_k, H_kv, D_v).
-        cu_seq_q, cu_seq_k: (documents + 1,) int32 or int64 on the query's device.
-        max_q, max_k: not needed.
-        is_causal: the same as window_size=(-1, 0), for torch 2.10.
-        return_aux: torch's AuxRequest, or another object with `lse`, which says whether to return lse, too.
-        scale: None means 1 / sqrt(D).
-        window_size: (left, right), inclusive, -1 without limit; (-1, 0) is causal.
-        enable_gqa: False refuses fewer heads in key and value than in query, as torch does by default; None and True
-            allow fewer.
-        seqused_k: (documents,) how many keys of each document count; unlike in torch, with gradients.
-        block_table: not supported.
-        num_splits: 1 gives a document the same bits in every batch.
-        backend: as in `tritonpack.varlen_attention`.
+Args:
+    query: (T_q, H, D).
+    key, value: (T_k, H_kv, D), (T_k, H_kv, D_v).
+    cu_seq_q, cu_seq_k: (documents + 1,) int32 or int64 on the query's device.
+    max_q, max_k: not needed.
+    is_causal: the same as window_size=(-1, 0), for torch 2.10.
+    return_aux: torch's AuxRequest, or another object with `lse`, which says whether to return lse, too.
+    window_size: (left, right), inclusive, -1 without limit; (-1, 0) is causal.
+    enable_gqa: False refuses fewer heads in key and value than in query, as torch does by default.
+    seqused_k: (documents,) how many keys of each document count; unlike in torch, with gradients.
+    num_splits: 1 gives a document the same bits in every batch.
+    scale, backend: as in `tritonpack.varlen_attention`; `block_table` isn't supported.
 
-    Returns:
-        out (T_q, H, D_v), or (out, lse (H, T_q) float32, -inf in rows that see nothing).
-
-    Raises:
-        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
-
-    Source: torch/nn/attention/varlen.py.
-    """
+Returns out (T_q, H, D_v), or (out, lse (H, T_q) float32, -inf in rows that see nothing). Raises ValueError for shapes,
+dtypes, devices or options that don't fit or aren't supported. Source: torch/nn/attention/varlen.py.
+"""

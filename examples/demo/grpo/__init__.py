@@ -17,7 +17,7 @@ from examples.demo.grpo.rollouts import Shape, make_groups
 from examples.demo.grpo.training import WAYS, Way, train_in_turns
 from examples.demo.measuring import WARMUP_STEPS, Measurements
 from examples.demo.training import Settings
-from tritonpack.cli.words import count
+from tritonpack.packing.lengths import count
 
 # Gaps between losses that may be rounding. The largest seen were 1.2e-07 and 5.5e-04. Where the sequences of a row saw
 # each other, losses in float32 moved by 5e-04.
