@@ -180,5 +180,7 @@ def test_damaged_parquet_is_named(tmp_path):
     data = bytearray(path.read_bytes())
     data[start : start + 90] = bytes(90)
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"a\.parquet, document \d+ or one after it, column 'input_ids', can't be read: "):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet, document \d+ or one after it, column 'input_ids', can't be read: "
+    ):
         read_lengths(path)
