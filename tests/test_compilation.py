@@ -35,7 +35,7 @@ import tritonpack
 {use}
 print(json.dumps(names))
 """
-LOADER = 'tritonpack.dataloader([{"input_ids": list(range(1 + i % 50))} for i in range(200)], tokens=256)'
+LOADER = 'len(tritonpack.dataloader([{"input_ids": list(range(1 + i % 50))} for i in range(200)], tokens=256))'
 UNUSED = {"heuristics.best_fit", "heuristics.longest_first"}  # which a dataloader doesn't use
 
 
@@ -124,7 +124,7 @@ def test_bar_on_a_terminal_counts_the_functions(
 ) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    compile_once(listener, optimiser._fill, optimiser.sort_by_bytes, FOREIGN)
+    compile_once(listener, optimiser._divide, optimiser.sort_by_bytes, FOREIGN)
     printed = capsys.readouterr().err
     assert "compiling: 0 of 2 functions" in printed
     assert printed.endswith("\r")  # the bar is gone

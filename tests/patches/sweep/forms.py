@@ -111,6 +111,12 @@ def end_to_end(documents: list[Tensor]) -> Batch:
     return dataclasses.replace(packed_forms.FORMS["position_ids"](documents), arguments={})
 
 
+def rows(documents: list[Tensor]) -> Batch:
+    """Documents of one length in rows of their own, with nothing but their tokens."""
+    batch = packed_forms.lay_out([[number] for number in range(len(documents))], documents)
+    return dataclasses.replace(batch, arguments={})
+
+
 def alone(documents: list[Tensor]) -> Batch:
     """One document, with nothing but its tokens."""
     return packed_forms.whole(documents[0])
