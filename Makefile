@@ -10,6 +10,8 @@ DOCS := $(VENV)/.docs
 TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 OTHERS := benchmarks ecosystem examples integrations parallel virtual_gpu
+# Where kernels run in Triton's interpreter; the nightly tests look everywhere.
+INTERPRETED := backends kernels masks parallel/test_ranks.py test_attention.py test_options.py test_tree.py
 
 .PHONY: help install quick test nightly lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
 
@@ -55,12 +57,12 @@ quick: install
 
 test: install
 	$(PYTEST) tests -m "not gpu and not interpreter and not slow"
-	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and not slow"
+	TRITON_INTERPRET=1 $(PYTEST) $(addprefix tests/,$(INTERPRETED)) -m "interpreter and not slow"
 	$(BIN)/python -m pytest -q --doctest-modules tritonpack/masks/block_diagonal.py tritonpack/packing tritonpack/parallel
 
 nightly: install
 	$(PYTEST) tests -m "slow and not gpu and not interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and slow"
+	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
 
 lint: install
 	$(BIN)/ruff check .

@@ -86,6 +86,16 @@ class TestExactness:
         torch.testing.assert_close(out[:, 0, 0], torch.tensor([4.0, 7.0]))
         torch.testing.assert_close(lse, torch.tensor([[0.0, math.log(4)]]))
 
+    @pytest.mark.fast(
+        "slack",
+        "window-right-open",
+        "head-dim-16",
+        "head-dim-160",
+        "head-dim-320",
+        "softcap-window",
+        "alibi-cross",
+        "tree-head-dim-96-16",
+    )
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_reference_gradients_equal_autograd(self, case: Case) -> None:
         """The formulas of the backward pass against autograd through the forward pass, in float64."""
@@ -96,6 +106,7 @@ class TestExactness:
                 by_formula[name], by_autograd[name], msg=lambda text, name=name: f"{name}: {text}"
             )
 
+    @pytest.mark.fast("blocked")
     @BACKENDS
     def test_gradients_equal_finite_differences(self, backend: str) -> None:
         """Finite differences through out and lse together, so no derivation is shared."""

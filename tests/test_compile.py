@@ -81,7 +81,7 @@ def test_new_lengths_do_not_recompile(backend: Backend) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
-@pytest.mark.fast("blocked-everything", "reference-plain")
+@pytest.mark.fast("reference-plain")
 def test_operators_pass_opcheck(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     options = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **inputs.keywords)

@@ -199,6 +199,7 @@ SIDES = {
 }
 
 
+@pytest.mark.fast("attention_mask")
 @pytest.mark.parametrize("name", SIDES)
 def test_arguments_of_an_encoder_with_a_decoder(name: str) -> None:
     model = pairs.tiny_pair_model("bart", dtype=torch.float32, max_position_embeddings=512)

@@ -37,6 +37,7 @@ def path_sums(parents: tuple[int, ...], inputs: Inputs, douts: dict[int, Tensor]
     return outputs | sums
 
 
+@pytest.mark.fast("reference")
 @BACKENDS
 @settings(max_examples=25)
 @given(
@@ -171,6 +172,7 @@ def test_compiled_without_breaks_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.fast("{'window': (3, 0)}")
 @pytest.mark.parametrize("reach", [{}, {"window": (3, 0)}, {"chunk_size": 4}], ids=str)
 def test_a_graph_that_makes_masks_of_ends_fits_all_sizes(reach: dict[str, Any]) -> None:
     torch.compiler.reset()

@@ -46,6 +46,16 @@ def masks(seed: int, lengths: list[int] | None = None) -> list[BlockDiagonalMask
     return [x for one in (mask, bare, crossed, chunks, thinned, padded) for x in (one, one.transpose())]
 
 
+@pytest.mark.fast(
+    "0-16-16-shared",
+    "1-64-64-shared",
+    "3-64-64-shared",
+    "4-8-23-whole",
+    "6-64-64-whole",
+    "8-16-16-whole",
+    "9-8-23-shared",
+    "11-8-23-whole",
+)
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize(("rows", "long"), [(16, 16), (64, 64), (16, 64), (8, 23)])
 @pytest.mark.parametrize("seed", range(12))
@@ -101,6 +111,7 @@ def test_no_rows() -> None:
     assert tile_table(BlockDiagonalMask.from_seqlens([5], [0]).transpose(), 16).shape == (0, 3)
 
 
+@pytest.mark.fast("0-16-any", "0-64-even", "2-64-even")
 @pytest.mark.parametrize("even", [False, True], ids=["any", "even"])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("seed", range(3))

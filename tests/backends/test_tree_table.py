@@ -35,6 +35,7 @@ def listed(table: Tensor, blocks: Tensor) -> Tiles:
     ]
 
 
+@pytest.mark.slow
 @given(forests(), WINDOWS, SIZES, st.booleans())
 def test_lists_hold_every_visible_pair_once(
     parents: tuple[int, ...], window: tuple[int, int], sizes: tuple[int, int, int], transposed: bool

@@ -63,6 +63,7 @@ def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
     return gpu in TILES and head_dim == 128 and len(features) < 2 and (gpu == "sm_90" or features in TAKES_MOST)
 
 
+@pytest.mark.fast("dkdv-gfx942-d64-bf16", "dkdv-sm_80-d128-bf16")
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "configuration",

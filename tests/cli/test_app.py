@@ -83,6 +83,7 @@ def test_help_names_commands_and_shell_completion(arguments, capsys):
     assert capsys.readouterr().out == f"tritonpack {tritonpack.__version__}\n"
 
 
+@pytest.mark.fast("['plan', '.', '--capacity', '8']-ile '.' is a directory")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

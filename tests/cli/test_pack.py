@@ -55,6 +55,7 @@ def sources_of(folder, given):
     yield [folder / "jsonl" / "*.jsonl", "--jobs", 2]
 
 
+@pytest.mark.slow
 def test_every_source_gives_the_same_rows(tmp_path):
     given = documents()
     expected = [[given[number] for number in items] for items in pack(LENGTHS, 10)]
@@ -181,6 +182,7 @@ def test_left_out_columns_are_named(tmp_path, capsys):
     assert "Left out: text." in capsys.readouterr().out
 
 
+@pytest.mark.fast("arrow-cut")
 @pytest.mark.parametrize("how", ["cut", "flips", "noise", "utf-16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_file_is_read_or_named(tmp_path, capsys, kind, how):

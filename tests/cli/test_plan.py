@@ -124,6 +124,7 @@ def test_costs_are_those_of_the_given_model(tmp_path, planned):
     assert found["cost"]["per_token"] == expected.per_token
 
 
+@pytest.mark.slow
 def test_where_outputs_go(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("7\n" * 40)
     picture, numbers = tmp_path / "deep" / "a.png", tmp_path / "deeper" / "still" / "a.json"

@@ -81,6 +81,7 @@ def difference(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -
     return max(float((a[0] - b[0]).abs() / b[0]), gradients)
 
 
+@pytest.mark.fast("numbers-", "float32-no position ids", "minus infinity-", "bool-no position ids")
 @pytest.mark.parametrize("positions", [True, False], ids=["", "no position ids"])
 @pytest.mark.parametrize("form", FORMS)
 def test_documents_stay_apart(form: str, positions: bool) -> None:

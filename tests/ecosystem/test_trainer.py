@@ -190,6 +190,7 @@ def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)
 
 
+@pytest.mark.slow
 def test_a_saved_model_holds_no_trace(tmp_path: Path) -> None:
     """Neither the checkpoints that Trainer writes nor its last word name our attention; a saved model loads by name."""
     model = tiny_model("llama")

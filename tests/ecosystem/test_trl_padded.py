@@ -136,7 +136,7 @@ def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tupl
         assert ours[1][metric] == pytest.approx(stock[1][metric], rel=EXACT, abs=EXACT), metric
 
 
-@pytest.mark.fast("GRPO-share")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 @pytest.mark.parametrize("name", TRAINERS)

@@ -14,6 +14,7 @@ NOT_OFFERED = {fa3.flash_attn_varlen_func: {"dropout"}, fa4.flash_attn_varlen_fu
                torch_varlen_attn: {"dropout"}}  # fmt: skip
 
 
+@pytest.mark.fast("fa2-inputs/unchanged", "fa2-empty/keys", "fa2-slack/zeros", "fa2-lse/values", "fa2-dropout/weights")
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 @pytest.mark.parametrize(
     "function",

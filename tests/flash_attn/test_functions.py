@@ -144,6 +144,16 @@ def same_rows(lse: Tensor, expected: Tensor, peer: str) -> None:
 
 
 class TestVarlen:
+    @pytest.mark.fast(
+        "bidirectional-fa2",
+        "causal-more-keys-fa3",
+        "causal-more-queries-fa4",
+        "window-fa4",
+        "window-right-fa4",
+        "window-causal-fa4",
+        "odd-head-dim-fa2",
+        "wide-head-dim-fa3",
+    )
     @pytest.mark.parametrize("peer", ["fa2", "fa2-reference", "fa3", "fa4", "torch"])
     @EACH_CALL
     def test_exact(self, call: Call, peer: str) -> None:

@@ -77,6 +77,7 @@ def plain_loop(steps: list[list[int]]) -> Outcome:
     return losses, {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
     """Steps of two rows; the last step of each epoch has one row."""
     trainer = make_trainer(tmp_path)
@@ -256,6 +257,7 @@ class TestUndoing:
         assert all(state_of_model(model).keys() == plain.keys() for model in made)
 
 
+@pytest.mark.slow
 def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     handle = tritonpack.setup(trainer, TOKENS, steps_together=8)

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.fast("more epochs")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_goes_on_with_the_same_batches(case: str, tmp_path: Path) -> None:
     step, first, then = CASES[case]

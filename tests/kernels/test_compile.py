@@ -87,6 +87,7 @@ def described_statistics_kernel(q_desc, lse_desc, out_ptr, steps, BLOCK: tl.cons
     tl.store(out_ptr + offs, acc)
 
 
+@pytest.mark.fast("16")
 @pytest.mark.compile
 @pytest.mark.parametrize("block", [16, 64])
 def test_described_statistics(block: int) -> None:

@@ -46,12 +46,23 @@ def assert_same_blocks(mask: BlockDiagonalMask, block_size: int | tuple[int, int
         assert one == other, side
 
 
+@pytest.mark.fast(
+    "one document-1",
+    "packed-(4, 16)",
+    "two-sided window-128",
+    "slack-4",
+    "padding-(4, 16)",
+    "cross, bidirectional-1",
+    "all-(4, 16)",
+    "one-(4, 16)",
+)
 @pytest.mark.parametrize("block_size", BLOCKS, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_blocks_that_torch_finds(name: str, block_size: int | tuple[int, int]) -> None:
     assert_same_blocks(MASKS[name], block_size)
 
 
+@pytest.mark.fast("0", "5", "10", "16", "22", "28", "34", "39")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_intervals(seed: int) -> None:
     rng = random.Random(seed)
@@ -71,6 +82,7 @@ def test_the_mask_function(name: str) -> None:
     assert torch.equal(mask.to_block_mask().mask_mod(none, none, queries[:, None], keys), mask.to_dense())
 
 
+@pytest.mark.fast("window")
 @pytest.mark.parametrize("name", ["packed", "window", "slack"])
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_flex_attention_computes_what_we_do(name: str) -> None:

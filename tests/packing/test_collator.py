@@ -225,6 +225,13 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast(
+    "PackingCollator-completion_mask",
+    "a row of documents-completion_mask",
+    "pack_stream-assistant_masks",
+    "PackedDataset-assistant_masks",
+    "TreeCollator-assistant_masks",
+)
 @pytest.mark.parametrize("mask", LEARNED)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_combines_labels_with_masks_alike(way: str, mask: str) -> None:

@@ -47,6 +47,7 @@ def small_batches(monkeypatch):
 ALGORITHMS = ["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
 
 
+@pytest.mark.fast("first_fit-drop")
 @pytest.mark.parametrize("overlong", ["error", "split", "truncate", "drop"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_bins_and_rows_are_those_of_pack(tmp_path, small_batches, algorithm, overlong):

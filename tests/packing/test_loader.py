@@ -87,6 +87,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("0-list", "0-lists of documents")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_passes_over_datasets_of_all_kinds(kind, workers, monkeypatch):
@@ -141,6 +142,7 @@ def test_seed_is_torch_s():
 
 
 class TestStates:
+    @pytest.mark.fast("0")
     @pytest.mark.parametrize("workers", [pytest.param(0, id="0"), pytest.param(2, id="2")])
     def test_batches_that_the_loop_got_count(self, workers):
         """Workers have fetched four more by then."""

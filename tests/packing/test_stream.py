@@ -374,6 +374,7 @@ class Divided(IterableDataset):
 
 
 class TestWorkers:
+    @pytest.mark.fast("<lambda>0")
     @pytest.mark.parametrize("source", [lambda: DOCUMENTS, Divided, streaming, lambda: streaming(1)])
     def test_share_documents(self, source):
         assert sorted(numbers_of(DataLoader(make(source()), batch_size=None, num_workers=2))) == list(range(300))

@@ -54,6 +54,7 @@ def test_no_warning_for_one_document_or_without_transformers_models(monkeypatch)
     assert not warned()
 
 
+@pytest.mark.slow
 def test_no_warning_while_a_model_is_patched_or_built_by_name():
     model = tiny_llama()
     handle = patch(model)

@@ -52,6 +52,7 @@ def test_few_keys_and_even_work_for_a_million_tokens_of_short_documents(seed):
     assert row_imbalance(layout) <= 1.03
 
 
+@pytest.mark.fast("chunks")
 @pytest.mark.parametrize(
     ("make", "most"),
     [
@@ -95,6 +96,7 @@ def test_work_is_even_beside_long_documents():
         assert row_imbalance(layout) <= 1.03
 
 
+@pytest.mark.slow
 def test_a_million_tokens_take_less_than_a_second():
     """Of the processor's time, which is 0.1 seconds for the layout, and again for the plan."""
     masks = [of(drawn(700)), of([MILLION]), of([1] * MILLION)]

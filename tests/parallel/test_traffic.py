@@ -45,6 +45,16 @@ def bytes_received(exchange, lengths, heads, kv_heads, dtype):
     return forward * b, backward * b
 
 
+@pytest.mark.fast(
+    "16-2-dtype0-6-balanced",
+    "16-8-dtype0-6-stripe",
+    "16-8-dtype1-2059-stripe",
+    "16-16-dtype0-2048-zigzag",
+    "16-16-dtype1-2048-stripe",
+    "12-4-dtype1-6-zigzag",
+    "20-10-dtype0-2059-zigzag",
+    "20-10-dtype1-2059-stripe",
+)
 @pytest.mark.parametrize("layout", ["balanced", "stripe", "zigzag"])
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 11, RANKS - 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -81,6 +91,16 @@ GROUP_CAST_MASKS = {
 }
 
 
+@pytest.mark.fast(
+    "dtype0-causal-zigzag",
+    "dtype0-windows-balanced",
+    "dtype0-bidirectional-balanced",
+    "dtype0-short documents-contiguous",
+    "dtype1-causal-contiguous",
+    "dtype1-windows-zigzag",
+    "dtype1-bidirectional-stripe",
+    "dtype1-short documents-documents",
+)
 @pytest.mark.parametrize("layout", get_args(LayoutName))
 @pytest.mark.parametrize("make", GROUP_CAST_MASKS.values(), ids=GROUP_CAST_MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -129,6 +149,7 @@ def drawn_masks():
     yield GROUP_CAST_MASKS["trees"]().restrict(torch.arange(800), torch.arange(800))
 
 
+@pytest.mark.fast("contiguous", "stripe")
 @pytest.mark.parametrize("name", get_args(LayoutName))
 def test_auto_receives_no_more_than_all_gather(name):
     """Neither a rank nor a node, if nodes have equally many ranks; and each of the two exchanges is chosen."""

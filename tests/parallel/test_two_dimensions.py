@@ -116,6 +116,7 @@ def bytes_of_keys(exchange, lengths, place, kv_heads, dtype, seen, shown):
     return numbers * b, numbers * b + back * wide
 
 
+@pytest.mark.fast("0-shape0-12-4", "1-shape1-12-4")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (16, 8), (12, 4), (20, 10)])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
 @pytest.mark.parametrize("along", [0, 1])

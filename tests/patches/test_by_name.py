@@ -63,6 +63,7 @@ def test_padded_equals_alone(family: str, side: str) -> None:
     assert difference(expected, got) < EXACT
 
 
+@pytest.mark.fast("-static-llama")
 @every_family
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])

@@ -84,7 +84,7 @@ def test_number_of_model_types() -> None:
 
 
 @mostly_slow([*BUILT, *zoo.VARIANTS])
-@pytest.mark.fast("gpt_oss", "modernbert-decoder", "xlm", "xlnet", "xlstm")
+@pytest.mark.fast("modernbert-decoder", "xlnet", "xlm", "xlstm")
 def test_packed_equals_alone_or_is_refused(name: str) -> None:
     forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]
     row = sweep.run(name, forms=forms, gradients=[form for form in forms if form not in SAID_AGAIN])
@@ -215,19 +215,7 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 @every_exact_type
-@pytest.mark.fast(
-    "bert",
-    "bloom",
-    "gemma3n",
-    "gpt2",
-    "gpt_oss",
-    "llama",
-    "mamba2",
-    "mixtral",
-    "qwen3_next",
-    "roformer",
-    "xlnet-causal",
-)
+@pytest.mark.fast("bert", "roformer")
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model = build(name)
     before, documents = state(model), zoo.documents(sweep.LENGTHS)

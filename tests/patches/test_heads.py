@@ -71,6 +71,14 @@ KEEPING = {
 }
 
 
+@pytest.mark.fast(
+    "GPTNeoForTokenClassification-collator",
+    "GPTNeoForTokenClassification-two_rows",
+    "GPTNeoForQuestionAnswering-offsets_alone",
+    "BigBirdForTokenClassification-offsets_alone",
+    "XLNetForTokenClassification-position_ids",
+    "XLNetForTokenClassification-segments_alone",
+)
 @pytest.mark.parametrize(
     ("name", "form"),
     [(name, form) for name in KEEPING for form in TOLD if (name, form) != ("XLNetForTokenClassification", "two_rows")],
@@ -259,6 +267,15 @@ POOLING = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(
+    "AlbertModel-collator",
+    "AlbertModel-segments_alone",
+    "BigBirdModel-position_ids",
+    "BigBirdModel-offsets_alone",
+    "BigBirdModel-two_rows",
+    "RemBertModel-offsets_alone",
+    "RemBertModel-two_rows",
+)
 @pytest.mark.parametrize("form", TOLD)
 @pytest.mark.parametrize("name", POOLING)
 def test_one_vector_a_document(name: str, form: str) -> None:

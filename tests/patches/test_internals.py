@@ -22,11 +22,11 @@ def rows() -> dict[str, str]:
 
 
 @cache
-def library() -> str:
-    """transformers' own code outside of its models."""
+def library() -> set[str]:
+    """The words of transformers' own code outside of its models."""
     home = Path(transformers.__file__).parent
     folders = (home, home / "generation", home / "integrations", home / "utils")
-    return "\n".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    return {word for folder in folders for path in folder.glob("*.py") for word in re.findall(r"\w+", path.read_text())}
 
 
 @cache
@@ -48,8 +48,7 @@ def touched() -> set[str]:
                     attributes.add(node.value)
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{DOCUMENTED}."):
                 imports |= {f"{node.module}.{alias.name}" for alias in node.names}
-    defined = {name for name in attributes - ours if re.search(rf"\b{name}\b", library())}
-    return defined | imports
+    return ((attributes - ours) & library()) | imports
 
 
 OTHERS = {

@@ -364,6 +364,7 @@ def wrapped_layers(model: PreTrainedModel, implementation: CheckpointImpl) -> No
                 module[i] = checkpoint_wrapper(layer, checkpoint_impl=implementation)
 
 
+@pytest.mark.fast("llama-patched-CheckpointImpl.REENTRANT")
 @pytest.mark.parametrize("implementation", list(CheckpointImpl))
 @pytest.mark.parametrize("first", ["patched", "wrapped"])
 @pytest.mark.parametrize("family", ["mamba", "qwen3_next", "llama"])

@@ -57,6 +57,7 @@ def build(family: str) -> PreTrainedModel:
     return model.double().eval()
 
 
+@pytest.mark.fast("qwen3_vl")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_with_images(family: str) -> None:
     model, generator = build(family), torch.Generator().manual_seed(1)

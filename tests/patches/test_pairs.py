@@ -38,6 +38,7 @@ mostly_slow = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast("t5")
 @mostly_slow
 def test_packed_equals_alone(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
@@ -49,6 +50,7 @@ def test_packed_equals_alone(name: str) -> None:
             assert (found.verdict, found.reason) == ("exact", ""), form
 
 
+@pytest.mark.fast("bart", "mt5", "t5gemma")
 @every_type
 def test_stock_leaks_in_the_same_test(name: str) -> None:
     """In float32, because padding gives NaN in float64 in some types."""
@@ -69,6 +71,7 @@ def packed(name: str, **more: Any) -> tuple[PreTrainedModel, list[Tensor], dict[
     return model, documents, {**batch.arguments, "labels": batch.ids}
 
 
+@pytest.mark.fast("bart", "mvp", "umt5")
 @every_type
 def test_labels_are_shifted_within_each_document(name: str) -> None:
     model, documents, call = packed(name)
@@ -82,6 +85,7 @@ def test_labels_are_shifted_within_each_document(name: str) -> None:
     torch.testing.assert_close(output.loss, loss)
 
 
+@pytest.mark.fast("bart", "blenderbot-small", "mbart", "plbart")
 @every_type
 def test_labels_that_are_ignored_and_padding(name: str) -> None:
     """Labels of a prompt are ignored, and rows padded by -100. MBart and PLBart put a document's last label first."""
@@ -103,6 +107,7 @@ def test_labels_that_are_ignored_and_padding(name: str) -> None:
     assert relative(got[None], expected) < tolerance(model.dtype)
 
 
+@pytest.mark.fast("sdpa-seamless_m4t_v2")
 @mostly_slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_with_transformers_own_attention(name: str, attention: str) -> None:
@@ -356,6 +361,9 @@ def test_experts_that_may_be_full_are_refused_in_packed_rows() -> None:
             model(decoder_input_ids=batch.ids, **batch.arguments)
 
 
+@pytest.mark.fast(
+    "False-bigbird_pegasus", "False-mvp", "False-umt5", "True-blenderbot-small", "True-mvp", "True-switch_transformers"
+)
 @every_type
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
@@ -382,6 +390,7 @@ def test_encoder_padding_without_a_mask_is_refused() -> None:
         model(input_ids=batch.arguments["input_ids"], decoder_input_ids=batch.ids)
 
 
+@pytest.mark.fast("MT5ForTokenClassification")
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_encoders_alone(kind: str) -> None:
     name = next(name for name in ("umt5", "mt5", "t5", "switch_transformers") if kind.lower().startswith(name[:6]))

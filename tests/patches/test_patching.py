@@ -103,6 +103,7 @@ def test_stock_leaks_in_the_same_test(family: str) -> None:
     assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) > 1e-3
 
 
+@pytest.mark.fast("-left-gemma", "-right-mistral", "positions-left-olmo2", "positions-right-gpt_neox")
 @every_family
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("with_positions", [False, True], ids=["", "positions"])
@@ -140,6 +141,7 @@ def test_several_packed_rows(family: str) -> None:
     assert difference(expected, got) < EXACT
 
 
+@pytest.mark.fast("False-llama", "True-gpt_neox", "True-mistral", "True-phi3", "True-starcoder2")
 @every_family
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
@@ -155,6 +157,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     assert difference(expected, got) < EXACT
 
 
+@pytest.mark.fast("-dynamic-llama", "left-padded-static-mistral")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # without windows, with windows, with both
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])

@@ -70,6 +70,7 @@ def test_a_known_class_is_proven_with_another_transformers(tries: list[Any], mon
     assert len(tries) == 1
 
 
+@pytest.mark.fast("not")
 @pytest.mark.parametrize(
     "arguments", [packed(), {"input_ids": torch.ones(2, 5, dtype=torch.long)}], ids=["packed", "not"]
 )
@@ -122,6 +123,7 @@ def test_another_dtype_than_at_the_patch() -> None:
         wrong(**packed())
 
 
+@pytest.mark.fast("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_that_come_later(dtype: torch.dtype, tmp_path: Path) -> None:
     """A model without weights isn't proven until it has some; nor is one that is loaded by name."""
@@ -152,6 +154,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.fast("autocast")
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_call_in_any_context(context: str) -> None:
     model, wrong = Unshown(config()), Mixing(config())
@@ -214,6 +217,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
+@pytest.mark.fast("{}")
 @pytest.mark.parametrize("options", [{}, {"unpad": True}, {"share_prefixes": True}], ids=str)
 def test_a_proof_leaves_no_trace(options: dict[str, bool]) -> None:
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def tried() -> None:
 
 
 class TestVerdicts:
+    @pytest.mark.fast("share_prefixes")
     @both
     def test_exact(self, option: str) -> None:
         row = llama(option)
@@ -57,6 +58,7 @@ class TestVerdicts:
         assert second[:3] == other[:3]
         assert (other, second[3:] != other[3:], alone[0] in (first[0], second[0])) == (equal, True, False)
 
+    @pytest.mark.fast("True-unpad")
     @both
     @pytest.mark.parametrize("of_gradients", [False, True])
     def test_wrong_values_and_gradients(self, option: str, of_gradients: bool) -> None:
@@ -152,6 +154,7 @@ class TestStored:
         readme = Path(__file__).parents[2] / "README.md"
         assert f"{said} share common beginnings." in " ".join(readme.read_text(encoding="utf-8").split())
 
+    @pytest.mark.fast("BltForCausalLM/blt-unpad")
     @both
     @pytest.mark.parametrize(
         "key", [k if k.partition("/")[2] in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in CAUSAL]

@@ -66,6 +66,7 @@ def test_towers_loaded_by_name_compute_what_sdpa_computes(make: Any) -> None:
     assert float((expected - got).abs().max() / expected.abs().max()) < EXACT
 
 
+@pytest.mark.fast("inkling2_text-eager")
 @pytest.mark.parametrize("attention", ["tritonpack", "eager"])
 @pytest.mark.parametrize("name", ["inkling2_text", "inkling2_loop_text"])
 def test_attention_among_the_states_of_one_token(name: str, attention: Any) -> None:

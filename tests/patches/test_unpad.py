@@ -385,6 +385,7 @@ class TestTreeEnds:
         inputs = {name: x for name, x in batch.inputs().items() if name in ("input_ids", "position_ids", "tree_ends")}
         return inputs, lambda values: torch.cat(batch.gather(values))
 
+    @pytest.mark.fast("gpt2", "mistral")
     @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gpt_oss", "llama4_text"])
     def test_sequences_equal_alone(self, family: str) -> None:
         model, (call, gather) = zoo.tiny_model(family), self.call()

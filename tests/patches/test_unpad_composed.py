@@ -55,6 +55,7 @@ def stock(number: int, objective: str = "both", family: str = "llama", **more: A
 class TestLogitsBesideLabels:
     """Users read the logits of a call with labels, in training and in evaluation."""
 
+    @pytest.mark.fast("llama-both-share")
     @BOTH_WAYS
     @EVERY_OBJECTIVE
     @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=SLOW)])

@@ -43,6 +43,7 @@ def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return zoo.logits(model, model(**zoo.call(model, ids)))
 
 
+@pytest.mark.fast("bart", "gemma3_text", "mistral", "gemma-bidirectional")
 @mostly_slow([*BUILT, *zoo.VARIANTS])
 def test_tokens_change_the_outputs_of_later_tokens(name: str) -> None:
     model = zoo.tiny_model(name)
@@ -105,6 +106,7 @@ def shifted(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
 
 
+@pytest.mark.slow
 def test_verdicts_of_the_sweep() -> None:
     """Each of them, and from the cause that its name says."""
     packed = sweep.run("llama")

@@ -103,6 +103,7 @@ FELT = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast("mistral-sliding_window-64", "llama4_text-floor_scale-64", "modernbert-decoder-sliding_window-64")
 @pytest.mark.parametrize(("name", "field", "wider"), FELT)
 def test_windows_affect_short_documents(name: str, field: str, wider: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def widened(config: Any) -> Any:

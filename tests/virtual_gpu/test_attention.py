@@ -52,7 +52,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.fast("short-everything-sm_90-bf16", "causal-sm_80-bf16")
+@pytest.mark.fast("causal-sm_80-bf16", "causal-sm_90-bf16")
 @pytest.mark.parametrize(("name", "arch", "dtype"), CELLS, ids=map("-".join, CELLS))
 def test_cases(name: str, arch: str, dtype: str) -> None:
     check(name, arch, dtype)
@@ -66,7 +66,7 @@ def check(name: str, arch: str, dtype: str) -> None:
         check_backend(inputs, "triton")
 
 
-@pytest.mark.fast("64-ordinary-bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bf16") for name in ("ordinary", "bidirectional", "cross", "window", "tiny")), ("ordinary", "fp16")],
@@ -163,7 +163,7 @@ def _elsewhere(x: Tensor, how: str) -> Tensor:
 
 @pytest.mark.parametrize("how", ["fused", "head-major", "misaligned", "far"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.fast("sm_90-far", "sm_90-fused")
+@pytest.mark.fast("sm_90-far")
 def test_memory_of_the_inputs(arch: str, how: str) -> None:
     case = Case("rows", (1, 90, 0, 17, 60), heads=2, kv_heads=2, head_dim=64, slack=13)  # kernels of "ordinary-64"
     inputs = make_inputs(case, torch.bfloat16, slack_value=NAN)

@@ -71,6 +71,7 @@ def products() -> list[tuple[str, torch.dtype, str]]:
     return [*low, *full, ("sm_80", torch.float32, "tf32")]
 
 
+@pytest.mark.fast("sm_90-bfloat16-ieee")
 @pytest.mark.parametrize(("arch", "dtype", "precision"), products(), ids=lambda value: str(value).split(".")[-1])
 def test_matmul(arch: str, dtype: torch.dtype, precision: str) -> None:
     """By fma in float32, by mma on sm_80 and by wgmma on sm_90 in the others; with rows and columns past the end."""
@@ -184,6 +185,7 @@ def test_threads_share_a_block() -> None:
     assert len(gpu.launches) == 40
 
 
+@pytest.mark.slow
 def test_faults_are_raised_with_the_reports() -> None:
     """The error that a call raises because the kernel stopped is the cause."""
 

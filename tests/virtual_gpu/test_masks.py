@@ -79,12 +79,14 @@ def _compare(make: Callable[[], BlockDiagonalMask], seed: int) -> None:
         assert torch.equal(got[name].long(), expected[name].long()), name
 
 
+@pytest.mark.fast("offsets-one", "padding-empty")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, lengths: str) -> None:
     _compare(lambda: MASKS[name](LENGTHS[lengths]), seed=len(lengths))
 
 
+@pytest.mark.fast("deep-all")
 @pytest.mark.parametrize("window", [-1, 11], ids=["all", "window"])
 @pytest.mark.parametrize("forest", FORESTS)
 def test_trees(forest: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def test_sdpa_refuses_windows_much_padding_and_long_batches(monkeypatch: pytest.
         peers.sdpa_dense_mask(batch_of("causal"))
 
 
+@pytest.mark.fast("bidirectional")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @every_kind
 def test_flex_attention_forward(kind: str) -> None:

@@ -83,6 +83,7 @@ def test_groups_have_the_shape_and_one_seed_gives_the_same(documents):
     assert not np.array_equal(steps[0][0].advantages, other[0][0].advantages)
 
 
+@pytest.mark.fast("tree")
 @pytest.mark.parametrize("way", WAYS)
 def test_loss_and_gradients_are_those_of_each_sequence_alone(way, documents, settings):
     (groups,) = make_groups(documents, SHAPE, 1, seed=0)
