@@ -37,10 +37,10 @@ _NARROWEST = 0.9  # the lowest load drawn, over the highest, is at most this: ev
 _PIXELS = 800  # about the width of a row
 
 
-def make_panels(title: str, rows: int, columns: int, height: float) -> tuple[Figure, Any]:
-    """A figure with a title, and its (rows, columns) axes."""
+def make_panels(title: str, rows: int, columns: int, height: float, width: float = 15) -> tuple[Figure, Any]:
+    """A figure of 1,800 pixels with a title, and its (rows, columns) axes; in a narrow one words are larger."""
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.14, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(15, height), dpi=120, layout=layout)
+    figure = Figure(figsize=(width, height), dpi=1800 / width, layout=layout)
     figure.suptitle(title, fontsize=16, color=INK)
     panels = figure.subplots(rows, columns)
     for axes in figure.axes:
@@ -61,7 +61,7 @@ def draw_rows(
         height: rows that the panel has room for.
         pixels: about how wide a row is drawn.
     """
-    scale = pixels / capacity
+    scale, size = pixels / capacity, 105 / axes.get_figure().get_figwidth()
     for y, row in enumerate(rows):
         place = (y - 0.4, 0.8)
         axes.broken_barh([(0, capacity)], place, facecolor=ROOM_COLOR, edgecolor=PADDING_COLOR, linewidth=0.8)
@@ -80,7 +80,7 @@ def draw_rows(
         for number, start, length in documents:
             name = letters(number)
             if length * scale > 9 * len(name) + 3:
-                axes.text(start + length / 2, y, name, ha="center", va="center", fontsize=7, clip_on=True)
+                axes.text(start + length / 2, y, name, ha="center", va="center", fontsize=size, clip_on=True)
     axes.set_xlim(0, capacity)
     axes.set_ylim(height - 0.5, -0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
