@@ -51,6 +51,8 @@ class Plan(NamedTuple):
     Attributes:
         table: the plan as a tensor, see `plan_of`.
         blocks: blocks, one tile after the other.
+        blind, unseen: (queries,) and (keys,) bool, the rows that see nothing and those that nothing sees; None if there
+            are none, or no blocks.
         runs: calls of the fused kernel.
         all_rows: whether runs have every query of the mask.
         one_run: whether a single run has all queries and all keys.
@@ -58,6 +60,8 @@ class Plan(NamedTuple):
 
     table: Tensor
     blocks: list[Block]
+    blind: Tensor | None
+    unseen: Tensor | None
     runs: list[fused.Run]
     all_rows: bool
     one_run: bool
@@ -93,14 +97,14 @@ def forward(
             lse.fill_(-math.inf)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if plan.blocks:
-            _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse.T)
+            _forward_blocks(plan, q, k, v, mask, options, out, lse.T)
         for run in plan.runs:
             out[run.rows], lse[run.rows] = fused.forward(run, q, k, v, options)
     return out[..., :head_dim_v].to(dtype), lse.T
 
 
 def _forward_blocks(
-    blocks: list[Block],
+    plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -110,7 +114,7 @@ def _forward_blocks(
     lse: Tensor,
 ) -> None:
     """Write the rows of the blocks in out and lse, which are zeros and -inf before."""
-    qs, ks, vs = _heads_first(q, k, v, mask)
+    qs, ks, vs = _heads_first(q, k, v, plan)
     outs = _split_heads(out, ks)
     m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
     l_i = torch.zeros_like(m_i)
@@ -118,7 +122,7 @@ def _forward_blocks(
         m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
         l_i.fill_(1.0)
     scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)  # see `_times_into`
-    for block in blocks:
+    for block in plan.blocks:
         rows = block.rows
         m_old = m_i[:, :, rows]
         scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, g, m, k]
@@ -166,7 +170,7 @@ def backward(
         if not plan.all_rows:
             dq.zero_()
         if plan.blocks:
-            _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
+            _backward_blocks(plan, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
         for run in plan.runs:
             dq[run.rows], dk_of_run, dv_of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
             dk[run.keys] += dk_of_run
@@ -183,7 +187,7 @@ def backward(
 
 
 def _backward_blocks(
-    blocks: list[Block],
+    plan: Plan,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -198,19 +202,18 @@ def _backward_blocks(
     dv: Tensor,
 ) -> None:
     """Write the gradients of the blocks in dq, dk and dv, which are zeros before."""
-    qs, ks, vs = _heads_first(q, k, v, mask)
-    blind = _blind_rows(mask)
-    douts = _zero_rows(_split_heads(dout, ks), blind)
+    qs, ks, vs = _heads_first(q, k, v, plan)
+    douts = _zero_rows(_split_heads(dout, ks), plan.blind)
     delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
     if dlse is not None:
-        delta -= _zero_rows(dlse.unflatten(0, qs.shape[:2]).unsqueeze(-1), blind)
+        delta -= _zero_rows(dlse.unflatten(0, qs.shape[:2]).unsqueeze(-1), plan.blind)
     # Rows that see nothing have +inf, so that their probabilities are 0.
     lse = lse.unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     dqs, dks, dvs = _split_heads(dq, ks), dk.transpose(0, 1), dv.transpose(0, 1)
     scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)
     scratch_dp = torch.empty_like(scratch)
-    for block in blocks:
+    for block in plan.blocks:
         rows, keys = block.rows, block.keys
         scores, slope = _scores(qs, ks, mask, block, options, scratch)
         p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
@@ -241,7 +244,8 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
         ends = [0, *(run.row_end for run in runs)]
         all_rows = not blocks and [run.row for run in runs] == ends[:-1] and ends[-1] == mask.num_queries
         one_run = all_rows and len(runs) == 1 and (runs[0].key, runs[0].key_end) == (0, mask.num_keys)
-        return Plan(table, blocks, runs, all_rows, one_run)
+        blind, unseen = map(_blind_rows, (mask, mask.transpose())) if blocks else (None, None)
+        return Plan(table, blocks, blind, unseen, runs, all_rows, one_run)
 
     return mask.cached(("plan", fuse, pack_invariant), read)
 
@@ -323,13 +327,9 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
 
 
 def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
-    """(num_queries,) bool, True in rows that see nothing; None if there are none. Kept with the mask."""
-
-    def find() -> Tensor | None:
-        blind = mask.key_start == mask.key_stop
-        return blind if bool(blind.any()) else None
-
-    return mask.cached("blind", find)
+    """(num_queries,) bool, True in rows that see nothing; None if there are none."""
+    blind = mask.key_start == mask.key_stop
+    return blind if bool(blind.any()) else None
 
 
 def _scores(
@@ -370,11 +370,11 @@ def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
     return x.masked_fill_(~keep, 0.0).div_(1 - options.dropout_p)
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """q [n, g, t, d], k and v [n, t, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
     NaN."""
-    unseen, ks, vs = _blind_rows(mask.transpose()), k.transpose(0, 1), v.transpose(0, 1)
-    return _zero_rows(_split_heads(q, ks), _blind_rows(mask)), _zero_rows(ks, unseen), _zero_rows(vs, unseen)
+    ks, vs = k.transpose(0, 1), v.transpose(0, 1)
+    return _zero_rows(_split_heads(q, ks), plan.blind), _zero_rows(ks, plan.unseen), _zero_rows(vs, plan.unseen)
 
 
 def _sinks(sinks: Tensor, qs: Tensor) -> Tensor:

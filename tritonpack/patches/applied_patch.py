@@ -25,7 +25,7 @@ from tritonpack.patches.layers.poolers import pooler_forward
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import AttentionName, InstanceForward, Part, PreHook
+from tritonpack.patches.parts import AttentionName, InstanceForward, Part
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import Report, holds, make_report
@@ -46,11 +46,16 @@ class Options(NamedTuple):
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items()) or "the defaults"
 
 
-class Guard(PreHook):
-    """The hook of a module whose forward belongs to a patch. It refuses replicas, which would share that forward."""
+class Guard(InstanceForward):
+    """What marks a module of a patch, in the place of the method by which torch.nn.DataParallel makes replicas.
+
+    Replicas are refused, because they would share the forwards of the patch.
+    """
+
+    attribute = "_replicate_for_data_parallel"
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
-        super().__init__(module)
+        super().__init__(module, patch.context)
         self.patch = patch
 
     def install(self) -> None:
@@ -61,13 +66,12 @@ class Guard(PreHook):
         super().remove()
         notices.patched_models.discard(self.module)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if getattr(module, "_is_replica", False):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} runs as a replica of torch.nn.DataParallel, but layers of this model have a "
-                "forward of their own instance, which would run with the weights of the original. Use "
-                "torch.nn.parallel.DistributedDataParallel."
-            )
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(
+            f"{self.name} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of "
+            "their own instance, which would run with the weights of the original. Use "
+            "torch.nn.parallel.DistributedDataParallel."
+        )
 
 
 class AppliedPatch:
@@ -232,7 +236,8 @@ def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:
 
 
 def _guarding(module: nn.Module) -> list[AppliedPatch]:
-    return [hook.patch for hook in module._forward_pre_hooks.values() if isinstance(hook, Guard)]
+    guard = module.__dict__.get(Guard.attribute)
+    return [guard.patch] if isinstance(guard, Guard) else []
 
 
 def to_the_end(action: Callable[[], None]) -> None:

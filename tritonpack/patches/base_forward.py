@@ -23,8 +23,8 @@ from tritonpack.patches.families import (
     PROMPT_TYPES,
     READS_PADDING,
 )
-from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_masks_kept, require_whole_rows
-from tritonpack.patches.interface import NAMES, require_own_attention, served
+from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_attention_kept, require_masks_kept
+from tritonpack.patches.interface import FUNCTIONS, NAMES, served
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import Call, PackingContext
@@ -172,8 +172,7 @@ class BaseForward(Pipeline):
             )
         if not self.outermost:
             return
-        require_whole_rows()
-        require_own_attention(ours)
+        require_attention_kept(ours, FUNCTIONS[ours])
         if compiled:
             return
         if self.serving.attention == "dense":

@@ -205,6 +205,8 @@ def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
 class LaidBack(TensorLike):
     """The logits (B, K, vocabulary) of a call whose head ran on a row. An output holds it until they are read."""
 
+    ndim = 3
+
     def __init__(self, placement: Placement, values: Tensor) -> None:
         self.placement, self.values = placement, values
         self.shape = torch.Size((*placement.tokens, *values.shape[2:]))

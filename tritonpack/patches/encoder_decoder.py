@@ -105,8 +105,8 @@ class EncoderDecoderForward(Pipeline):
         """
         spans = None
         if packed_batch is not None:
-            if arguments.get("labels") is not None:
-                self.require_known_loss(packed_batch)
+            if self.mixed_loss and arguments.get("labels") is not None:
+                self.require_no_mixed_loss(packed_batch)
             spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
         output = self.inner(**arguments)
         return output if spans is None else spans.add_loss(output, self.name)

@@ -45,11 +45,12 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     Labels on an accelerator are not checked, because reading them would wait for it.
     """
     labels = arguments.get("labels")
-    if not _can_read(labels, packed_batch) or (notices.is_said(KEY) and notices.is_said(KEY_LOST)):
+    if not _can_read(labels, packed_batch):
         return
     if shifts_labels(model, arguments):
-        _warn_of_unmasked(model, labels, packed_batch)
-    elif predicts_own_tokens(model):
+        if not notices.is_said(KEY):
+            _warn_of_unmasked(model, labels, packed_batch)
+    elif not notices.is_said(KEY_LOST) and predicts_own_tokens(model):
         _warn_of_lost(model, labels, packed_batch)
 
 

@@ -21,18 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import (
-    PACKING,
-    TELLING,
-    TREE,
-    cache_of,
-    in_form,
-    tokens_of,
-)
+from tritonpack.patches.call_arguments import PACKING, TELLING, TREE, cache_of, in_form, require_read, tokens_of
 from tritonpack.patches.compact import labels_of, lay_back_head
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
-from tritonpack.patches.guards import require_read
 from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
@@ -67,11 +59,13 @@ class Pipeline(InstanceForward):
         known: the arguments that this model and its patched module take.
         one_result: whether the model gives one result for each row.
         mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
-        proof: what shows that this model keeps documents apart.
+        proof: what shows that this model keeps documents apart; it sets `proven` and `trusted`, for rows and for trees.
     """
 
     mixed_loss = ""
     proof: Proof
+    proven: dict[bool, bool]
+    trusted: dict[bool, bool]
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any = None) -> None:
         super().__init__(module, context)
@@ -93,12 +87,14 @@ class Pipeline(InstanceForward):
         passing = self.proof.passing
         if not self.installed or (passing is not None and passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
-        arguments = in_form(self.bound(args, kwargs))
-        if not torch.compiler.is_compiling():
+        arguments, compiled = in_form(self.bound(args, kwargs)), torch.compiler.is_compiling()
+        if self.path and not compiled:
             self._require_parts()
         if self.context.current.told is not None:
             return self.run_inside(arguments)
-        self.proof.require(self, arguments)
+        trees = self.proof.shares or arguments.get(TREE) is not None
+        if compiled or not self.proven[trees]:
+            self.proof.require(self, arguments, trees)
         require_read(arguments, self.known, self.name)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
             raise UnsupportedModelError(
@@ -121,7 +117,8 @@ class Pipeline(InstanceForward):
                 self.require_result_of_each(packed_batch)
             if arguments.get("labels") is not None:
                 check_labels(self.module, arguments, packed_batch)
-                self.require_known_loss(packed_batch)
+                if self.mixed_loss:
+                    self.require_no_mixed_loss(packed_batch)
             spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
@@ -256,15 +253,14 @@ class Pipeline(InstanceForward):
         packed_batch = make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token)
         require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
 
-    def require_known_loss(self, packed_batch: PackedBatch) -> None:
-        """Refuse labels of packed rows if the model's own loss mixes documents."""
-        if self.mixed_loss:
-            require_one_document_a_row(
-                packed_batch,
-                f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
-                f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded "
-                "rows to the unpatched model.",
-            )
+    def require_no_mixed_loss(self, packed_batch: PackedBatch) -> None:
+        """Refuse labels of packed rows in a model whose own loss mixes documents."""
+        require_one_document_a_row(
+            packed_batch,
+            f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
+            f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded rows "
+            "to the unpatched model.",
+        )
 
     def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
         """Raise an error that names the argument by which a call has probably failed."""

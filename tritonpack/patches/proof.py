@@ -68,14 +68,14 @@ class Proof:
     """
 
     def __init__(self, applied: Any) -> None:
-        self.applied, self.running = applied, False
+        self.applied, self.running, self.shares = applied, False, applied.asked.share_prefixes
         self.passing: int | None = None  # the thread in which the heads do nothing
         for head in applied.heads:
             head.proof, head.proven = self, {False: False, True: False}
             head.trusted = {trees: not self.why_unknown(head, trees) for trees in (False, True)}
 
-    def require(self, head: Any, arguments: dict[str, Any]) -> None:
-        """Refuse a user's call of a head unless its documents are known to stay apart.
+    def require(self, head: Any, arguments: dict[str, Any], trees: bool) -> None:
+        """Refuse a user's call of a head, of rows or of `trees`, unless its documents are known to stay apart.
 
         Without evidence the head is proven here, whatever the call holds. A call with meta or fake tensors passes.
 
@@ -83,15 +83,12 @@ class Proof:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried.
             ValueError: there is no evidence yet, and torch.compile traces this call.
         """
-        trees = arguments.get(TREE) is not None or self.applied.asked.share_prefixes
         if torch.compiler.is_compiling():
             if not head.trusted[trees]:
                 raise ValueError(
                     f"{head.name} isn't proven yet, and a graph can't do that. Call prove() on the handle of "
                     "tritonpack.patch, or the model itself, once before torch.compile."
                 )
-            return
-        if head.proven[trees]:
             return
         sides = (tokens_of(arguments)[0], tokens_of(arguments, "decoder_")[0])
         tokens = next((x for x in sides if x is not None), None)
@@ -112,7 +109,7 @@ class Proof:
             device = next(head.module.parameters()).device
             if device.type == "meta":
                 raise ValueError("this model's weights are on the meta device; load them before prove().")
-            self._prove(head, head.module, self.applied.asked.share_prefixes, device)
+            self._prove(head, head.module, self.shares, device)
 
     def _prove(self, head: Any, run: Callable[..., Any], trees: bool, device: torch.device) -> None:
         with _LOCK:
