@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import generate
-from tritonpack.patches.applied_patch import Guard, applied_to
-from tritonpack.patches.exact_classes import is_shown
+from tritonpack.patches.applied_patch import REPLICATE, applied_to
 from tritonpack.patches.families import READS_PADDING
+from tritonpack.patches.forwards import is_shown
 
 REFUSED = {
     "gemma4_unified_assistant": "drafts tokens from another model's cache",
@@ -209,7 +209,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     registries = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
     return {
         name: [dict(getattr(module, registry)) for registry in registries]
-        + [module.__dict__.get(own) for own in ("forward", "_gradient_checkpointing_func", Guard.attribute)]
+        + [module.__dict__.get(own) for own in ("forward", "_gradient_checkpointing_func", REPLICATE)]
         + [getattr(getattr(module, "config", None), "_attn_implementation_internal", None)]
         for name, module in model.named_modules()
     }

@@ -20,8 +20,7 @@ from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_grap
 from tritonpack.patches.applied_patch import base_of
 from tritonpack.patches.interface import takes_tokens
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.report import layer_windows
 
 

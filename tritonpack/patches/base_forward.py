@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
-from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compact import Compaction, share
+from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
 from tritonpack.patches.cross_attention import cross_attention_mask
 from tritonpack.patches.document_places import require_one_document_a_row
 from tritonpack.patches.families import (
@@ -27,14 +27,11 @@ from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_attention_kep
 from tritonpack.patches.interface import FUNCTIONS, NAMES, served
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, is_pair_mask, make_packed_batch, require_depths
-from tritonpack.patches.parts import AttentionName
+from tritonpack.patches.parts import AttentionName, Call, Checkpoints, PackingContext
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import Report
-from tritonpack.patches.rope import require_one_rope, rope_limits
-from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
 
 
 class BaseForward(Pipeline):
@@ -104,9 +101,6 @@ class BaseForward(Pipeline):
         for placement in placements:
             output = placement.lay_back_all(output)
         return output
-
-    def run_unread(self, arguments: dict[str, Any]) -> Any:
-        return self.run_packed(arguments, None)
 
     @torch.compiler.disable
     def _prepare_outside_of_graphs(self, *call: Any) -> Any:

@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
 from tritonpack.patches.families import OF_OTHERS, is_of_tokens
-from tritonpack.patches.labels import IGNORED, before_documents
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import Placement, Row
+from tritonpack.patches.targets import IGNORED, before_documents
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
 # Sharing less than a twentieth of the tokens costs more than it saves.

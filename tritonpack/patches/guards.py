@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -14,7 +13,7 @@ from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import document_starts
 from tritonpack.patches.call_arguments import OFFSETS, TREE
-from tritonpack.patches.parts import InstanceForward, PreHook
+from tritonpack.patches.parts import InstanceForward
 
 WHOLE_BATCH = "There every rank passes the whole batch. Or call tritonpack.unpatch(model)."
 
@@ -84,32 +83,22 @@ CONTINUOUS_BATCHING = (
 )
 
 
-class NoContinuousBatching(InstanceForward):
-    """`init_continuous_batching` of a patched model: transformers makes every manager in it."""
-
-    attribute = "init_continuous_batching"
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedModelError(CONTINUOUS_BATCHING)
-
-
-class VirtualTokens(PreHook):
-    """The hook of a wrapper of PEFT's, which puts virtual tokens before each row (prompt, prefix and p-tuning).
+class VirtualTokens(InstanceForward):
+    """The forward of a wrapper of PEFT's, which puts virtual tokens before each row (prompt, prefix and p-tuning).
 
     PEFT passes offsets and document numbers on for the tokens without the virtual ones, and leaves position ids out.
     """
 
-    with_kwargs = True
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        adapter = self.module.active_peft_config
+        if getattr(adapter, "is_prompt_learning", False):
+            self._require_one_document_a_row(adapter, self.bound(args, kwargs))
+        return self.inner(*args, **kwargs)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        adapter = module.active_peft_config
-        if not getattr(adapter, "is_prompt_learning", False):
-            return
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    def _require_one_document_a_row(self, adapter: Any, arguments: dict[str, Any]) -> None:
         count, kind = getattr(adapter, "num_virtual_tokens", "several"), getattr(adapter, "peft_type", "PEFT's")
         message = (
-            f"marks several documents in a row, and {type(module).__name__} puts {count} virtual tokens "
+            f"marks several documents in a row, and {self.name} puts {count} virtual tokens "
             f"({getattr(kind, 'value', kind)}) before each row, not before each document. Give each document a row "
             "of its own: a padded batch, padded on the right, with an attention_mask of 0 and 1. Adapters without "
             "virtual tokens, such as LoRA, take packed rows."

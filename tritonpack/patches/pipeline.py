@@ -23,17 +23,15 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import PACKING, TELLING, TREE, cache_of, in_form, require_read, tokens_of
 from tritonpack.patches.compact import labels_of, lay_back_head
+from tritonpack.patches.configurations import text_config
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
-from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError, is_pair_mask, make_packed_batch
-from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.parts import Call, InstanceForward, PackingContext
 from tritonpack.patches.report import holds
-from tritonpack.patches.spans import POSITIONS, take_spans
-from tritonpack.patches.tokens import text_config
+from tritonpack.patches.targets import POSITIONS, check_labels, check_padding_labels, shifts_labels, take_spans
 
 if TYPE_CHECKING:
     from tritonpack.patches.proof import Proof
@@ -90,8 +88,11 @@ class Pipeline(InstanceForward):
         arguments, compiled = in_form(self.bound(args, kwargs)), torch.compiler.is_compiling()
         if self.path and not compiled:
             self._require_parts()
-        if self.context.current.told is not None:
-            return self.run_inside(arguments)
+        if self.context.current.told is not None:  # inside of a call that has read the documents
+            packed_batch = self.read(arguments)
+            if packed_batch is not None and self.one_result:
+                self.require_result_of_each(packed_batch)
+            return self.run_packed(arguments, packed_batch)
         trees = self.proof.shares or arguments.get(TREE) is not None
         if compiled or not self.proven[trees]:
             self.proof.require(self, arguments, trees)
@@ -112,7 +113,7 @@ class Pipeline(InstanceForward):
         packed_batch = self.read(arguments)
         try:
             if packed_batch is None:
-                return self.run_unread(arguments)
+                return self.run_packed(arguments, None)
             if self.one_result:
                 self.require_result_of_each(packed_batch)
             if arguments.get("labels") is not None:
@@ -135,17 +136,10 @@ class Pipeline(InstanceForward):
             self._require_nothing_of_rows(output, packed_batch, arguments)
         return output if spans is None else spans.add_loss(output, self.name)
 
-    def run_inside(self, arguments: dict[str, Any]) -> Any:
-        """Run a call of another patched forward, which has read the documents."""
-        packed_batch = self.read(arguments)
+    def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
+        """Run the model on documents that were read; None if masks are made already, or the model refuses the call."""
         if packed_batch is None:
-            return self.run_unread(arguments)
-        if self.one_result:
-            self.require_result_of_each(packed_batch)
-        return self.run_packed(arguments, packed_batch)
-
-    def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """Run the model on documents that were read."""
+            return self.inner(**arguments)
         arguments = dict(arguments)
         for name in self.untaken:
             arguments.pop(name, None)
@@ -159,10 +153,6 @@ class Pipeline(InstanceForward):
             return self.inner(**arguments)
         finally:
             self.context.enter(outer)
-
-    def run_unread(self, arguments: dict[str, Any]) -> Any:
-        """Run a call whose masks are made already, or that the model itself refuses."""
-        return self.inner(**arguments)
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """The packing of a call; None if its masks are made already, or if its rows are not two-dimensional."""
@@ -240,7 +230,7 @@ class Pipeline(InstanceForward):
     def require_result_of_each(self, packed_batch: PackedBatch) -> None:
         """Refuse packed rows in a model that gives one result for each row."""
         continued = packed_batch.cached and packed_batch.shape != packed_batch.tokens
-        if self.one_result and not packed_batch.shared and not continued:
+        if not packed_batch.shared and not continued:
             require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
 
     def _require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:

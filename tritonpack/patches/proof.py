@@ -21,11 +21,17 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import TREE, tokens_of
-from tritonpack.patches.exact_classes import installed, is_shown, without_wrappers
+from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
-from tritonpack.patches.forwards import foreign_modules, has_known_loss, holds_both_sides
+from tritonpack.patches.forwards import (
+    foreign_modules,
+    has_known_loss,
+    holds_both_sides,
+    installed,
+    is_shown,
+    without_wrappers,
+)
 from tritonpack.patches.interface import stock_name, use_eager_if_sdpa_differs
-from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.measuring import (
     Batch,
     apart,
@@ -34,14 +40,13 @@ from tritonpack.patches.measuring import (
     first_moved,
     half_the_digits,
     lay_out,
+    no_trace,
     ordinary_tokens,
     parts_in,
     rounding_of,
 )
-from tritonpack.patches.no_trace import no_trace
 from tritonpack.patches.report import holds, layer_windows
-from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.tokens import text_config
+from tritonpack.patches.targets import IGNORED, shifts_labels
 
 SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
 LONGEST_REACH = 1024  # the middle document is longer than windows and chunks of up to this many tokens
