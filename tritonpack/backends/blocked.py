@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     """What is computed.
 
     Attributes:
-        table: the plan as a tensor, see `plan_of`.
+        table: (blocks and runs, 5) int64 on the host: the rows of `plan_of`.
         blocks: blocks, one tile after the other.
         blind, unseen: (queries,) and (keys,) bool, the rows that see nothing and those that nothing sees; None if there
             are none, or no blocks.
@@ -233,7 +233,10 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
     fuse, pack_invariant = fused.serves(q, k, options), options.pack_invariant
 
     def read() -> Plan:
-        table = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant) if tiles.blocks is None else tiles.blocks
+        table = tiles.blocks
+        if table is None:
+            rows = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant)
+            table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
         blocks, runs = [], []
         for row, row_end, key, key_end, kind in table.tolist():
             if kind < FULL:
@@ -250,25 +253,26 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
     return mask.cached(("plan", fuse, pack_invariant), read)
 
 
-def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
-    """The plan of a mask, (blocks and runs, 5) int64 on the host: row, row_end, key, key_end, kind.
+def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
+    """The plan of a mask: row, row_end, key, key_end and kind of each block and each run.
 
     Args:
         fuse: whether the fused kernel computes the documents that it can.
         pack_invariant: whether no tile may hold two documents.
     """
-    documents = fused.documents_of(mask)
-    kind = documents[:, 4]
+    found = fused.documents_of(mask)
     if not fuse or mask.is_tree:
-        kind.fill_(fused.OTHER)
-    tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
-    runs = [piece for run in documents[kind < fused.OTHER].tolist() for piece in fused.pieces(fused.Run(*run))]
-    blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
-    runs_table = torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 5)
-    return torch.cat([blocks, runs_table]).cpu()
+        found[:, 4] = fused.OTHER
+    documents = found.tolist()
+    tiles = torch.tensor(_tiles(documents, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
+    plan = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
+    for document in documents:
+        if document[4] != fused.OTHER:
+            plan += fused.pieces(fused.Run(*document))
+    return plan
 
 
-def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
+def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, int, int, int]]:
     """The blocks of tiles [first, end), (tiles, 2), in a mask without trees."""
     first, last = tiles[:, 0], tiles[:, 1] - 1
     start, stop = mask.key_start, mask.key_stop
@@ -276,15 +280,15 @@ def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
     # row's start to the first row's stop (docs/math.md, section 1).
     bounds = torch.stack([start[first], stop[last], start[last], stop[first]], 1)
     blocks = []
-    for rows, (begin, end, common, common_end) in zip(tiles.tolist(), bounds.tolist(), strict=True):
+    for (row, row_end), (begin, end, common, common_end) in zip(tiles.tolist(), bounds.tolist(), strict=True):
         for key in range(begin, end, BLOCK_KEYS):
             key_end = min(key + BLOCK_KEYS, end)
             kind = FULL if common <= key < key_end <= common_end else MASKED
-            blocks.append((*rows, key, key_end, kind))
-    return torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 5)
+            blocks.append((row, row_end, key, key_end, kind))
+    return blocks
 
 
-def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
+def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, int, int, int]]:
     """The blocks of tiles in a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
     assert mask.query_start is not None
     assert mask.query_stop is not None
@@ -301,7 +305,7 @@ def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
     key = (begins % width - 1) * PIECE
     key_end = (key + lengths * PIECE).clamp(max=mask.num_keys)
     kinds = torch.where(kind[begins] == 1, MASKED, FULL)
-    return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1)
+    return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1).tolist()
 
 
 def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, int]]:

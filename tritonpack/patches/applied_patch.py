@@ -1,4 +1,4 @@
-"""A patch on a model: what it puts there, and how it is applied and taken away, one above the other, under one lock."""
+"""A patch on a model: what it puts there, and how patches, one above the other, are applied and taken away."""
 
 from __future__ import annotations
 

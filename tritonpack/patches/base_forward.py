@@ -123,7 +123,8 @@ class BaseForward(Pipeline):
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.row is None:
             self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and not self.context.current.running:
-            self._require_outermost()
+            if not self.outermost:
+                self._refuse_passing_by()
             if packed_batch.row is None and not packed_batch.compacted:
                 packed_batch = self.compaction(packed_batch, arguments)
                 placements += [] if packed_batch.row is None else [packed_batch.row.placement]
@@ -145,14 +146,13 @@ class BaseForward(Pipeline):
             self.checkpoints.hold()
         return packed_batch, of_layers, placements
 
-    def _require_outermost(self) -> None:
+    def _refuse_passing_by(self) -> None:
         """Refuse a head that calls a module inside of the one that would remove padding, as OPT's does."""
-        if not self.outermost:
-            around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
-            raise UnsupportedModelError(
-                f"this call of {self.name} passes by the {around.name} around it, in which padding and common "
-                "beginnings are removed. Leave unpad and share_prefixes out."
-            )
+        around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
+        raise UnsupportedModelError(
+            f"this call of {self.name} passes by the {around.name} around it, in which padding and common beginnings "
+            "are removed. Leave unpad and share_prefixes out."
+        )
 
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
         """Refuse a call whose attention, mask or rows another library has replaced since the patch."""

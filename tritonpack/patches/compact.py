@@ -142,11 +142,11 @@ class Compaction:
         shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
         if not len(source) or (len(source) == tokens.numel() and shared is None):
             return None
-        places = _on(device, source)[0]
+        places = _on(device, source)
         row = Row(Placement(tokens, places, places))
         if shared is not None:
-            *where, ends = _on(device, *shared)
-            row = replace(row, shared=Placement(torch.Size((1, len(source))), *where), ends=ends[None])
+            at, real, copied, ends = (_on(device, one) for one in shared)
+            row = replace(row, shared=Placement(torch.Size((1, len(source))), at, real, copied), ends=ends[None])
         if head is None:
             return row
         shown = source % length >= length - keep
@@ -154,12 +154,12 @@ class Compaction:
         if targets:
             labels = _labels_of(kept, table[1], predicts, (length, keep), head)
             for name in LABELS & arguments.keys():
-                arguments[name] = _on(arguments[name].device, labels)[0][None]
+                arguments[name] = _on(arguments[name].device, labels)[None]
         if keep < length:
-            arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])[0]
+            arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])
         elif "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0  # all
-        columns = _on(device, kept // length * keep + kept % length - (length - keep))[0]
+        columns = _on(device, kept // length * keep + kept % length - (length - keep))
         return replace(row, logits=Placement(torch.Size((tokens[0], keep)), columns, columns))
 
 
@@ -320,8 +320,8 @@ def _labels_of(
     return np.where(used, labels[kept], IGNORED)
 
 
-def _on(device: torch.device, *arrays: NDArray[np.int64]) -> list[Tensor]:
-    return [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+def _on(device: torch.device, array: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:

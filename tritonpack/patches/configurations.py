@@ -1,4 +1,4 @@
-"""What the configuration of a model says of its tokens and of its rotary embeddings."""
+"""What a model's configuration says of its tokens, and of rotary embeddings that depend on the longest document."""
 
 from __future__ import annotations
 

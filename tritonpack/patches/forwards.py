@@ -1,4 +1,4 @@
-"""The classes that the tests have shown to be packed exactly, whose code a model runs, and what its forwards take."""
+"""Which classes the tests have shown to be packed exactly, whose code a model runs, and what its forwards take."""
 
 from __future__ import annotations
 

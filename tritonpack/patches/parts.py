@@ -63,11 +63,9 @@ class PackingContext:
         """The call that runs; one without packing outside of all calls."""
         return self.call if torch.compiler.is_compiling() else self._of_thread.call
 
-    def enter(self, call: Call) -> Call:
-        """Make a call the current one, and return the one before. Enter that again in a `finally` block."""
-        before = self.current
+    def enter(self, call: Call) -> None:
+        """Make a call the current one. Enter the one before again in a `finally` block."""
         self.call = self._of_thread.call = call
-        return before
 
     def require_in_force(self) -> None:
         """Refuse the recomputation of a layer whose patch isn't on the model any more: documents would mix."""
@@ -245,22 +243,23 @@ class AttentionName(Part):
     def install(self) -> None:
         config = self.module.config
         key = id(config)
-        reference, holders, before = _names.get(key, (None, [], config._attn_implementation_internal))
-        if reference is None:
+        entry = _names.get(key)
+        if entry is None:
             reference = weakref.ref(config, lambda _: _names.pop(key, None))
+            entry = reference, weakref.WeakSet(), config._attn_implementation_internal
+        _, holders, before = entry
         self.before, self.installed = before, True
-        _names[key] = reference, [*self._others(holders), weakref.ref(self)], before
+        _names[key] = entry
+        holders.add(self)
         config._attn_implementation_internal = self._name
 
     def remove(self) -> None:
         if not self.installed:
             return
         config: Any = self._config()
-        reference, holders, before = _names.get(id(config), (None, [], self.before))  # a copy's configuration has none
-        others = self._others(holders)
-        if reference is not None and others:
-            _names[id(config)] = reference, others, before
-        elif config is not None:
+        _, holders, before = _names.get(id(config), (None, set(), self.before))  # a copy's configuration has none
+        holders.discard(self)
+        if config is not None and all(other.gone for other in holders):
             config._attn_implementation_internal = before
             _names.pop(id(config), None)
         self.installed = False
@@ -269,20 +268,13 @@ class AttentionName(Part):
         """The configuration, also if the module is gone; None if the configuration is gone too."""
         if not self.gone:
             return self.module.config
-        for reference, holders, _ in list(_names.values()):
-            if any(holder() is self for holder in holders):
-                return reference()
-        return None
-
-    def _others(self, holders: list[weakref.ref[AttentionName]]) -> list[weakref.ref[AttentionName]]:
-        living = [(holder, holder()) for holder in holders]
-        return [holder for holder, name in living if name is not None and name is not self and not name.gone]
+        return next((reference() for reference, holders, _ in list(_names.values()) if self in holders), None)
 
 
 # {id of a configuration: the configuration, the patched modules that need the other name, and the name from before}.
 # By identity, because configurations compare by value. An entry ends with its configuration, because another one may
 # get the same address. Models are patched one after the other (`applied_patch.py`), so this needs no lock.
-_names: dict[int, tuple[weakref.ref[Any], list[weakref.ref[AttentionName]], str | None]] = {}
+_names: dict[int, tuple[weakref.ref[Any], weakref.WeakSet[AttentionName], str | None]] = {}
 
 
 # The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
@@ -305,7 +297,8 @@ class Checkpoint:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             context.require_in_force()
-            before = context.enter(call)
+            before = context.current
+            context.enter(call)
             try:
                 return function(*args, **kwargs)
             finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,10 +200,11 @@ class Pipeline(InstanceForward):
 
     def _has_hooks(self) -> bool:
         """Whether forward hooks of users run after the models inside: they see the batch."""
-        parts = accumulate(self.path.split("."), "{}.{}".format)
-        return bool(all_modules._global_forward_hooks) or any(
-            self.module.get_submodule(part)._forward_hooks for part in parts
-        )
+        part, hooked = self.module, bool(all_modules._global_forward_hooks)
+        for name in self.path.split("."):
+            part = getattr(part, name)
+            hooked = hooked or bool(part._forward_hooks)
+        return hooked
 
     def _require_parts(self) -> None:
         """Refuse a call if the patched module was replaced since. It may be wrapped."""
@@ -317,7 +317,7 @@ def _computes_each_token(head: PreTrainedModel, forward: Callable[..., Any], bas
     code = own.__code__
     if "loss_function" not in code.co_names or "logsumexp" in code.co_names:  # or another loss of all logits
         return False
-    parts = {name for name, _ in head.get_submodule(base).named_children()}
+    parts = dict(head.get_submodule(base).named_children()).keys()
     return "logits_to_keep" in code.co_varnames and parts.isdisjoint(code.co_names)
 
 

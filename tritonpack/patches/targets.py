@@ -1,4 +1,8 @@
-"""Labels and spans: what a loss would predict from the wrong token is refused or warned of, or computed here."""
+"""Targets of a loss: labels that it would predict from the wrong token, and the loss of question answering.
+
+Labels of the wrong token are those of the last one of the document before, or of padding. Losses of question answering
+are computed over the tokens of each document instead of those of a row.
+"""
 
 from __future__ import annotations
 
