@@ -237,15 +237,14 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
         if table is None:
             rows = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant)
             table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
-        blocks, runs = [], []
+        blocks, runs, gap, end = [], [], False, 0
         for row, row_end, key, key_end, kind in table.tolist():
             if kind < FULL:
                 runs.append(fused.Run(row, row_end, key, key_end, kind))
+                gap, end = gap or row != end, row_end  # rows of runs ascend
             else:
                 blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
-        # The rows of runs ascend, and follow each other without a gap if each begins where the one before ends.
-        ends = [0, *(run.row_end for run in runs)]
-        all_rows = not blocks and [run.row for run in runs] == ends[:-1] and ends[-1] == mask.num_queries
+        all_rows = not blocks and not gap and end == mask.num_queries
         one_run = all_rows and len(runs) == 1 and (runs[0].key, runs[0].key_end) == (0, mask.num_keys)
         blind, unseen = map(_blind_rows, (mask, mask.transpose())) if blocks else (None, None)
         return Plan(table, blocks, blind, unseen, runs, all_rows, one_run)

@@ -28,6 +28,8 @@ from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
 
+NO_WEIGHTS = "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
+
 # The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
     "tritonpack": "tritonpack",
@@ -116,7 +118,7 @@ def interval_attention_forward(
     from that mask.
     """
     if kwargs.get("output_attentions"):
-        raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
+        raise UnsupportedModelError(NO_WEIGHTS)
     if attention_mask is None and not takes_tokens(module):
         return attend_in_tower(module, query, key, value, dropout, scaling, **kwargs), None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("sinks")

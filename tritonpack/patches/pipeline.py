@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from tritonpack.patches.compact import labels_of, lay_back_head
 from tritonpack.patches.configurations import text_config
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import OpenMaskError, is_pair_mask, make_packed_batch
@@ -54,6 +55,7 @@ class Pipeline(InstanceForward):
         base: the forward of the patched module in this one.
         path: the name of the patched module in this one; empty if they are the same.
         known: the arguments that this model and its patched module take.
+        computes_each_token: whether this is a causal head whose class computes the logits of each token by itself.
         one_result: whether the model gives one result for each row.
         mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
         proof: what shows that this model keeps documents apart; it sets `proven` and `trusted`, for rows and for trees.
@@ -78,6 +80,7 @@ class Pipeline(InstanceForward):
         self.known = frozenset((*self.names, *self.base.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is self.base.module)
         self.part = type(self.base.module).__name__
+        self.computes_each_token = self.path != "" and _computes_each_token(module, self.path.partition(".")[0])
         self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +100,7 @@ class Pipeline(InstanceForward):
             self.proof.require(self, arguments, trees)
         require_read(arguments, self.known, self.name)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
-            raise UnsupportedModelError(
-                "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
-            )
+            raise UnsupportedModelError(NO_WEIGHTS)
         wanted = arguments.get("return_dict")
         if wanted is None:  # PEFT passes None
             wanted = getattr(self.module.config, "return_dict", True)
@@ -178,9 +179,10 @@ class Pipeline(InstanceForward):
 
     def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> bool:
         """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""
-        if not self.path or torch.compiler.is_compiling() or self._has_hooks():
+        if not self.computes_each_token or torch.compiler.is_compiling() or self._has_hooks():
             return False
-        if not _computes_each_token(self.module, self.inner, self.path.partition(".")[0]):
+        function, own = getattr(self.inner, "__func__", self.inner), type(self.module).forward
+        if inspect.unwrap(function) is not inspect.unwrap(own) or not _is_harmless(function):
             return False
         if "." in self.path and any(OF_OTHERS.fullmatch(name) and arguments[name] is not None for name in arguments):
             return False
@@ -209,7 +211,7 @@ class Pipeline(InstanceForward):
     def _require_parts(self) -> None:
         """Refuse a call if the patched module was replaced since. It may be wrapped."""
         part, base = self.module, self.base._module()
-        for name in self.path.split(".") if self.path else ():
+        for name in self.path.split("."):
             part = getattr(part, name, None)
         if base is None or (part is not base and not holds(self.module, base)):
             raise UnsupportedModelError(
@@ -305,20 +307,17 @@ class Pipeline(InstanceForward):
                 )
 
 
-def _computes_each_token(head: PreTrainedModel, forward: Callable[..., Any], base: str) -> bool:
-    """Whether a head is known to compute the logits of each token by itself, and one loss of them.
+def _computes_each_token(head: PreTrainedModel, base: str) -> bool:
+    """Whether the class of a head computes the logits of each token by itself, and one loss of them.
 
-    Its forward must be transformers' own. It computes each token by itself because it takes `logits_to_keep`; its loss
-    reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+    It computes each token by itself because it takes `logits_to_keep`; its loss reads nothing else, and it doesn't
+    reach into the base model, as OPT's does, which calls a part of it.
     """
-    own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
-    if not set(_packages(function)) <= HARMLESS or inspect.unwrap(function) is not own:
+    code = getattr(inspect.unwrap(type(head).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
         return False
-    code = own.__code__
-    if "loss_function" not in code.co_names or "logsumexp" in code.co_names:  # or another loss of all logits
-        return False
-    parts = dict(head.get_submodule(base).named_children()).keys()
-    return "logits_to_keep" in code.co_varnames and parts.isdisjoint(code.co_names)
+    others = {"logsumexp", *dict(head.get_submodule(base).named_children())}  # "logsumexp": another loss of all logits
+    return "logits_to_keep" in code.co_varnames and others.isdisjoint(code.co_names)
 
 
 def _needs_logits(model: nn.Module) -> bool:
@@ -331,13 +330,15 @@ def _needs_logits(model: nn.Module) -> bool:
     return resharded or (ddp is not None and ddp.static_graph)
 
 
-def _packages(forward: Any) -> Iterator[str]:
-    """The packages of the code that runs in a forward: of each of its wrappers, and its own."""
+def _is_harmless(forward: Any) -> bool:
+    """Whether the code that runs in a forward, and in each of its wrappers, is of `HARMLESS` packages."""
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-        yield home.partition(".")[0]
+        if home.partition(".")[0] not in HARMLESS:
+            return False
         forward = getattr(forward, "__wrapped__", None)
+    return True
 
 
 def _beside_tokens(arguments: Mapping[str, Any]) -> list[str]:

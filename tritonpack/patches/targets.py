@@ -57,11 +57,32 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     labels = arguments.get("labels")
     if not _can_read(labels, packed_batch):
         return
-    if shifts_labels(model, arguments):
-        if not notices.is_said(KEY):
-            _warn_of_unmasked(model, labels, packed_batch)
-    elif not notices.is_said(KEY_LOST) and predicts_own_tokens(model):
-        _warn_of_lost(model, labels, packed_batch)
+    shifts, name = shifts_labels(model, arguments), type(model).__name__
+    if notices.is_said(KEY if shifts else KEY_LOST) or not (shifts or predicts_own_tokens(model)):
+        return
+    tokens, ignored = packed_batch.not_padding(), labels == IGNORED
+    first = packed_batch.runs()[0] & tokens
+    if shifts:
+        # Nothing predicts the first token of a row, and padding before a document is no other document.
+        unmasked = first[:, 1:] & ~ignored[:, 1:] & tokens[:, :-1]
+        if bool(unmasked.any()):
+            row, place = unmasked.nonzero()[0].tolist()
+            notices.say_once(
+                KEY,
+                f"a document begins at token {place + 1} of row {row}, and its first label is "
+                f"{int(labels[row, place + 1])}. {name} then learns to predict that token from the document before. "
+                f"Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
+            )
+        return
+    documents = int(first.sum())
+    # A collator for causal models leaves out only the first labels. Those for masked language modelling lack others.
+    if documents > 1 and bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all()):
+        notices.say_once(
+            KEY_LOST,
+            f"the first label of each of the {documents} documents is {IGNORED}. {name} predicts each token itself and "
+            "not the next one, so these labels are lost to its loss. Use "
+            "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
+        )
 
 
 def check_padding_labels(
@@ -130,38 +151,6 @@ def _can_read(labels: Any, packed_batch: PackedBatch) -> TypeGuard[Tensor]:
     on_host = labels.device.type == packed_batch.device.type == "cpu"
     whole = labels.shape == packed_batch.tokens and not packed_batch.cached and not packed_batch.shared
     return on_host and whole and packed_batch.tells_documents
-
-
-def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
-    first = packed_batch.runs()[0] & packed_batch.not_padding()
-    # Nothing predicts the first token of a row, and padding before a document is no other document.
-    unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED) & packed_batch.not_padding()[:, :-1]
-    if bool(unmasked.any()):
-        row, place = unmasked.nonzero()[0].tolist()
-        notices.say_once(
-            KEY,
-            f"a document begins at token {place + 1} of row {row}, and its first label is "
-            f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the "
-            f"document before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
-        )
-
-
-def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
-    """Warn of labels that a collator for causal models made: only the first label of each document is missing.
-
-    Labels for masked language modelling lack other labels, too.
-    """
-    tokens = packed_batch.not_padding()
-    first = packed_batch.runs()[0] & tokens
-    ignored = labels == IGNORED
-    documents = int(first.sum())
-    if documents > 1 and bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all()):
-        notices.say_once(
-            KEY_LOST,
-            f"the first label of each of the {documents} documents is {IGNORED}. {type(model).__name__} predicts each "
-            "token itself and not the next one, so these labels are lost to its loss. Use "
-            "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
-        )
 
 
 def takes_targets(loss_function: Any) -> bool:
