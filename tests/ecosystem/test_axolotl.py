@@ -9,6 +9,7 @@ import torch
 import tritonpack
 from tests.ecosystem.training import EXACT, features, tokenizer
 from tests.patches.models import tiny_model
+from tritonpack.patches.applied_patch import applied_to
 
 PLUGIN = "tritonpack.integrations.axolotl.TritonpackPlugin"
 
@@ -64,4 +65,4 @@ def test_a_loaded_model_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
             got = torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)])
             assert float((got - alone).abs().max() / alone.abs().max()) < EXACT
     manager.post_train_unload(config)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert applied_to(model) == []

@@ -12,6 +12,7 @@ from tests.ecosystem.training import EXACT
 from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tests.patches.test_patching import FORMS, documents, positions, state
+from tritonpack.patches.applied_patch import applied_to
 
 peft = pytest.importorskip("peft")
 
@@ -197,6 +198,7 @@ def test_virtual_tokens(kind: str) -> None:
             ):
                 model(input_ids=torch.cat(rows, 1), **FORMS[form]())
         model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    assert applied_to(model) == []
     assert not model._forward_pre_hooks
     below = tritonpack.patch(model.base_model)  # PEFT's wrapper isn't patched
     with below, pytest.raises(ValueError, match=r"virtual tokens \(PEFT's\)|the cache already holds tokens"):

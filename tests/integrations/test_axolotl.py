@@ -23,6 +23,7 @@ from tests.fresh import FreshInterpreters
 from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tritonpack.integrations.axolotl import TritonpackPlugin
+from tritonpack.patches.applied_patch import applied_to
 
 pydantic = pytest.importorskip("pydantic")
 
@@ -141,7 +142,7 @@ def test_a_loaded_model_packs(saved: Path, lora: bool, keep_mask: bool) -> None:
         program.config["attn_decontaminates_packing"] = False
     got = packed(model, program)
     program.plugin.post_train_unload(program.config)
-    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert applied_to(model) == []
     assert error(got, separate(model)) < EXACT
 
 

@@ -12,9 +12,11 @@ pytest.importorskip("triton")
 from tests.kernels.assertions import assertions, fails
 from tests.masks.test_block_diagonal import WINDOWS, random_lengths, random_multimodal_document
 from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.checks import check_reach
 from tritonpack.kernels import intervals, trees
 from tritonpack.masks import bounds
 from tritonpack.masks.block_diagonal import mask_from_runs
+from tritonpack.masks.intervals import WHOLE_DOCUMENT
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -277,8 +279,8 @@ def test_runs(seed: int, assert_same: Callable[[Build], None]) -> None:
     starts[:, 0] = True
     live = torch.rand(shape, generator=torch.Generator().manual_seed(-seed)) < 0.7
     live = live.flatten()[torch.where(starts.flatten(), torch.arange(starts.numel()), 0).cummax(0).values].view(shape)
-    assert_same(lambda: mask_from_runs(starts, live, (2, 5)))
-    assert_same(lambda: mask_from_runs(starts, None, (-1, -1)))
+    assert_same(lambda: mask_from_runs(starts, live, check_reach((2, 5), False, None)))
+    assert_same(lambda: mask_from_runs(starts, None, WHOLE_DOCUMENT))
 
 
 def test_no_tokens(assert_same: Callable[[Build], None]) -> None:

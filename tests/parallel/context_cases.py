@@ -302,11 +302,11 @@ def specs_of_layers():
     """The masks that layouts count: windows and chunks, of each layer."""
     specs = {family: _layer_specs(make_model(family)) for family in ("llama", "mistral", "gemma2")}
     assert specs["llama"] == (CAUSAL, CAUSAL)
-    assert specs["mistral"] == (MaskSpec((4, 0)),) * 2
-    assert specs["gemma2"] == (MaskSpec((4, 0)), CAUSAL)
+    assert specs["mistral"] == (MaskSpec.of((4, 0)),) * 2
+    assert specs["gemma2"] == (MaskSpec.of((4, 0)), CAUSAL)
     module = torch.nn.Module()
     module.config = AutoConfig.for_model("llama4_text", num_hidden_layers=4, attention_chunk_size=8)
-    chunks = MaskSpec((-1, 0), chunk_size=8)
+    chunks = MaskSpec.of((-1, 0), 8)
     assert _layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
 
 

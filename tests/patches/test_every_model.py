@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import generate
-from tritonpack.patches.exact_classes import is_shown
+from tritonpack.patches.applied_patch import REPLICATE, applied_to
 from tritonpack.patches.families import READS_PADDING
+from tritonpack.patches.forwards import is_shown
 
 REFUSED = {
     "gemma4_unified_assistant": "drafts tokens from another model's cache",
@@ -208,7 +209,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     registries = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
     return {
         name: [dict(getattr(module, registry)) for registry in registries]
-        + [module.__dict__.get("forward"), module.__dict__.get("_gradient_checkpointing_func")]
+        + [module.__dict__.get(own) for own in ("forward", "_gradient_checkpointing_func", REPLICATE)]
         + [getattr(getattr(module, "config", None), "_attn_implementation_internal", None)]
         for name, module in model.named_modules()
     }
@@ -233,4 +234,4 @@ def test_unpatching_copies_and_pickles(name: str) -> None:
         logits = sweep.logits(twin, sweep.FORMS["position_ids"](documents)).detach()
         assert sweep.difference((expected, []), (logits, [])) < sweep.tolerance(model)
         tritonpack.unpatch(twin)
-        assert not any(module._forward_pre_hooks for module in twin.modules())
+        assert applied_to(twin) == []

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tritonpack import PackingCollator, PackingWarning, notices, patch
-from tritonpack.patches.labels import check_padding_labels, shifts_labels, warn_of_first_labels
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.targets import check_padding_labels, shifts_labels, warn_of_first_labels
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from transformers.models.layoutlmv2 import modeling_layoutlmv2
 from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.running import judge_case
-from tritonpack.patches.no_trace import quiet
+from tritonpack.patches.measuring import quiet
 
 CASES = {case.name: case for case in cases() if case.model_type == "layoutlmv2"}
 PATCHES = 4  # of an image, after the tokens of its document

@@ -392,14 +392,13 @@ def test_layers_in_torchs_checkpoint_wrapper(family: str, first: str, implementa
 
 
 def test_replicas_of_data_parallel_are_refused() -> None:
-    """Their layers would run with the weights of the original. A replica on a CPU, as torch makes them for GPUs."""
+    """Their layers would run with the weights of the original. torch makes replicas by this method of each module."""
     model = build("mamba")
     with tritonpack.patch(model):
-        replica = model._replicate_for_data_parallel()
-        for name, child in model.named_children():
-            setattr(replica, name, child._replicate_for_data_parallel())
-        with pytest.raises(tritonpack.UnsupportedModelError, match=r"replica of torch\.nn\.DataParallel"):
-            replica(torch.cat(zoo.documents(sweep.LENGTHS), 1))
+        for module in (model, model.backbone):
+            with pytest.raises(tritonpack.UnsupportedModelError, match=r"replica of torch\.nn\.DataParallel"):
+                module._replicate_for_data_parallel()
+    assert model._replicate_for_data_parallel()._is_replica
 
 
 NO_MODELS: dict[str, tuple[Any, str]] = {

@@ -1,6 +1,7 @@
 """Mask functions as intervals, compared with the masks that transformers makes of the same functions."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import masking_utils as stock
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.mask_spec import MaskSpec, overlay_intervals, read_mask_spec
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals, read_mask_spec
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 
 SERVING = Serving("tritonpack", "reference")
@@ -60,17 +61,17 @@ OVERLAYS = {
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_bisection_equals_the_mask_function(name: str) -> None:
-    mask = packed_batch().documents(MaskSpec((-1, -1), overlay=OVERLAYS[name])).validate()
+    mask = packed_batch().documents(replace(WHOLE_DOCUMENT, overlay=OVERLAYS[name])).validate()
     assert torch.equal(mask.to_dense(), dense(OVERLAYS[name]))
 
 
 @pytest.mark.parametrize(
     ("name", "size", "flags", "spec"),
     [
-        ("causal", None, {"allow_is_causal_skip": False}, MaskSpec((-1, 0))),
-        ("both ways", None, {"allow_is_bidirectional_skip": True}, MaskSpec((-1, -1))),
-        ("window", 4, {"allow_is_causal_skip": True}, MaskSpec((3, 0))),
-        ("window both ways", 3, {"allow_is_bidirectional_skip": True}, MaskSpec((3, 3))),
+        ("causal", None, {"allow_is_causal_skip": False}, CAUSAL),
+        ("both ways", None, {"allow_is_bidirectional_skip": True}, WHOLE_DOCUMENT),
+        ("window", 4, {"allow_is_causal_skip": True}, MaskSpec.of((3, 0))),
+        ("window both ways", 3, {"allow_is_bidirectional_skip": True}, MaskSpec.of((3, 3))),
     ],
 )
 def test_plain_masks_are_read_without_bisection(name: str, size: int | None, flags: Any, spec: MaskSpec) -> None:
@@ -98,8 +99,8 @@ def test_chunks_under_a_mask_of_the_model_are_refused(flags: dict[str, bool]) ->
     chunks = stock.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
     with pytest.raises(UnsupportedModelError, match="chunks, a window, or one of them"):
         read_mask_spec(stock.or_masks(chunks, stock.blockwise_overlay(blocks())), 4, config, flags, TOTAL)
-    assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": True}, TOTAL) == MaskSpec((-1, 0), chunk_size=4)
-    assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": False}, 1) == MaskSpec((-1, 0), chunk_size=4)
+    assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": True}, TOTAL) == MaskSpec.of((-1, 0), 4)
+    assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": False}, 1) == MaskSpec.of((-1, 0), 4)
 
 
 def test_one_number_for_two_images_is_refused() -> None:
@@ -107,7 +108,7 @@ def test_one_number_for_two_images_is_refused() -> None:
     ids[0, 12:14] = ids[0, 18:20] = 0
     overlay = stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(ids))
     with pytest.raises(ValueError, match="aren't one interval"):
-        packed_batch().documents(MaskSpec((-1, -1), overlay=overlay))
+        packed_batch().documents(replace(WHOLE_DOCUMENT, overlay=overlay))
 
 
 def test_padding_sees_nothing() -> None:

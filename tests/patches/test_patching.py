@@ -277,6 +277,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     return {
         "hooks": hooks,
         "forwards": forwards,
+        "guards": [name for name, m in model.named_modules() if "_replicate_for_data_parallel" in m.__dict__],
         "config": copy.copy(model.config.__dict__),
         "config_is": id(model.config),
     }

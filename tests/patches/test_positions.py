@@ -14,7 +14,7 @@ from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import difference
 from tests.patches.sweep.subject import Subject
 from tests.small_copies.packed_forms import FORMS
-from tritonpack.patches.rope import rope_limits
+from tritonpack.patches.configurations import rope_limits
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "bloom"])

@@ -57,7 +57,7 @@ from tests.patches.pairs import tiny_pair_model
 from tests.small_copies.small_copy import spread
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import base_forward, choose_modules, proof
-from tritonpack.patches.layers import choose, positions
+from tritonpack.patches.layers import positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +232,9 @@ def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty the table of shown classes and the tables of layers."""
     monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)
     for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
-        monkeypatch.setattr(choose, name, frozenset())
+        monkeypatch.setattr(choose_modules, name, frozenset())
     for owner, name in (
-        (choose, "REWRITTEN"), (choose_modules, "REFUSED"),
+        (choose_modules, "REWRITTEN"), (choose_modules, "REFUSED"),
         (choose_modules, "REFUSED_LAYERS"), (base_forward, "PLACES_FROM_MASK"), (base_forward, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip

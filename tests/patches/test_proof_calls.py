@@ -59,9 +59,9 @@ def test_a_known_class_is_trusted_at_once(tries: list[Any]) -> None:
 
 
 def test_a_known_class_is_proven_with_another_transformers(tries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tritonpack.patches import exact_classes
+    from tritonpack.patches import forwards
 
-    library = exact_classes.transformers  # other tests may import transformers anew
+    library = forwards.transformers  # other tests may import transformers anew
     monkeypatch.setattr(library, "__version__", "6.1.0.dev0")
     model = tiny_model("llama")
     tritonpack.patch(model)

@@ -70,7 +70,8 @@ config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidde
 model = AutoModelForCausalLM.from_config(config, attn_implementation="tritonpack")
 assert model(torch.arange(5)[None]).logits.shape == (1, 5, 8)
 assert model.config._attn_implementation == "tritonpack"
-assert model._forward_pre_hooks
+from tritonpack.patches.applied_patch import applied_to
+assert applied_to(model)
 """
 
 ORDERS = {

@@ -22,7 +22,7 @@ from tests.patches.sweep.judging import Trial, has_remedy
 from tests.patches.sweep.results import ANY, Row
 from tests.patches.sweep.running import judge_case
 from tests.patches.sweep.subject import Subject
-from tritonpack.patches.no_trace import quiet
+from tritonpack.patches.measuring import quiet
 
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 

@@ -16,7 +16,7 @@ from tests.patches.sweep.padded import PaddedTrial, takes_options
 from tests.patches.sweep.results import OPTIONS, Row
 from tests.patches.sweep.running import judge_case
 from tritonpack.patches import compact
-from tritonpack.patches.no_trace import quiet
+from tritonpack.patches.measuring import quiet
 
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 CAUSAL = {case.key: case for case in cases() if takes_options(case)}

@@ -11,7 +11,7 @@ from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.running import judge_case
 from tritonpack.parallel.validate import require_shardable
-from tritonpack.patches.no_trace import quiet
+from tritonpack.patches.measuring import quiet
 
 EXACT = (
     "FlaubertModel/flaubert",

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from tests.small_copies.shrink_rows import FIRST_LAYERS, LAST_LAYERS, LAYERS, PERIODS, ROWS, SHARED, VOCAB
 from tests.small_copies.shrink_sizes import Sizes, Values, is_number
-from tritonpack.patches.tokens import is_config, names_tokens, special_tokens
+from tritonpack.patches.configurations import is_config, names_tokens, special_tokens
 
 C = TypeVar("C")
 

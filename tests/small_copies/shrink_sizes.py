@@ -17,7 +17,7 @@ from tests.small_copies.shrink_rows import (
     STATE_HEADS,
     WIDTHS,
 )
-from tritonpack.patches.rope import is_dynamic, rope_kinds
+from tritonpack.patches.configurations import is_dynamic, rope_kinds
 
 Values = dict[str, Any]
 

@@ -13,7 +13,7 @@ from tests.small_copies.packed_forms import whole
 from tests.small_copies.shrink import shrink
 from tests.small_copies.small_copy import NotSmallError, small_copy
 from tests.small_copies.subject import subject_of
-from tritonpack.patches.tokens import special_tokens
+from tritonpack.patches.configurations import special_tokens
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 INDEXER = {

@@ -49,8 +49,10 @@ class Plan(NamedTuple):
     """What is computed.
 
     Attributes:
-        table: the plan as a tensor, see `plan_of`.
+        table: (blocks and runs, 5) int64 on the host: the rows of `plan_of`.
         blocks: blocks, one tile after the other.
+        blind, unseen: (queries,) and (keys,) bool, the rows that see nothing and those that nothing sees; None if there
+            are none, or no blocks.
         runs: calls of the fused kernel.
         all_rows: whether runs have every query of the mask.
         one_run: whether a single run has all queries and all keys.
@@ -58,6 +60,8 @@ class Plan(NamedTuple):
 
     table: Tensor
     blocks: list[Block]
+    blind: Tensor | None
+    unseen: Tensor | None
     runs: list[fused.Run]
     all_rows: bool
     one_run: bool
@@ -93,14 +97,14 @@ def forward(
             lse.fill_(-math.inf)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if plan.blocks:
-            _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse.T)
+            _forward_blocks(plan, q, k, v, mask, options, out, lse.T)
         for run in plan.runs:
             out[run.rows], lse[run.rows] = fused.forward(run, q, k, v, options)
     return out[..., :head_dim_v].to(dtype), lse.T
 
 
 def _forward_blocks(
-    blocks: list[Block],
+    plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -110,7 +114,7 @@ def _forward_blocks(
     lse: Tensor,
 ) -> None:
     """Write the rows of the blocks in out and lse, which are zeros and -inf before."""
-    qs, ks, vs = _heads_first(q, k, v, mask)
+    qs, ks, vs = _heads_first(q, k, v, plan)
     outs = _split_heads(out, ks)
     m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
     l_i = torch.zeros_like(m_i)
@@ -118,7 +122,7 @@ def _forward_blocks(
         m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
         l_i.fill_(1.0)
     scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)  # see `_times_into`
-    for block in blocks:
+    for block in plan.blocks:
         rows = block.rows
         m_old = m_i[:, :, rows]
         scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, g, m, k]
@@ -166,7 +170,7 @@ def backward(
         if not plan.all_rows:
             dq.zero_()
         if plan.blocks:
-            _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
+            _backward_blocks(plan, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
         for run in plan.runs:
             dq[run.rows], dk_of_run, dv_of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
             dk[run.keys] += dk_of_run
@@ -183,7 +187,7 @@ def backward(
 
 
 def _backward_blocks(
-    blocks: list[Block],
+    plan: Plan,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -198,19 +202,18 @@ def _backward_blocks(
     dv: Tensor,
 ) -> None:
     """Write the gradients of the blocks in dq, dk and dv, which are zeros before."""
-    qs, ks, vs = _heads_first(q, k, v, mask)
-    blind = _blind_rows(mask)
-    douts = _zero_rows(_split_heads(dout, ks), blind)
+    qs, ks, vs = _heads_first(q, k, v, plan)
+    douts = _zero_rows(_split_heads(dout, ks), plan.blind)
     delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
     if dlse is not None:
-        delta -= _zero_rows(dlse.unflatten(0, qs.shape[:2]).unsqueeze(-1), blind)
+        delta -= _zero_rows(dlse.unflatten(0, qs.shape[:2]).unsqueeze(-1), plan.blind)
     # Rows that see nothing have +inf, so that their probabilities are 0.
     lse = lse.unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     dqs, dks, dvs = _split_heads(dq, ks), dk.transpose(0, 1), dv.transpose(0, 1)
     scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)
     scratch_dp = torch.empty_like(scratch)
-    for block in blocks:
+    for block in plan.blocks:
         rows, keys = block.rows, block.keys
         scores, slope = _scores(qs, ks, mask, block, options, scratch)
         p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
@@ -230,41 +233,45 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
     fuse, pack_invariant = fused.serves(q, k, options), options.pack_invariant
 
     def read() -> Plan:
-        table = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant) if tiles.blocks is None else tiles.blocks
-        blocks, runs = [], []
+        table = tiles.blocks
+        if table is None:
+            rows = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant)
+            table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
+        blocks, runs, gap, end = [], [], False, 0
         for row, row_end, key, key_end, kind in table.tolist():
             if kind < FULL:
                 runs.append(fused.Run(row, row_end, key, key_end, kind))
+                gap, end = gap or row != end, row_end  # rows of runs ascend
             else:
                 blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
-        # The rows of runs ascend, and follow each other without a gap if each begins where the one before ends.
-        ends = [0, *(run.row_end for run in runs)]
-        all_rows = not blocks and [run.row for run in runs] == ends[:-1] and ends[-1] == mask.num_queries
+        all_rows = not blocks and not gap and end == mask.num_queries
         one_run = all_rows and len(runs) == 1 and (runs[0].key, runs[0].key_end) == (0, mask.num_keys)
-        return Plan(table, blocks, runs, all_rows, one_run)
+        blind, unseen = map(_blind_rows, (mask, mask.transpose())) if blocks else (None, None)
+        return Plan(table, blocks, blind, unseen, runs, all_rows, one_run)
 
     return mask.cached(("plan", fuse, pack_invariant), read)
 
 
-def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
-    """The plan of a mask, (blocks and runs, 5) int64 on the host: row, row_end, key, key_end, kind.
+def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
+    """The plan of a mask: row, row_end, key, key_end and kind of each block and each run.
 
     Args:
         fuse: whether the fused kernel computes the documents that it can.
         pack_invariant: whether no tile may hold two documents.
     """
-    documents = fused.documents_of(mask)
-    kind = documents[:, 4]
+    found = fused.documents_of(mask)
     if not fuse or mask.is_tree:
-        kind.fill_(fused.OTHER)
-    tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
-    runs = [piece for run in documents[kind < fused.OTHER].tolist() for piece in fused.pieces(fused.Run(*run))]
-    blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
-    runs_table = torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 5)
-    return torch.cat([blocks, runs_table]).cpu()
+        found[:, 4] = fused.OTHER
+    documents = found.tolist()
+    tiles = torch.tensor(_tiles(documents, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
+    plan = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
+    for document in documents:
+        if document[4] != fused.OTHER:
+            plan += fused.pieces(fused.Run(*document))
+    return plan
 
 
-def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
+def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, int, int, int]]:
     """The blocks of tiles [first, end), (tiles, 2), in a mask without trees."""
     first, last = tiles[:, 0], tiles[:, 1] - 1
     start, stop = mask.key_start, mask.key_stop
@@ -272,15 +279,15 @@ def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
     # row's start to the first row's stop (docs/math.md, section 1).
     bounds = torch.stack([start[first], stop[last], start[last], stop[first]], 1)
     blocks = []
-    for rows, (begin, end, common, common_end) in zip(tiles.tolist(), bounds.tolist(), strict=True):
+    for (row, row_end), (begin, end, common, common_end) in zip(tiles.tolist(), bounds.tolist(), strict=True):
         for key in range(begin, end, BLOCK_KEYS):
             key_end = min(key + BLOCK_KEYS, end)
             kind = FULL if common <= key < key_end <= common_end else MASKED
-            blocks.append((*rows, key, key_end, kind))
-    return torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 5)
+            blocks.append((row, row_end, key, key_end, kind))
+    return blocks
 
 
-def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
+def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, int, int, int]]:
     """The blocks of tiles in a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
     assert mask.query_start is not None
     assert mask.query_stop is not None
@@ -297,7 +304,7 @@ def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
     key = (begins % width - 1) * PIECE
     key_end = (key + lengths * PIECE).clamp(max=mask.num_keys)
     kinds = torch.where(kind[begins] == 1, MASKED, FULL)
-    return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1)
+    return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1).tolist()
 
 
 def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, int]]:
@@ -323,13 +330,9 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
 
 
 def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
-    """(num_queries,) bool, True in rows that see nothing; None if there are none. Kept with the mask."""
-
-    def find() -> Tensor | None:
-        blind = mask.key_start == mask.key_stop
-        return blind if bool(blind.any()) else None
-
-    return mask.cached("blind", find)
+    """(num_queries,) bool, True in rows that see nothing; None if there are none."""
+    blind = mask.key_start == mask.key_stop
+    return blind if bool(blind.any()) else None
 
 
 def _scores(
@@ -370,11 +373,11 @@ def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
     return x.masked_fill_(~keep, 0.0).div_(1 - options.dropout_p)
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """q [n, g, t, d], k and v [n, t, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
     NaN."""
-    unseen, ks, vs = _blind_rows(mask.transpose()), k.transpose(0, 1), v.transpose(0, 1)
-    return _zero_rows(_split_heads(q, ks), _blind_rows(mask)), _zero_rows(ks, unseen), _zero_rows(vs, unseen)
+    ks, vs = k.transpose(0, 1), v.transpose(0, 1)
+    return _zero_rows(_split_heads(q, ks), plan.blind), _zero_rows(ks, plan.unseen), _zero_rows(vs, plan.unseen)
 
 
 def _sinks(sinks: Tensor, qs: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.backends.tile_table import document_begins
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.bounds import document_begins
 from tritonpack.options import AttentionOptions
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from tritonpack import kernels
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.bounds import document_begins
 
 if TYPE_CHECKING:
     from tritonpack.kernels.tables import Bounds
@@ -205,21 +206,3 @@ def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
         return pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))
 
     return mask.cached("unseen", count)
-
-
-def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
-    """(num_queries,) bool, True where a document, a branch of a tree or a run of rows that see nothing begins.
-
-    A row that has no key in common with the row above counts as a begin, in a tree a row that doesn't see the key of
-    the row above. With `exact` the numbers of the documents decide instead, if the mask has them.
-    """
-    start, stop = mask.key_start, mask.key_stop
-    live = start < stop
-    differs = start[1:] >= stop[:-1]
-    if mask.query_stop is not None and mask.num_queries == mask.num_keys:
-        rows = torch.arange(mask.num_queries, device=mask.device)[1:]
-        differs = differs | (mask.query_stop[:-1] <= rows)
-    if exact and mask.document is not None:
-        differs = mask.document[1:] != mask.document[:-1]
-    differs = differs & (live[1:] | live[:-1])
-    return torch.cat([live.new_ones(1), differs | (live[1:] != live[:-1])])

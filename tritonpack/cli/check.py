@@ -16,8 +16,8 @@ from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.model_source import load_config, load_model
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
-from tritonpack.patches.exact_classes import installed
-from tritonpack.patches.no_trace import quiet
+from tritonpack.patches.forwards import installed
+from tritonpack.patches.measuring import quiet
 from tritonpack.patches.pipeline import ONE_RESULT
 from tritonpack.testing import check_isolation
 

@@ -63,7 +63,7 @@ def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_
 
 @triton.jit
 def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, of_keys, offs, total, columns, TREE: tl.constexpr):
-    """True where a document begins at rows `offs`: `document_begins` of backends/tile_table.py."""
+    """True where a document begins at rows `offs`: `document_begins` of masks/bounds.py."""
     inside = (offs >= 0) & (offs < total)
     above = inside & (offs > 0)
     start = tl.load(start_ptr + offs, mask=inside, other=0)

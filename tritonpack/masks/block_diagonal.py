@@ -26,7 +26,7 @@ from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, docum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs"]
+__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs", "mask_from_tree_ends"]
 
 
 class BlockDiagonalMask(Bounds):
@@ -277,8 +277,7 @@ class BlockDiagonalMask(Bounds):
         >>> BlockDiagonalMask.from_tree_ends([5, 5, 4, 4, 5]).to_dense().int()[4].tolist()
         [1, 1, 0, 0, 1]
         """
-        reach = checks.check_reach(window, True, chunk_size)
-        return _tree_mask(partial(tree.from_ends, ends, reach))
+        return mask_from_tree_ends(ends, checks.check_reach(window, True, chunk_size))
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
@@ -324,12 +323,14 @@ class BlockDiagonalMask(Bounds):
         return block_mask.block_mask(self, BLOCK_SIZE)
 
 
-def mask_from_runs(
-    starts: Tensor, live: Tensor | None, window: Window, chunk_size: int | None = None, spans: Tensor | None = None
-) -> BlockDiagonalMask:
+def mask_from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> BlockDiagonalMask:
     """The mask of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
-    reach = checks.check_reach(window, causal=False, chunk_size=chunk_size)
-    return _mask(partial(intervals.from_runs, starts, live), reach, spans)
+    return _mask(partial(intervals.from_runs, starts, live), reach, None)
+
+
+def mask_from_tree_ends(ends: Lengths, reach: Reach) -> BlockDiagonalMask:
+    """The mask of `BlockDiagonalMask.from_tree_ends`."""
+    return _tree_mask(partial(tree.from_ends, ends, reach))
 
 
 def _mask(

@@ -354,6 +354,24 @@ def outside_inference_mode(build: Callable[[], T]) -> T:
         return build()
 
 
+def document_begins(mask: Bounds, *, exact: bool = False) -> Tensor:
+    """(num_queries,) bool, True where a document, a branch of a tree or a run of rows that see nothing begins.
+
+    A row that has no key in common with the row above counts as a begin, in a tree a row that doesn't see the key of
+    the row above. With `exact` the numbers of the documents decide instead, if the mask has them.
+    """
+    start, stop = mask.key_start, mask.key_stop
+    live = start < stop
+    differs = start[1:] >= stop[:-1]
+    if mask.query_stop is not None and mask.num_queries == mask.num_keys:
+        rows = torch.arange(mask.num_queries, device=mask.device)[1:]
+        differs = differs | (mask.query_stop[:-1] <= rows)
+    if exact and mask.document is not None:
+        differs = mask.document[1:] != mask.document[:-1]
+    differs = differs & (live[1:] | live[:-1])
+    return torch.cat([live.new_ones(1), differs | (live[1:] != live[:-1])])
+
+
 def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:
     """The document of each key: the document of the first query that sees it."""
     document = source() if callable(source) else source

@@ -19,9 +19,8 @@ from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
 from tritonpack.patches.applied_patch import base_of
 from tritonpack.patches.interface import takes_tokens
-from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
+from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.report import layer_windows
 
 
@@ -189,8 +188,8 @@ def _layer_specs(module: PreTrainedModel) -> tuple[MaskSpec, ...]:
     config = module.config.get_text_config()
     # Only towers that take tokens count: towers of images see both directions in any model.
     if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
-        return (MaskSpec((-1, -1)),)
+        return (WHOLE_DOCUMENT,)
     chunk, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None) or ()
     if chunk and any("chunk" in kind for kind in kinds):
-        return tuple(MaskSpec((-1, 0), chunk if "chunk" in kind else None) for kind in kinds)
-    return tuple(MaskSpec((window - 1, 0)) if window else CAUSAL for window in layer_windows(config)) or (CAUSAL,)
+        return tuple(MaskSpec.of((-1, 0), chunk if "chunk" in kind else None) for kind in kinds)
+    return tuple(MaskSpec.of((window - 1, 0)) if window else CAUSAL for window in layer_windows(config)) or (CAUSAL,)

@@ -21,12 +21,12 @@ from tritonpack.parallel.router_loss import require_known_loss, wants_router_los
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_base
 from tritonpack.patches.call_arguments import TREE, cache_of, in_form
-from tritonpack.patches.labels import IGNORED, check_padding_labels
+from tritonpack.patches.configurations import require_one_rope
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.parts import parameters_of
-from tritonpack.patches.rope import require_one_rope
+from tritonpack.patches.targets import IGNORED, check_padding_labels
 
 # Arguments whose values `shard_inputs` replaces or drops.
 REPLACED = (

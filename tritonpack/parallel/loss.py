@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.patches.forwards import package_of
-from tritonpack.patches.labels import IGNORED, takes_targets
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.targets import IGNORED, takes_targets
 
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonpack.patches.configurations import follows_longest
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.rope import follows_longest
 
 
 class LongestPosition:

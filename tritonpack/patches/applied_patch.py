@@ -1,56 +1,54 @@
-"""A patch on a model: what it puts there, how it is applied, and how it is taken away."""
+"""A patch on a model: what it puts there, and how patches, one above the other, are applied and taken away."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from tritonpack import notices
-from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.base_forward import BaseForward
-from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
+from tritonpack.patches.choose_modules import Options, forward_for
 from tritonpack.patches.compact import Compaction
+from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
-from tritonpack.patches.guards import NoContinuousBatching, VirtualTokens
+from tritonpack.patches.guards import CONTINUOUS_BATCHING, VirtualTokens
 from tritonpack.patches.interface import NAMES
-from tritonpack.patches.layers.choose import forward_for
+from tritonpack.patches.layers.embeddings import pooler_forward
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
-from tritonpack.patches.layers.poolers import pooler_forward
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
 from tritonpack.patches.packed_batch import Serving
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import AttentionName, InstanceForward, Part, PreHook
+from tritonpack.patches.parts import (
+    AttentionName,
+    Checkpoints,
+    InstanceForward,
+    PackingContext,
+    Part,
+    Refusal,
+    release_checkpoint,
+)
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import Report, holds, make_report
-from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.tokens import text_config
+
+REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
 
-class Options(NamedTuple):
-    """What a user asked `patch` for."""
-
-    attention: str = "tritonpack"
-    backend: Backend = "auto"
-    unpad: bool = False
-    share_prefixes: bool = False
-
-    def __str__(self) -> str:
-        chosen = {name: value for name, value in self._asdict().items() if value != Options._field_defaults[name]}
-        return ", ".join(f"{name}={value!r}" for name, value in chosen.items()) or "the defaults"
-
-
-class Guard(PreHook):
-    """The hook of a module whose forward belongs to a patch. It refuses replicas, which would share that forward."""
+class Guard(Refusal):
+    """What marks a module of a patch: its replicas, which would share the forwards of the patch, are refused."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
-        super().__init__(module)
+        reason = (
+            f"{type(module).__name__} would run as a replica of torch.nn.DataParallel, but layers of this model have a "
+            "forward of their own instance, which would run with the weights of the original. Use "
+            "torch.nn.parallel.DistributedDataParallel."
+        )
+        super().__init__(module, patch.context, reason, REPLICATE)
         self.patch = patch
 
     def install(self) -> None:
@@ -60,14 +58,6 @@ class Guard(PreHook):
     def remove(self) -> None:
         super().remove()
         notices.patched_models.discard(self.module)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if getattr(module, "_is_replica", False):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} runs as a replica of torch.nn.DataParallel, but layers of this model have a "
-                "forward of their own instance, which would run with the weights of the original. Use "
-                "torch.nn.parallel.DistributedDataParallel."
-            )
 
 
 class AppliedPatch:
@@ -114,9 +104,9 @@ class AppliedPatch:
             self.report = replace(self.report, saves=("padding", *copies))
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
-        entry = NoContinuousBatching.attribute
-        managers = [NoContinuousBatching(m, self.context) for m in model.modules() if hasattr(type(m), entry)]
-        virtual = [VirtualTokens(m) for m in model.modules() if hasattr(type(m), "active_peft_config")]
+        every, entry = list(model.modules()), "init_continuous_batching"  # it makes every manager of transformers
+        managers = [Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)]
+        virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
         self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
 
@@ -232,7 +222,8 @@ def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:
 
 
 def _guarding(module: nn.Module) -> list[AppliedPatch]:
-    return [hook.patch for hook in module._forward_pre_hooks.values() if isinstance(hook, Guard)]
+    guard = module.__dict__.get(REPLICATE)
+    return [guard.patch] if isinstance(guard, Guard) else []
 
 
 def to_the_end(action: Callable[[], None]) -> None:
@@ -242,3 +233,91 @@ def to_the_end(action: Callable[[], None]) -> None:
     except BaseException:
         action()
         raise
+
+
+LOCK = threading.RLock()  # models are changed one after the other
+
+
+def put_on(
+    model: nn.Module, modules: list[PreTrainedModel], asked: Options, lease: object, *, by_name: bool = False
+) -> AppliedPatch:
+    """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
+
+    Args:
+        modules: what `choose_modules` returned.
+        lease: stands for the handle of this call. A patch with the same options only gets one lease more.
+        by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
+
+    Raises:
+        UnsupportedModelError: the model holds a part of another patched model.
+        ValueError: the model is a part of a model that is patched with other options, or shares batches with ranks.
+    """
+    with LOCK:
+        found = applied_to(model)
+        require_no_part_of_others(model, found)
+        whole = next((applied for applied in found if not applied.gone and holds(applied.model, model)), None)
+        if whole is not None and whole.asked == asked:
+            whole.leases.append(lease)
+            return whole
+        if whole is not None and whole.model is not model:
+            raise ValueError(
+                f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
+            )
+        if any(base.sharded for other in found for base in other.bases):
+            raise ValueError(
+                f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
+                "had on entry. Leave the context, call patch or setup there, and enter the context again."
+            )
+        applied = None
+        try:
+            for other in found:
+                other.revert()
+            applied = AppliedPatch(model, modules, asked, found, by_name)
+            applied.apply()
+            applied.leases.append(lease)
+            return applied
+        except BaseException:
+            to_the_end(lambda: _roll_back(applied, found))
+            raise
+
+
+def leave(applied: AppliedPatch, lease: object) -> None:
+    """Give up a lease. A patch without leases is taken away, and the patches below it with leases come back.
+
+    Leases end in any order, because several threads may patch one model. A second call does nothing.
+    """
+    with LOCK:
+        if lease not in applied.leases:
+            return
+        if len(applied.leases) > 1 or not applied.in_force:
+            applied.leases.remove(lease)
+        else:
+            restore(applied)
+
+
+def restore(applied: AppliedPatch) -> None:
+    """Take a patch away with all of its leases, and put back the patches that were there before."""
+    with LOCK:
+        to_the_end(applied.restore_below)
+
+
+def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> None:
+    """Refuse a model that holds a part of another patched model: neither could be unpatched without the other.
+
+    `found` are the patches that are in force somewhere in the model.
+    """
+    for applied in found:
+        if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
+            name, other = type(model).__name__, type(applied.model).__name__
+            raise UnsupportedModelError(
+                f"the {type(part_of(model, applied)).__name__} in this {name} belongs to {other}, which is patched. "
+                f"First unpatch the {other}, then build the {name} around its part, and patch the whole that you train."
+            )
+
+
+def _roll_back(applied: AppliedPatch | None, found: list[AppliedPatch]) -> None:
+    if applied is not None:
+        applied.revert()
+        applied.leases.clear()
+    for other in found:
+        other.apply()

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
-from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compact import Compaction, share
+from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
 from tritonpack.patches.cross_attention import cross_attention_mask
 from tritonpack.patches.document_places import require_one_document_a_row
 from tritonpack.patches.families import (
@@ -23,18 +23,15 @@ from tritonpack.patches.families import (
     PROMPT_TYPES,
     READS_PADDING,
 )
-from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_masks_kept, require_whole_rows
-from tritonpack.patches.interface import NAMES, require_own_attention, served
+from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_attention_kept, require_masks_kept
+from tritonpack.patches.interface import FUNCTIONS, NAMES, served
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, is_pair_mask, make_packed_batch, require_depths
-from tritonpack.patches.parts import AttentionName
+from tritonpack.patches.parts import AttentionName, Call, Checkpoints, PackingContext
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import Report
-from tritonpack.patches.rope import require_one_rope, rope_limits
-from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
 
 
 class BaseForward(Pipeline):
@@ -105,9 +102,6 @@ class BaseForward(Pipeline):
             output = placement.lay_back_all(output)
         return output
 
-    def run_unread(self, arguments: dict[str, Any]) -> Any:
-        return self.run_packed(arguments, None)
-
     @torch.compiler.disable
     def _prepare_outside_of_graphs(self, *call: Any) -> Any:
         """Lengths are read on the host, and a graph for these lengths would fit no other lengths."""
@@ -129,7 +123,8 @@ class BaseForward(Pipeline):
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.row is None:
             self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and not self.context.current.running:
-            self._require_outermost()
+            if not self.outermost:
+                self._refuse_passing_by()
             if packed_batch.row is None and not packed_batch.compacted:
                 packed_batch = self.compaction(packed_batch, arguments)
                 placements += [] if packed_batch.row is None else [packed_batch.row.placement]
@@ -151,14 +146,13 @@ class BaseForward(Pipeline):
             self.checkpoints.hold()
         return packed_batch, of_layers, placements
 
-    def _require_outermost(self) -> None:
+    def _refuse_passing_by(self) -> None:
         """Refuse a head that calls a module inside of the one that would remove padding, as OPT's does."""
-        if not self.outermost:
-            around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
-            raise UnsupportedModelError(
-                f"this call of {self.name} passes by the {around.name} around it, in which padding and common "
-                "beginnings are removed. Leave unpad and share_prefixes out."
-            )
+        around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
+        raise UnsupportedModelError(
+            f"this call of {self.name} passes by the {around.name} around it, in which padding and common beginnings "
+            "are removed. Leave unpad and share_prefixes out."
+        )
 
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
         """Refuse a call whose attention, mask or rows another library has replaced since the patch."""
@@ -172,8 +166,7 @@ class BaseForward(Pipeline):
             )
         if not self.outermost:
             return
-        require_whole_rows()
-        require_own_attention(ours)
+        require_attention_kept(ours, FUNCTIONS[ours])
         if compiled:
             return
         if self.serving.attention == "dense":

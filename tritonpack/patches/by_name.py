@@ -22,29 +22,13 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import Options, applied_to
-from tritonpack.patches.choose_modules import choose_modules, tokens_enter
+from tritonpack.patches.applied_patch import LOCK, applied_to, put_on, restore
+from tritonpack.patches.choose_modules import Options, choose_modules, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.patch_stack import LOCK, put_on, restore
+from tritonpack.patches.parts import PackingContext, Refusal
 
 OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
-
-
-class Refused(InstanceForward):
-    """The forward of a model that has our name and can't be packed exactly. It raises an error with the reason.
-
-    Building the model is not refused, because it may be a part of a model that can be packed.
-    """
-
-    def __init__(self, module: PreTrainedModel, reason: str) -> None:
-        super().__init__(module, PackingContext())
-        self.reason = reason
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedModelError(f"{self.reason} It was given attn_implementation={OURS!r}.")
 
 
 def register() -> None:
@@ -118,9 +102,10 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
         modules, lease = choose_modules(model, Options()), object()
         whole = put_on(model, modules, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
+        # Calls are refused, and not the construction, because the model may be a part of one that can be packed.
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and tokens_enter(module):
-                Refused(module, str(error)).install()
+                Refusal(module, PackingContext(), f"{error} It was given attn_implementation={OURS!r}.").install()
     else:
         for part in parts:  # a subclass that calls `post_init` once more has its patch already
             part.leases = [lease] if part is whole else []
@@ -137,9 +122,9 @@ def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
     return tables or not kind._can_set_attn_implementation()
 
 
-def _refused(model: PreTrainedModel) -> list[Refused]:
+def _refused(model: PreTrainedModel) -> list[Refusal]:
     forwards = (module.__dict__.get("forward") for module in model.modules())
-    return [forward for forward in forwards if isinstance(forward, Refused)]
+    return [forward for forward in forwards if isinstance(forward, Refusal)]
 
 
 def _is_named(config: Any) -> bool:

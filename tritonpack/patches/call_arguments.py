@@ -1,8 +1,10 @@
-"""The arguments of a call: their names, and the required form of those that tell documents apart."""
+"""The arguments of a call: their names, the required form of those that tell documents apart, and near misses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,3 +107,52 @@ def in_form(arguments: dict[str, Any]) -> dict[str, Any]:
         if not fits:
             raise ValueError(f"{name} must be {form}; got {describe(value)}.")
     return arguments
+
+
+# Names that other libraries use, and misspellings: the argument to pass instead.
+MEANT = {
+    r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
+    r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
+    r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
+    r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
+    r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
+    r"pos(i?tion)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
+    r"(sub)?tree_?(ends?|parents?|out|mask|ids)|parents?(_ids)?|tout": "tree_ends",
+    r"(att?e?nt?io?n|attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_?masks?": "attention_mask",
+}
+
+
+@cache
+def meant_by(name: str) -> str | None:
+    """The argument that a name is probably meant for; None for a name that is read, and for an unrelated name."""
+    if name in TELLING:
+        return None
+    return next((meant for pattern, meant in MEANT.items() if re.fullmatch(pattern, name.lower())), None)
+
+
+def require_read(arguments: Mapping[str, Any], known: Collection[str], model: str) -> None:
+    """Refuse arguments that tell documents apart in a way that nothing reads.
+
+    Args:
+        arguments: a call's arguments by name; those that are None are ignored.
+        known: the names in the model's own signature.
+        model: the name of the model's class.
+    """
+    for name, value in arguments.items():
+        if value is not None and name not in known and (meant := meant_by(name)):
+            raise ValueError(
+                f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by it. "
+                f"Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
+            )
+    if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
+            f"{FORMS['cu_seq_lens_q']}."
+        )
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, dict) and not any(isinstance(one, TensorLike) for one in mask.values()):
+        raise ValueError(
+            f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
+            "masks of its layers itself. Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional "
+            "mask, or unpatch the model to use masks of your own."
+        )

@@ -1,21 +1,49 @@
-"""Chooses the modules of a model to patch, or refuses the model with the reason."""
+"""Chooses the modules of a model to patch, and the forwards of layers, or refuses the model with the reason."""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import Options
-from tritonpack.patches.families import BOTH_WAYS, ONE_DOCUMENT_A_ROW, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.configurations import is_bidirectional
+from tritonpack.patches.families import (
+    BOTH_WAYS,
+    MIXERS,
+    ONE_DOCUMENT_A_ROW,
+    OWN_MASKS,
+    POSITION_TABLES,
+    PROMPT_TYPES,
+    REFUSED,
+    REFUSED_LAYERS,
+)
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
-from tritonpack.patches.layers.choose import fits
+from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention, FalconAttention
+from tritonpack.patches.layers.embeddings import EsmEmbeddings, MobileBertEmbeddings
+from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
+from tritonpack.patches.layers.positions import LocalPositions
+from tritonpack.patches.layers.routers import NllbMoeRouter, SwitchRouter
+from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.proof import refuse_layers_in_trees
 from tritonpack.patches.report import holds
-from tritonpack.patches.tokens import is_bidirectional
+
+
+class Options(NamedTuple):
+    """What a user asked `patch` for."""
+
+    attention: str = "tritonpack"
+    backend: Backend = "auto"
+    unpad: bool = False
+    share_prefixes: bool = False
+
+    def __str__(self) -> str:
+        chosen = {name: value for name, value in self._asdict().items() if value != Options._field_defaults[name]}
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items()) or "the defaults"
 
 
 def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
@@ -143,3 +171,43 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 "forward was rewritten for."
             )
     return modules
+
+
+# Layers whose forward is rewritten. Its arguments must have the names that they have in transformers.
+REWRITTEN: dict[str, type[InstanceForward]] = {
+    "EsmEmbeddings": EsmEmbeddings,
+    "FalconAttention": FalconAttention,
+    "FalconFlashAttention2": FalconAttention,
+    "LayoutLMSelfAttention": EncoderAttention,
+    "MarkupLMSelfAttention": EncoderAttention,
+    "MobileBertEmbeddings": MobileBertEmbeddings,
+    "NllbMoeTop2Router": NllbMoeRouter,
+    "SwitchTransformersTop1Router": SwitchRouter,
+}
+
+
+def forward_for(layer: nn.Module, context: PackingContext, capabilities: Capabilities) -> InstanceForward | None:
+    """The forward that a layer gets; None if it keeps its own."""
+    name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
+    if name in POSITION_TABLES:
+        return LocalPositions(layer, context)
+    if name in MIXERS:
+        return DocumentByDocument(layer, context, capabilities)
+    if name in REWRITTEN:
+        return REWRITTEN[name](layer, context)
+    if (home, name) in OWN_MASKS:
+        return DocumentMask(layer, context, OWN_MASKS[home, name])
+    return None
+
+
+def fits(module: Any) -> bool:
+    """Whether a rewritten layer's forward takes the arguments that our forward expects.
+
+    They may differ in another version of transformers. True for layers that are not rewritten.
+    """
+    rewritten = REWRITTEN.get(type(module).__name__)
+    if rewritten is None:
+        return True
+    forwards = type(module).forward, rewritten.call
+    theirs, ours = (list(inspect.signature(forward).parameters) for forward in forwards)
+    return theirs == ours

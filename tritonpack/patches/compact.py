@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
-from tritonpack.patches.families import OF_OTHERS, is_of_tokens
-from tritonpack.patches.labels import IGNORED, before_documents
+from tritonpack.patches.families import OF_OTHERS, is_of_tokens, row_shapes
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import Placement, Row
+from tritonpack.patches.targets import IGNORED, before_documents
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
 # Sharing less than a twentieth of the tokens costs more than it saves.
@@ -104,7 +104,7 @@ class Compaction:
         _take_all(row.placement, arguments)
         return PackedBatch(
             None if live is None else row.placement.take(live).int(),
-            None if positions is None else _taken(row.placement, positions),
+            None if positions is None else row.placement.take(positions),
             row.placement.take(starts),
             torch.Size((1, row.placement.source.shape[0])),
             packed_batch.device,
@@ -113,13 +113,26 @@ class Compaction:
         )
 
     def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None) -> bool:
-        """Whether one row can take the place of the batch in a call."""
+        """Whether one row can take the place of the batch: each argument is of tokens or of images."""
         tokens = packed_batch.tokens
         if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
             return False
-        if self.longest is not None and tokens[1] > self.longest:
+        if packed_batch.shape != tokens or (self.longest is not None and tokens[1] > self.longest):
             return False
-        return packed_batch.shape == tokens and _fits(tokens, arguments, head)
+        if arguments.get("use_cache"):
+            return False
+        ordinary, own = (ORDINARY, PACKING) if head is None else (ORDINARY[:1], (*PACKING, *OF_HEADS))
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor):
+                continue
+            if name in ordinary:
+                return False
+            if name in own or value.ndim == 0 or OF_OTHERS.fullmatch(name):
+                continue
+            pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
+            if pairs or not is_of_tokens(name, value, tokens):
+                return False
+        return arguments.get("input_ids") is None or arguments["input_ids"].shape == tokens
 
     def _row(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None) -> Row | None:
         """The row of a batch; None if it stays as it is. This is the one place that waits for the device."""
@@ -142,11 +155,11 @@ class Compaction:
         shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
         if not len(source) or (len(source) == tokens.numel() and shared is None):
             return None
-        places = _on(device, source)[0]
+        places = _on(device, source)
         row = Row(Placement(tokens, places, places))
         if shared is not None:
-            *where, ends = _on(device, *shared)
-            row = replace(row, shared=Placement(torch.Size((1, len(source))), *where), ends=ends[None])
+            at, real, copied, ends = (_on(device, one) for one in shared)
+            row = replace(row, shared=Placement(torch.Size((1, len(source))), at, real, copied), ends=ends[None])
         if head is None:
             return row
         shown = source % length >= length - keep
@@ -154,12 +167,12 @@ class Compaction:
         if targets:
             labels = _labels_of(kept, table[1], predicts, (length, keep), head)
             for name in LABELS & arguments.keys():
-                arguments[name] = _on(arguments[name].device, labels)[0][None]
+                arguments[name] = _on(arguments[name].device, labels)[None]
         if keep < length:
-            arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])[0]
+            arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])
         elif "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0  # all
-        columns = _on(device, kept // length * keep + kept % length - (length - keep))[0]
+        columns = _on(device, kept // length * keep + kept % length - (length - keep))
         return replace(row, logits=Placement(torch.Size((tokens[0], keep)), columns, columns))
 
 
@@ -170,7 +183,7 @@ def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> Pac
     _take_all(row.shared, arguments)
     return PackedBatch(
         None,
-        None if positions is None else _taken(row.shared, positions),
+        None if positions is None else row.shared.take(positions),
         None,
         torch.Size((1, row.shared.source.shape[0])),
         packed_batch.device,
@@ -204,6 +217,8 @@ def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
 
 class LaidBack(TensorLike):
     """The logits (B, K, vocabulary) of a call whose head ran on a row. An output holds it until they are read."""
+
+    ndim = 3
 
     def __init__(self, placement: Placement, values: Tensor) -> None:
         self.placement, self.values = placement, values
@@ -318,8 +333,8 @@ def _labels_of(
     return np.where(used, labels[kept], IGNORED)
 
 
-def _on(device: torch.device, *arrays: NDArray[np.int64]) -> list[Tensor]:
-    return [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+def _on(device: torch.device, array: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:
@@ -333,7 +348,7 @@ def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tens
             continue
         if value.is_floating_point() or OF_OTHERS.fullmatch(name):
             return []
-        several = value.shape[:2] not in _shapes(packed_batch.tokens)  # positions of n kinds, (n, B, T)
+        several = value.shape[:2] not in row_shapes(packed_batch.tokens)  # positions of n kinds, (n, B, T)
         rows = value if several else value.reshape(*value.shape[:2], -1).unbind(-1)
         found += [one.expand(packed_batch.tokens) for one in rows]
     return found
@@ -345,32 +360,5 @@ def _take_all(placement: Placement, arguments: dict[str, Any]) -> None:
         if name in PACKING:
             del arguments[name]
         elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
-            arguments[name] = _taken(placement, value)
+            arguments[name] = placement.take(value)
     arguments.pop("cache_position", None)
-
-
-def _taken(placement: Placement, value: Tensor) -> Tensor:
-    """An argument in the row: (B, T, ...), (1, T, ...), or positions of n kinds (n, B, T) as (n, 1, N)."""
-    if value.shape[:2] in _shapes(placement.tokens):
-        return placement.take(value)
-    return torch.stack([placement.take(one) for one in value])
-
-
-def _shapes(tokens: torch.Size) -> tuple[torch.Size, torch.Size]:
-    return tokens, torch.Size((1, tokens[1]))
-
-
-def _fits(tokens: torch.Size, arguments: dict[str, Any], head: bool | None) -> bool:
-    """Whether one row can replace the batch in a call: each argument has a value for each token, or is of images."""
-    ordinary = ORDINARY if head is None else ORDINARY[:1]
-    if arguments.get("use_cache") or any(isinstance(arguments.get(name), Tensor) for name in ordinary):
-        return False
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor) or name in PACKING or value.ndim == 0 or OF_OTHERS.fullmatch(name):
-            continue
-        if head is not None and name in OF_HEADS:
-            continue
-        pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
-        if pairs or not is_of_tokens(name, value, tokens):
-            return False
-    return arguments.get("input_ids") is None or arguments["input_ids"].shape == tokens

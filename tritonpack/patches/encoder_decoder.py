@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
+from tritonpack.patches.configurations import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
-from tritonpack.patches.labels import IGNORED, check_padding_labels, warn_of_first_labels
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.spans import POSITIONS, take_spans
-from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
+from tritonpack.patches.targets import IGNORED, POSITIONS, check_padding_labels, take_spans, warn_of_first_labels
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -54,7 +53,7 @@ class EncoderDecoderForward(Pipeline):
             source = arguments["encoder_outputs"][0]
         if source is not None:
             packed_batch = self._hand(arguments, "encoder", SOURCE, told, source)
-            if packed_batch is not None:
+            if packed_batch is not None and self.one_result:
                 self.require_result_of_each(packed_batch)
         packed = [name for name in TARGET.values() if told[name] is not None]
         if target is None and packed:
@@ -87,9 +86,10 @@ class EncoderDecoderForward(Pipeline):
         )
         if not packed_batch.tells_documents:
             return self.inner(**arguments)
-        self.require_result_of_each(packed_batch)
-        if self.one_result and self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
-            self._require_no_padding_behind(packed_batch)
+        if self.one_result:
+            self.require_result_of_each(packed_batch)
+            if self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
+                self._require_no_padding_behind(packed_batch)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
@@ -105,8 +105,8 @@ class EncoderDecoderForward(Pipeline):
         """
         spans = None
         if packed_batch is not None:
-            if arguments.get("labels") is not None:
-                self.require_known_loss(packed_batch)
+            if self.mixed_loss and arguments.get("labels") is not None:
+                self.require_no_mixed_loss(packed_batch)
             spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
         output = self.inner(**arguments)
         return output if spans is None else spans.add_loss(output, self.name)

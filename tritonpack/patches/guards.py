@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -15,58 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import document_starts
-from tritonpack.patches.call_arguments import FORMS, OFFSETS, TELLING, TREE
-from tritonpack.patches.parts import InstanceForward, PreHook
-from tritonpack.patches.tensor_like import TensorLike
-
-# Names that other libraries use, and misspellings: the argument to pass instead.
-MEANT = {
-    r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
-    r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
-    r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
-    r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
-    r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
-    r"pos(i?tion)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
-    r"(sub)?tree_?(ends?|parents?|out|mask|ids)|parents?(_ids)?|tout": "tree_ends",
-    r"(att?e?nt?io?n|attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_?masks?": "attention_mask",
-}
-
-
-@cache
-def meant_by(name: str) -> str | None:
-    """The argument that a name is probably meant for; None for a name that is read, and for an unrelated name."""
-    if name in TELLING:
-        return None
-    return next((meant for pattern, meant in MEANT.items() if re.fullmatch(pattern, name.lower())), None)
-
-
-def require_read(arguments: Mapping[str, Any], known: Collection[str], model: str) -> None:
-    """Refuse arguments that tell documents apart in a way that nothing reads.
-
-    Args:
-        arguments: a call's arguments by name; those that are None are ignored.
-        known: the names in the model's own signature.
-        model: the name of the model's class.
-    """
-    for name, value in arguments.items():
-        if value is not None and name not in known and (meant := meant_by(name)):
-            raise ValueError(
-                f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by it. "
-                f"Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
-            )
-    if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
-        raise ValueError(
-            f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
-            f"{FORMS['cu_seq_lens_q']}."
-        )
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, dict) and not any(isinstance(one, TensorLike) for one in mask.values()):
-        raise ValueError(
-            f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
-            "masks of its layers itself. Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional "
-            "mask, or unpatch the model to use masks of your own."
-        )
-
+from tritonpack.patches.call_arguments import OFFSETS, TREE
+from tritonpack.patches.parts import InstanceForward
 
 WHOLE_BATCH = "There every rank passes the whole batch. Or call tritonpack.unpatch(model)."
 
@@ -75,18 +22,23 @@ def _is_from(function: Any, home: str) -> bool:
     return isinstance(function, FunctionType) and function.__module__.startswith(home)
 
 
-def require_whole_rows() -> None:
-    """Refuse a call while another library shards rows over ranks, of which each would attend to its own tokens alone.
+def require_attention_kept(name: str, own: Callable[..., Any]) -> None:
+    """Refuse a call whose attention another library has replaced, such as to shard rows over ranks.
 
-    DeepSpeed's Ulysses replaces attention functions of transformers, torch's context parallelism that of torch.
+    DeepSpeed's Ulysses replaces attention functions of transformers, torch's context parallelism the one of torch. Each
+    rank would then see its own tokens alone.
+
+    Args:
+        name: of the patched model's attention.
+        own: the function of this name.
 
     Raises:
         UnsupportedModelError: the message names what was found and the remedy.
     """
-    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+    for one, function in ALL_ATTENTION_FUNCTIONS.items():
         if isinstance(function, FunctionType) and function.__module__.startswith("deepspeed.runtime.sequence_parallel"):
             raise UnsupportedModelError(
-                f"DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {name!r} "
+                f"DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {one!r} "
                 "in this process. It shards rows without telling a patched model, and drops the mask that keeps "
                 "documents apart. Leave out sp_size and the registration of Ulysses, and share batches with "
                 "tritonpack.SequenceParallel(model, group, exchange='ulysses', layout='contiguous'), also under "
@@ -98,6 +50,18 @@ def require_whole_rows() -> None:
             "batch. Only torch's scaled_dot_product_attention without a mask then sees the keys of other ranks, and a "
             "patched model needs the mask that keeps documents apart. Leave out cp_size, and share batches with "
             f"tritonpack.SequenceParallel(model, group, exchange='ring', layout='zigzag'). {WHOLE_BATCH}"
+        )
+    found = ALL_ATTENTION_FUNCTIONS.get(name)
+    if found is None:  # such as in a process that unpickled a patched model
+        raise UnsupportedModelError(
+            f"the attention function {name!r} isn't registered in this process; call tritonpack.register() once "
+            "before the model runs."
+        )
+    if found is not own:
+        home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}"
+        raise UnsupportedModelError(
+            f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
+            "apart. Remove that replacement, or call tritonpack.unpatch(model)."
         )
 
 
@@ -119,32 +83,22 @@ CONTINUOUS_BATCHING = (
 )
 
 
-class NoContinuousBatching(InstanceForward):
-    """`init_continuous_batching` of a patched model: transformers makes every manager in it."""
-
-    attribute = "init_continuous_batching"
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedModelError(CONTINUOUS_BATCHING)
-
-
-class VirtualTokens(PreHook):
-    """The hook of a wrapper of PEFT's, which puts virtual tokens before each row (prompt, prefix and p-tuning).
+class VirtualTokens(InstanceForward):
+    """The forward of a wrapper of PEFT's, which puts virtual tokens before each row (prompt, prefix and p-tuning).
 
     PEFT passes offsets and document numbers on for the tokens without the virtual ones, and leaves position ids out.
     """
 
-    with_kwargs = True
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        adapter = self.module.active_peft_config
+        if getattr(adapter, "is_prompt_learning", False):
+            self._require_one_document_a_row(adapter, self.bound(args, kwargs))
+        return self.inner(*args, **kwargs)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        adapter = module.active_peft_config
-        if not getattr(adapter, "is_prompt_learning", False):
-            return
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    def _require_one_document_a_row(self, adapter: Any, arguments: dict[str, Any]) -> None:
         count, kind = getattr(adapter, "num_virtual_tokens", "several"), getattr(adapter, "peft_type", "PEFT's")
         message = (
-            f"marks several documents in a row, and {type(module).__name__} puts {count} virtual tokens "
+            f"marks several documents in a row, and {self.name} puts {count} virtual tokens "
             f"({getattr(kind, 'value', kind)}) before each row, not before each document. Give each document a row "
             "of its own: a padded batch, padded on the right, with an attention_mask of 0 and 1. Adapters without "
             "virtual tokens, such as LoRA, take packed rows."

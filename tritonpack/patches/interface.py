@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
@@ -28,6 +27,8 @@ from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
+
+NO_WEIGHTS = "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
 
 # The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
@@ -87,7 +88,7 @@ def make_mask(
     spec = read_mask_spec(mask_function, local_size, config, flags, q_length)
     if isinstance(attention_mask, PackedBatch):
         mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, spec)
-        return mask.dense(dtype) if mask.serving.attention == "dense" else mask
+        return served(mask, dtype)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache changes it in place before layers claim the mask
@@ -117,7 +118,7 @@ def interval_attention_forward(
     from that mask.
     """
     if kwargs.get("output_attentions"):
-        raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
+        raise UnsupportedModelError(NO_WEIGHTS)
     if attention_mask is None and not takes_tokens(module):
         return attend_in_tower(module, query, key, value, dropout, scaling, **kwargs), None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("sinks")
@@ -310,26 +311,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     NAMES["eager"]: attend_eager,
     NAMES["dense"]: attend_sdpa,
 }
-
-
-def require_own_attention(name: str) -> None:
-    """Refuse a call of a patched model whose attention function another library has replaced, or nobody registered.
-
-    Raises:
-        UnsupportedModelError: the message names the function and the remedy.
-    """
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    if function is None:  # such as in a process that unpickled a patched model
-        raise UnsupportedModelError(
-            f"the attention function {name!r} isn't registered in this process; call tritonpack.register() once "
-            "before the model runs."
-        )
-    if function is not FUNCTIONS[name]:
-        home = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
-        raise UnsupportedModelError(
-            f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
-            "apart. Remove that replacement, or call tritonpack.unpatch(model)."
-        )
 
 
 # Options of attention that no known tower uses; a tower that does is refused.

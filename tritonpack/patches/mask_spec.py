@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from tritonpack.checks import Window, require
+from tritonpack.checks import Reach, Window, check_reach, require
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.masks.intervals import WHOLE_DOCUMENT as EVERY_KEY
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ROWS_AT_ONCE = 1024  # of a dense mask, when an overlay is checked
@@ -22,19 +23,22 @@ class MaskSpec:
     """What the layers of one kind see of their document.
 
     Attributes:
-        window: (left, right), as `BlockDiagonalMask` takes it; (-1, 0) is causal attention, (-1, -1) no limit.
-        chunk_size: keys per chunk, counted from the document's first; None without chunks.
+        reach: windows and chunks within the document.
         overlay: a mask function in the coordinates of the row, for masks that models compose themselves (images that
-            see all of themselves, prefixes); None without. An overlay replaces window and chunks.
+            see all of themselves, prefixes); None without. An overlay replaces the reach.
     """
 
-    window: Window
-    chunk_size: int | None = None
+    reach: Reach
     overlay: MaskFunction | None = None
 
+    @classmethod
+    def of(cls, window: Window, chunk_size: int | None = None) -> MaskSpec:
+        """The window (left, right) and the chunks, as `BlockDiagonalMask` takes them."""
+        return cls(check_reach(window, causal=False, chunk_size=chunk_size))
 
-CAUSAL = MaskSpec((-1, 0))
-WHOLE_DOCUMENT = MaskSpec((-1, -1))
+
+CAUSAL = MaskSpec.of((-1, 0))
+WHOLE_DOCUMENT = MaskSpec(EVERY_KEY)
 
 
 def read_mask_spec(
@@ -71,12 +75,12 @@ def read_mask_spec(
             "own; tritonpack can't tell which. Unpatch the model."
         )
     if chunked:
-        return MaskSpec((-1, 0), chunk_size=local_size)
+        return MaskSpec.of((-1, 0), local_size)
     if plain and local_size is not None and not composed:
         window = (local_size, local_size) if bidirectional else (local_size - 1, 0)
         _require_window(mask_function, window)
-        return MaskSpec(window)
-    return MaskSpec((-1, -1), overlay=mask_function)
+        return MaskSpec.of(window)
+    return MaskSpec(EVERY_KEY, mask_function)
 
 
 def _require_window(mask_function: MaskFunction, window: Window) -> None:

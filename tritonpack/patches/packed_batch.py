@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import Backend, varlen_attention
-from tritonpack.checks import check_reach, require
+from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
+from tritonpack.masks.block_diagonal import (
+    BlockDiagonalMask,
+    changes,
+    document_starts,
+    mask_from_runs,
+    mask_from_tree_ends,
+)
 from tritonpack.masks.intervals import visible_keys
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
@@ -59,7 +65,7 @@ class IntervalMask(TensorLike):
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
-    dtype = torch.bool
+    dtype, ndim = torch.bool, 4
 
     def __init__(
         self,
@@ -169,7 +175,7 @@ class PackedBatch(TensorLike):
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
         "serving", "by_document", "cached", "filler", "tree_ends", "row", "causal", "counted",
     )  # fmt: skip
-    dtype = torch.int64
+    dtype, ndim = torch.int64, 2
 
     def __init__(
         self,
@@ -189,6 +195,7 @@ class PackedBatch(TensorLike):
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.device, self.serving = tokens, device, serving
+        self.shape = tokens if attention_mask is None else attention_mask.shape
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.tree_ends, self.row, self.causal, self.counted = tree_ends, row, causal, counted
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
@@ -196,10 +203,6 @@ class PackedBatch(TensorLike):
         self.kept_batches: list[Any] = []  # by `batches_of`
         self._kept_runs: tuple[Tensor, Tensor | None] | None = None
         self.kept_boundaries: dict[str, Tensor] = {}
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.tokens if self.attention_mask is None else self.attention_mask.shape
 
     def to(self, *_: Any, **__: Any) -> PackedBatch:
         return self
@@ -242,7 +245,7 @@ class PackedBatch(TensorLike):
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
             key_offset: how many of these tokens the layer's cache has dropped.
         """
-        if self.causal and spec.overlay is None and spec.window[1] != 0:
+        if self.causal and spec.overlay is None and spec.reach.right != 0:
             raise ValueError(
                 "attention_mask is a causal mask of pairs, and layers of this model see both directions. Mark "
                 "documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask with the number of each "
@@ -273,8 +276,8 @@ class PackedBatch(TensorLike):
             return self._tree(spec)
         starts, live = self.runs()
         if spec.overlay is None:
-            return mask_from_runs(starts, live, spec.window, spec.chunk_size)
-        whole = mask_from_runs(starts, live, (-1, -1))
+            return mask_from_runs(starts, live, spec.reach)
+        whole = mask_from_runs(starts, live, WHOLE_DOCUMENT.reach)
         rows, base = self._rows(0), self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
         bounds = overlay_intervals(spec.overlay, rows, begin.long(), end.long(), self.tokens[1])
@@ -283,14 +286,13 @@ class PackedBatch(TensorLike):
 
     def _tree(self, spec: MaskSpec) -> BlockDiagonalMask:
         assert self.tree_ends is not None
-        left, right = spec.window
-        if right != 0 or spec.overlay is not None:
+        if spec.reach.right != 0 or spec.overlay is not None:
             raise UnsupportedModelError(
                 "in a tree each token sees the tokens before it, and a layer of this model "
                 + ("composes a mask of its own" if spec.overlay is not None else "also sees the tokens after it")
                 + ". Give it sequences without common beginnings: without tree_ends, and without share_prefixes."
             )
-        mask = BlockDiagonalMask.from_tree_ends(self.tree_ends, window=(left, 0), chunk_size=spec.chunk_size)
+        mask = mask_from_tree_ends(self.tree_ends, spec.reach)
         return mask if mask.device == self.device else mask.to(self.device)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
@@ -416,8 +418,7 @@ class PackedBatch(TensorLike):
         if spec.overlay is not None:
             start, stop = overlay_intervals(spec.overlay, rows, begin, end, num_keys + key_offset)
         else:
-            reach = check_reach(spec.window, causal=False, chunk_size=spec.chunk_size)
-            start, stop = visible_keys(rows, begin, end, reach)
+            start, stop = visible_keys(rows, begin, end, spec.reach)
         stop = (stop - key_offset).clamp(0, num_keys)
         start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
         start, stop = ((self._base(num_keys) + bound).flatten().to(torch.int32) for bound in (start, stop))

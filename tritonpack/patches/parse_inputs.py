@@ -42,6 +42,8 @@ class OpenMask(TensorLike):
     generate() makes such masks before it calls the model, and a model with our name that isn't patched gets one.
     """
 
+    ndim = 4
+
     attention_mask: Tensor | None
     shape: torch.Size
     query_offset: int | Tensor

@@ -1,16 +1,79 @@
-"""What a patch puts on a model's modules and takes away again: hooks, forwards of instances, names of attention."""
+"""What a patch puts on a model's modules and takes away again, and the packing of the current call, which it reads.
+
+Parts are methods of instances, most of them forwards, checkpointing functions, and names of attention.
+"""
 
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import PackingContext
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a patched model. It is no tuple: torch.compile ties a graph to the items of tuples that it reads.
+
+    Attributes:
+        told: the packing that was read from the arguments of the model that the user called, while that model runs. Its
+            head may not pass all of these arguments to the patched modules inside.
+        running: whether a patched module runs its layers.
+        packed_batch: the packing for these layers; None where rows are left to the model (a cache is in use).
+    """
+
+    told: PackedBatch | None = None
+    running: bool = False
+    packed_batch: PackedBatch | None = None
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.call = Call()
+
+
+class PackingContext:
+    """The call that runs now.
+
+    Each thread has its own. torch.compile does not guard what it reads of a thread's state, so traced code reads the
+    attribute here. Within one graph it is a value of the graph, whatever other threads do.
+
+    Attributes:
+        call: of traced code.
+        in_force: whether the patch is on the model.
+    """
+
+    def __init__(self) -> None:
+        self.call = Call()
+        self.in_force = True
+        self._of_thread = _OfThread()
+
+    def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
+        return PackingContext, ()  # copies of a model share no state
+
+    @property
+    def current(self) -> Call:
+        """The call that runs; one without packing outside of all calls."""
+        return self.call if torch.compiler.is_compiling() else self._of_thread.call
+
+    def enter(self, call: Call) -> None:
+        """Make a call the current one. Enter the one before again in a `finally` block."""
+        self.call = self._of_thread.call = call
+
+    def require_in_force(self) -> None:
+        """Refuse the recomputation of a layer whose patch isn't on the model any more: documents would mix."""
+        if not self.in_force:
+            raise ValueError(
+                "gradient checkpointing recomputes a layer that was patched in its forward pass and isn't now. Call "
+                "backward() before unpatch(), or inside of `with tritonpack.patch(model)`."
+            )
 
 
 class Part:
@@ -48,27 +111,6 @@ class Part:
         raise NotImplementedError
 
     def remove(self) -> None:
-        raise NotImplementedError
-
-
-class PreHook(Part):
-    """A hook that torch calls before the forward of a module, with keyword arguments if `with_kwargs`."""
-
-    with_kwargs = False
-
-    def install(self) -> None:
-        if not self._keys():
-            self.module.register_forward_pre_hook(self, with_kwargs=self.with_kwargs)
-
-    def remove(self) -> None:
-        for key in self._keys():
-            self.module._forward_pre_hooks_with_kwargs.pop(key, None)
-            del self.module._forward_pre_hooks[key]
-
-    def _keys(self) -> list[int]:
-        return [key for key, hook in self.module._forward_pre_hooks.items() if hook is self]
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         raise NotImplementedError
 
 
@@ -156,6 +198,18 @@ class InstanceForward(Part):
         raise NotImplementedError
 
 
+class Refusal(InstanceForward):
+    """A method that raises an error with the reason."""
+
+    def __init__(self, module: nn.Module, context: PackingContext, reason: str, attribute: str = "forward") -> None:
+        self.attribute = attribute
+        super().__init__(module, context)
+        self.reason = reason
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(self.reason)
+
+
 def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
     """The names of the arguments of a module class's forward, or of another method.
 
@@ -189,22 +243,23 @@ class AttentionName(Part):
     def install(self) -> None:
         config = self.module.config
         key = id(config)
-        reference, holders, before = _names.get(key, (None, [], config._attn_implementation_internal))
-        if reference is None:
+        entry = _names.get(key)
+        if entry is None:
             reference = weakref.ref(config, lambda _: _names.pop(key, None))
+            entry = reference, weakref.WeakSet(), config._attn_implementation_internal
+        _, holders, before = entry
         self.before, self.installed = before, True
-        _names[key] = reference, [*self._others(holders), weakref.ref(self)], before
+        _names[key] = entry
+        holders.add(self)
         config._attn_implementation_internal = self._name
 
     def remove(self) -> None:
         if not self.installed:
             return
         config: Any = self._config()
-        reference, holders, before = _names.get(id(config), (None, [], self.before))  # a copy's configuration has none
-        others = self._others(holders)
-        if reference is not None and others:
-            _names[id(config)] = reference, others, before
-        elif config is not None:
+        _, holders, before = _names.get(id(config), (None, set(), self.before))  # a copy's configuration has none
+        holders.discard(self)
+        if config is not None and all(other.gone for other in holders):
             config._attn_implementation_internal = before
             _names.pop(id(config), None)
         self.installed = False
@@ -213,17 +268,74 @@ class AttentionName(Part):
         """The configuration, also if the module is gone; None if the configuration is gone too."""
         if not self.gone:
             return self.module.config
-        for reference, holders, _ in list(_names.values()):
-            if any(holder() is self for holder in holders):
-                return reference()
-        return None
-
-    def _others(self, holders: list[weakref.ref[AttentionName]]) -> list[weakref.ref[AttentionName]]:
-        living = [(holder, holder()) for holder in holders]
-        return [holder for holder, name in living if name is not None and name is not self and not name.gone]
+        return next((reference() for reference, holders, _ in list(_names.values()) if self in holders), None)
 
 
 # {id of a configuration: the configuration, the patched modules that need the other name, and the name from before}.
 # By identity, because configurations compare by value. An entry ends with its configuration, because another one may
-# get the same address. Models are patched one after the other (`patch_stack.py`), so this needs no lock.
-_names: dict[int, tuple[weakref.ref[Any], list[weakref.ref[AttentionName]], str | None]] = {}
+# get the same address. Models are patched one after the other (`applied_patch.py`), so this needs no lock.
+_names: dict[int, tuple[weakref.ref[Any], weakref.WeakSet[AttentionName], str | None]] = {}
+
+
+# The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
+# which FSDP and accelerate put around layers.
+ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+HOLDERS = {"gradient_checkpointing", "checkpoint_fn"}  # attributes of modules that have, or may get, such a function
+
+
+class Checkpoint:
+    """A module's checkpointing function, which sets the packing of the forward pass again in the recomputation.
+
+    The recomputation may run in another thread, and after other batches.
+    """
+
+    def __init__(self, own: Any, context: PackingContext) -> None:
+        self.own, self.context = own, context
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        context, call = self.context, self.context.current
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            context.require_in_force()
+            before = context.current
+            context.enter(call)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                context.enter(before)
+
+        return self.own(run, *args, **kwargs)
+
+
+class Checkpoints(Part):
+    """The checkpointing functions inside a patched module.
+
+    Wrappers may be put around layers after the model was patched, so every call looks for these functions again.
+    """
+
+    def __init__(self, module: nn.Module, context: PackingContext) -> None:
+        super().__init__(module)
+        self.context = context
+        self.holders = self._find()
+
+    def hold(self) -> None:
+        """Replace all checkpointing functions that the module has now."""
+        if not torch.compiler.is_compiling():
+            self.holders = self._find()
+        for holder in self.holders:
+            for attribute in ATTRIBUTES:
+                own = holder.__dict__.get(attribute)
+                if own is not None and not isinstance(own, Checkpoint):
+                    holder.__dict__[attribute] = Checkpoint(own, self.context)
+
+    def _find(self) -> list[nn.Module]:
+        modules = self.module.modules()
+        return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]
+
+
+def release_checkpoint(module: nn.Module) -> None:
+    """Give a module its own checkpointing function back."""
+    for attribute in ATTRIBUTES:
+        held = module.__dict__.get(attribute)
+        if isinstance(held, Checkpoint):
+            module.__dict__[attribute] = held.own

@@ -9,12 +9,19 @@ from torch import nn
 
 from tritonpack.backends import BACKENDS, Backend
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
+from tritonpack.patches.applied_patch import (
+    LOCK,
+    AppliedPatch,
+    applied_to,
+    leave,
+    put_on,
+    require_no_part_of_others,
+    to_the_end,
+)
 from tritonpack.patches.by_name import register
-from tritonpack.patches.choose_modules import choose_modules
+from tritonpack.patches.choose_modules import Options, choose_modules
 from tritonpack.patches.compact import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
-from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
 from tritonpack.removed import refuse_removed
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,27 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import (
-    PACKING,
-    TELLING,
-    TREE,
-    cache_of,
-    in_form,
-    tokens_of,
-)
+from tritonpack.patches.call_arguments import PACKING, TELLING, TREE, cache_of, in_form, require_read, tokens_of
 from tritonpack.patches.compact import labels_of, lay_back_head
+from tritonpack.patches.configurations import text_config
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
-from tritonpack.patches.guards import require_read
-from tritonpack.patches.labels import check_labels, check_padding_labels, shifts_labels
+from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import Call, PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError, is_pair_mask, make_packed_batch
-from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.parts import Call, InstanceForward, PackingContext
 from tritonpack.patches.report import holds
-from tritonpack.patches.spans import POSITIONS, take_spans
-from tritonpack.patches.tokens import text_config
+from tritonpack.patches.targets import POSITIONS, check_labels, check_padding_labels, shifts_labels, take_spans
 
 if TYPE_CHECKING:
     from tritonpack.patches.proof import Proof
@@ -65,13 +55,16 @@ class Pipeline(InstanceForward):
         base: the forward of the patched module in this one.
         path: the name of the patched module in this one; empty if they are the same.
         known: the arguments that this model and its patched module take.
+        computes_each_token: whether this is a causal head whose class computes the logits of each token by itself.
         one_result: whether the model gives one result for each row.
         mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
-        proof: what shows that this model keeps documents apart.
+        proof: what shows that this model keeps documents apart; it sets `proven` and `trusted`, for rows and for trees.
     """
 
     mixed_loss = ""
     proof: Proof
+    proven: dict[bool, bool]
+    trusted: dict[bool, bool]
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any = None) -> None:
         super().__init__(module, context)
@@ -87,23 +80,27 @@ class Pipeline(InstanceForward):
         self.known = frozenset((*self.names, *self.base.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is self.base.module)
         self.part = type(self.base.module).__name__
+        self.computes_each_token = self.path != "" and _computes_each_token(module, self.path.partition(".")[0])
         self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passing = self.proof.passing
         if not self.installed or (passing is not None and passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
-        arguments = in_form(self.bound(args, kwargs))
-        if not torch.compiler.is_compiling():
+        arguments, compiled = in_form(self.bound(args, kwargs)), torch.compiler.is_compiling()
+        if self.path and not compiled:
             self._require_parts()
-        if self.context.current.told is not None:
-            return self.run_inside(arguments)
-        self.proof.require(self, arguments)
+        if self.context.current.told is not None:  # inside of a call that has read the documents
+            packed_batch = self.read(arguments)
+            if packed_batch is not None and self.one_result:
+                self.require_result_of_each(packed_batch)
+            return self.run_packed(arguments, packed_batch)
+        trees = self.proof.shares or arguments.get(TREE) is not None
+        if compiled or not self.proven[trees]:
+            self.proof.require(self, arguments, trees)
         require_read(arguments, self.known, self.name)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
-            raise UnsupportedModelError(
-                "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
-            )
+            raise UnsupportedModelError(NO_WEIGHTS)
         wanted = arguments.get("return_dict")
         if wanted is None:  # PEFT passes None
             wanted = getattr(self.module.config, "return_dict", True)
@@ -116,12 +113,13 @@ class Pipeline(InstanceForward):
         packed_batch = self.read(arguments)
         try:
             if packed_batch is None:
-                return self.run_unread(arguments)
+                return self.run_packed(arguments, None)
             if self.one_result:
                 self.require_result_of_each(packed_batch)
             if arguments.get("labels") is not None:
                 check_labels(self.module, arguments, packed_batch)
-                self.require_known_loss(packed_batch)
+                if self.mixed_loss:
+                    self.require_no_mixed_loss(packed_batch)
             spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
@@ -138,17 +136,10 @@ class Pipeline(InstanceForward):
             self._require_nothing_of_rows(output, packed_batch, arguments)
         return output if spans is None else spans.add_loss(output, self.name)
 
-    def run_inside(self, arguments: dict[str, Any]) -> Any:
-        """Run a call of another patched forward, which has read the documents."""
-        packed_batch = self.read(arguments)
+    def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
+        """Run the model on documents that were read; None if masks are made already, or the model refuses the call."""
         if packed_batch is None:
-            return self.run_unread(arguments)
-        if self.one_result:
-            self.require_result_of_each(packed_batch)
-        return self.run_packed(arguments, packed_batch)
-
-    def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """Run the model on documents that were read."""
+            return self.inner(**arguments)
         arguments = dict(arguments)
         for name in self.untaken:
             arguments.pop(name, None)
@@ -162,10 +153,6 @@ class Pipeline(InstanceForward):
             return self.inner(**arguments)
         finally:
             self.context.enter(outer)
-
-    def run_unread(self, arguments: dict[str, Any]) -> Any:
-        """Run a call whose masks are made already, or that the model itself refuses."""
-        return self.inner(**arguments)
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """The packing of a call; None if its masks are made already, or if its rows are not two-dimensional."""
@@ -192,9 +179,10 @@ class Pipeline(InstanceForward):
 
     def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> bool:
         """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""
-        if not self.path or torch.compiler.is_compiling() or self._has_hooks():
+        if not self.computes_each_token or torch.compiler.is_compiling() or self._has_hooks():
             return False
-        if not _computes_each_token(self.module, self.inner, self.path.partition(".")[0]):
+        function, own = getattr(self.inner, "__func__", self.inner), type(self.module).forward
+        if inspect.unwrap(function) is not inspect.unwrap(own) or not _is_harmless(function):
             return False
         if "." in self.path and any(OF_OTHERS.fullmatch(name) and arguments[name] is not None for name in arguments):
             return False
@@ -214,15 +202,16 @@ class Pipeline(InstanceForward):
 
     def _has_hooks(self) -> bool:
         """Whether forward hooks of users run after the models inside: they see the batch."""
-        parts = accumulate(self.path.split("."), "{}.{}".format)
-        return bool(all_modules._global_forward_hooks) or any(
-            self.module.get_submodule(part)._forward_hooks for part in parts
-        )
+        part, hooked = self.module, bool(all_modules._global_forward_hooks)
+        for name in self.path.split("."):
+            part = getattr(part, name)
+            hooked = hooked or bool(part._forward_hooks)
+        return hooked
 
     def _require_parts(self) -> None:
         """Refuse a call if the patched module was replaced since. It may be wrapped."""
         part, base = self.module, self.base._module()
-        for name in self.path.split(".") if self.path else ():
+        for name in self.path.split("."):
             part = getattr(part, name, None)
         if base is None or (part is not base and not holds(self.module, base)):
             raise UnsupportedModelError(
@@ -243,7 +232,7 @@ class Pipeline(InstanceForward):
     def require_result_of_each(self, packed_batch: PackedBatch) -> None:
         """Refuse packed rows in a model that gives one result for each row."""
         continued = packed_batch.cached and packed_batch.shape != packed_batch.tokens
-        if self.one_result and not packed_batch.shared and not continued:
+        if not packed_batch.shared and not continued:
             require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
 
     def _require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
@@ -256,15 +245,14 @@ class Pipeline(InstanceForward):
         packed_batch = make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token)
         require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
 
-    def require_known_loss(self, packed_batch: PackedBatch) -> None:
-        """Refuse labels of packed rows if the model's own loss mixes documents."""
-        if self.mixed_loss:
-            require_one_document_a_row(
-                packed_batch,
-                f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
-                f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded "
-                "rows to the unpatched model.",
-            )
+    def require_no_mixed_loss(self, packed_batch: PackedBatch) -> None:
+        """Refuse labels of packed rows in a model whose own loss mixes documents."""
+        require_one_document_a_row(
+            packed_batch,
+            f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
+            f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or pass padded rows "
+            "to the unpatched model.",
+        )
 
     def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
         """Raise an error that names the argument by which a call has probably failed."""
@@ -319,20 +307,17 @@ class Pipeline(InstanceForward):
                 )
 
 
-def _computes_each_token(head: PreTrainedModel, forward: Callable[..., Any], base: str) -> bool:
-    """Whether a head is known to compute the logits of each token by itself, and one loss of them.
+def _computes_each_token(head: PreTrainedModel, base: str) -> bool:
+    """Whether the class of a head computes the logits of each token by itself, and one loss of them.
 
-    Its forward must be transformers' own. It computes each token by itself because it takes `logits_to_keep`; its loss
-    reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+    It computes each token by itself because it takes `logits_to_keep`; its loss reads nothing else, and it doesn't
+    reach into the base model, as OPT's does, which calls a part of it.
     """
-    own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
-    if not set(_packages(function)) <= HARMLESS or inspect.unwrap(function) is not own:
+    code = getattr(inspect.unwrap(type(head).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
         return False
-    code = own.__code__
-    if "loss_function" not in code.co_names or "logsumexp" in code.co_names:  # or another loss of all logits
-        return False
-    parts = {name for name, _ in head.get_submodule(base).named_children()}
-    return "logits_to_keep" in code.co_varnames and parts.isdisjoint(code.co_names)
+    others = {"logsumexp", *dict(head.get_submodule(base).named_children())}  # "logsumexp": another loss of all logits
+    return "logits_to_keep" in code.co_varnames and others.isdisjoint(code.co_names)
 
 
 def _needs_logits(model: nn.Module) -> bool:
@@ -345,13 +330,15 @@ def _needs_logits(model: nn.Module) -> bool:
     return resharded or (ddp is not None and ddp.static_graph)
 
 
-def _packages(forward: Any) -> Iterator[str]:
-    """The packages of the code that runs in a forward: of each of its wrappers, and its own."""
+def _is_harmless(forward: Any) -> bool:
+    """Whether the code that runs in a forward, and in each of its wrappers, is of `HARMLESS` packages."""
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-        yield home.partition(".")[0]
+        if home.partition(".")[0] not in HARMLESS:
+            return False
         forward = getattr(forward, "__wrapped__", None)
+    return True
 
 
 def _beside_tokens(arguments: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tritonpack.patches.families import OF_DOCUMENTS
+from tritonpack.patches.families import OF_DOCUMENTS, row_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,9 @@ class Placement:
     copied: Tensor | None = None
 
     def take(self, values: Tensor) -> Tensor:
-        """Values (B, T, ...) or (1, T, ...) of the tokens in the row: (1, N, ...)."""
+        """Values (B, T, ...) or (1, T, ...) of the tokens in the row: (1, N, ...). Of n kinds (n, B, T): (n, 1, N)."""
+        if values.shape[:2] not in row_shapes(self.tokens):
+            return torch.stack([self.take(one) for one in values])
         values = values.expand(*self.tokens, *values.shape[2:])
         return values.flatten(0, 1)[self.source.to(values.device)][None]
 

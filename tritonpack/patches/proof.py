@@ -21,11 +21,17 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import TREE, tokens_of
-from tritonpack.patches.exact_classes import installed, is_shown, without_wrappers
+from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
-from tritonpack.patches.forwards import foreign_modules, has_known_loss, holds_both_sides
+from tritonpack.patches.forwards import (
+    foreign_modules,
+    has_known_loss,
+    holds_both_sides,
+    installed,
+    is_shown,
+    without_wrappers,
+)
 from tritonpack.patches.interface import stock_name, use_eager_if_sdpa_differs
-from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.measuring import (
     Batch,
     apart,
@@ -34,14 +40,13 @@ from tritonpack.patches.measuring import (
     first_moved,
     half_the_digits,
     lay_out,
+    no_trace,
     ordinary_tokens,
     parts_in,
     rounding_of,
 )
-from tritonpack.patches.no_trace import no_trace
 from tritonpack.patches.report import holds, layer_windows
-from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.tokens import text_config
+from tritonpack.patches.targets import IGNORED, shifts_labels
 
 SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
 LONGEST_REACH = 1024  # the middle document is longer than windows and chunks of up to this many tokens
@@ -68,14 +73,14 @@ class Proof:
     """
 
     def __init__(self, applied: Any) -> None:
-        self.applied, self.running = applied, False
+        self.applied, self.running, self.shares = applied, False, applied.asked.share_prefixes
         self.passing: int | None = None  # the thread in which the heads do nothing
         for head in applied.heads:
             head.proof, head.proven = self, {False: False, True: False}
             head.trusted = {trees: not self.why_unknown(head, trees) for trees in (False, True)}
 
-    def require(self, head: Any, arguments: dict[str, Any]) -> None:
-        """Refuse a user's call of a head unless its documents are known to stay apart.
+    def require(self, head: Any, arguments: dict[str, Any], trees: bool) -> None:
+        """Refuse a user's call of a head, of rows or of `trees`, unless its documents are known to stay apart.
 
         Without evidence the head is proven here, whatever the call holds. A call with meta or fake tensors passes.
 
@@ -83,15 +88,12 @@ class Proof:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried.
             ValueError: there is no evidence yet, and torch.compile traces this call.
         """
-        trees = arguments.get(TREE) is not None or self.applied.asked.share_prefixes
         if torch.compiler.is_compiling():
             if not head.trusted[trees]:
                 raise ValueError(
                     f"{head.name} isn't proven yet, and a graph can't do that. Call prove() on the handle of "
                     "tritonpack.patch, or the model itself, once before torch.compile."
                 )
-            return
-        if head.proven[trees]:
             return
         sides = (tokens_of(arguments)[0], tokens_of(arguments, "decoder_")[0])
         tokens = next((x for x in sides if x is not None), None)
@@ -112,7 +114,7 @@ class Proof:
             device = next(head.module.parameters()).device
             if device.type == "meta":
                 raise ValueError("this model's weights are on the meta device; load them before prove().")
-            self._prove(head, head.module, self.applied.asked.share_prefixes, device)
+            self._prove(head, head.module, self.shares, device)
 
     def _prove(self, head: Any, run: Callable[..., Any], trees: bool, device: torch.device) -> None:
         with _LOCK:

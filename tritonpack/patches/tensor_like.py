@@ -27,6 +27,7 @@ class TensorLike:
 
     arguments: tuple[str, ...]
     shape: torch.Size
+    ndim: int
     dtype: torch.dtype
     device: torch.device
     __hash__ = object.__hash__
@@ -41,10 +42,6 @@ class TensorLike:
     def to_addend(self, dtype: torch.dtype) -> Tensor:
         """The tensor for a model that adds the mask to a tensor of this dtype."""
         return self.to_tensor()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def dim(self) -> int:
         return len(self.shape)

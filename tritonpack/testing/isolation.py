@@ -24,10 +24,10 @@ from tritonpack.patches.measuring import (
     first_moved,
     half_the_digits,
     lay_out,
+    no_trace,
     ordinary_tokens,
     parts_in,
 )
-from tritonpack.patches.no_trace import no_trace
 from tritonpack.patches.proof import one_line
 
 # The forms that are tried, and the arguments of each.

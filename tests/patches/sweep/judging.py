@@ -28,7 +28,7 @@ from tests.patches.sweep.subject import Gathered, Subject
 from tests.small_copies.comparison import Parts, apart, gradients_of, influence, tolerance
 from tests.small_copies.outputs import Output, UnlikeError
 from tests.small_copies.packed_forms import LENGTHS
-from tritonpack.patches.exact_classes import installed, versions
+from tritonpack.patches.forwards import installed, versions
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.small_copies.outputs import UnlikeError
 from tests.small_copies.packed_forms import Batch
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.targets import IGNORED
 
 
 def losses_in(output: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from tests.patches.sweep.labels import first_tokens, losses_in, mean_over_labels
 from tests.patches.sweep.subject import Subject
 from tests.small_copies.comparison import apart, gradients_of
 from tests.small_copies.packed_forms import Batch, lay_out
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.targets import IGNORED
 
 SCORES = ("ViltForQuestionAnswering",)  # the label of a document has a score for each answer, (documents, answers)
 EVERY_TOKEN = ("ElectraForPreTraining",)  # labels of two kinds, for all tokens but padding

@@ -21,7 +21,7 @@ from tests.patches.sweep.forms import NAMES
 from tests.patches.sweep.judging import Trial, message
 from tests.patches.sweep.padded import PaddedTrial, takes_options
 from tests.patches.sweep.results import ANY, HOWS, OPTIONS, Row
-from tritonpack.patches.no_trace import quiet
+from tritonpack.patches.measuring import quiet
 
 
 def judge_case(

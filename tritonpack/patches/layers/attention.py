@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tritonpack.patches.interface import dense_attention_forward, interval_attention_forward
 from tritonpack.patches.packed_batch import IntervalMask
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.parts import InstanceForward, PackingContext
 
 
 class FalconAttention(InstanceForward):

@@ -13,8 +13,7 @@ from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.document_places import Documents, batches_of, lay_back
 from tritonpack.patches.measuring import apart, half_the_digits
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.

@@ -1,0 +1,290 @@
+"""Targets of a loss: labels that it would predict from the wrong token, and the loss of question answering.
+
+Labels of the wrong token are those of the last one of the document before, or of padding. Losses of question answering
+are computed over the tokens of each document instead of those of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss
+
+from tritonpack import notices
+from tritonpack.patches.document_places import Documents, require_one_document_a_row
+from tritonpack.patches.forwards import holds_both_sides, is_own
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.parts import InstanceForward
+
+IGNORED = -100
+KEY = "first-label"
+KEY_LOST = "first-label-lost"
+KEY_PADDING = "padding-label"
+
+# Ends of the names of classes, besides encoder-decoder models, that predict each token at its own place.
+OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
+
+
+def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree.
+
+    Raises:
+        ValueError: labels of a tree without `shift_labels`: the next token in the row may be of another branch.
+    """
+    if packed_batch.tree_ends is not None and shifts_labels(model, arguments):
+        raise ValueError(
+            "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
+            "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
+        )
+    warn_of_first_labels(model, arguments, packed_batch)
+    check_padding_labels(model, arguments, packed_batch)
+
+
+def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+    """Warn once if a loss that shifts labels gets an unmasked first label of a document, and once if a loss that does
+    not shift labels gets all labels but the first ones.
+
+    Labels on an accelerator are not checked, because reading them would wait for it.
+    """
+    labels = arguments.get("labels")
+    if not _can_read(labels, packed_batch):
+        return
+    shifts, name = shifts_labels(model, arguments), type(model).__name__
+    if notices.is_said(KEY if shifts else KEY_LOST) or not (shifts or predicts_own_tokens(model)):
+        return
+    tokens, ignored = packed_batch.not_padding(), labels == IGNORED
+    first = packed_batch.runs()[0] & tokens
+    if shifts:
+        # Nothing predicts the first token of a row, and padding before a document is no other document.
+        unmasked = first[:, 1:] & ~ignored[:, 1:] & tokens[:, :-1]
+        if bool(unmasked.any()):
+            row, place = unmasked.nonzero()[0].tolist()
+            notices.say_once(
+                KEY,
+                f"a document begins at token {place + 1} of row {row}, and its first label is "
+                f"{int(labels[row, place + 1])}. {name} then learns to predict that token from the document before. "
+                f"Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
+            )
+        return
+    documents = int(first.sum())
+    # A collator for causal models leaves out only the first labels. Those for masked language modelling lack others.
+    if documents > 1 and bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all()):
+        notices.say_once(
+            KEY_LOST,
+            f"the first label of each of the {documents} documents is {IGNORED}. {name} predicts each token itself and "
+            "not the next one, so these labels are lost to its loss. Use "
+            "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
+        )
+
+
+def check_padding_labels(
+    model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch, *, refuse: bool = False
+) -> None:
+    """Warn once if a loss predicts labels from padding, and refuse them if the mask seems to number documents from 0.
+
+    Padding sees no token in a patched model, so such a loss isn't the one of stock transformers. Padding right before a
+    document is left out: a causal loss predicts the document's first token from it. Labels on an accelerator are not
+    checked, because reading them would wait for it.
+
+    Args:
+        refuse: whether labels on padding are refused in any case.
+
+    Raises:
+        ValueError: a mask with numbers above 1, and labels where it is 0.
+    """
+    labels, mask = arguments.get("labels"), packed_batch.attention_mask
+    if not _can_read(labels, packed_batch) or mask is None or mask.shape != packed_batch.tokens:
+        return
+    numbered = not packed_batch.causal and bool((mask > 1).any())
+    if notices.is_said(KEY_PADDING) and not numbered and not refuse:
+        return
+    live = mask != 0
+    wanted = arguments.get("shift_labels")
+    if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:
+        if not bool(((labels != IGNORED) & ~live).any()):
+            return
+        own = predicts_own_tokens(model)
+        wanted = labels if own else torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+    lost = (wanted != IGNORED) & ~live & ~before_documents(live)
+    if not bool(lost.any()):
+        return
+    row, place = lost.nonzero()[0].tolist()
+    what = (
+        f"the label {int(wanted[row, place])} in row {row} is predicted at token {place}, which attention_mask says is"
+    )
+    if numbered:
+        raise ValueError(
+            f"{what} padding, by the number 0. Number documents from 1: pass attention_mask + 1 if it counts from 0. "
+            f"Otherwise set labels of padding to {IGNORED}."
+        )
+    if refuse:
+        raise ValueError(
+            f"{what} padding, and padding isn't computed. Set labels of padding to {IGNORED}, as collators of "
+            "transformers do."
+        )
+    notices.say_once(
+        KEY_PADDING,
+        f"{what} padding. Padding sees no document in a patched model, so this loss is neither that of the documents "
+        f"nor that of stock transformers, which predicts such labels, too. Set labels of padding to {IGNORED}, as "
+        "collators of transformers do. If 0 numbers a document, count from 1.",
+    )
+
+
+def before_documents(live: Tensor) -> Tensor:
+    """(B, T) bool, the padding right before a document. A causal head predicts the document's first token from it, so
+    it stays in batches without padding, as a token that sees nothing."""
+    return torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1) & ~live
+
+
+def _can_read(labels: Any, packed_batch: PackedBatch) -> TypeGuard[Tensor]:
+    """Whether labels have a value for each token of whole rows, in host memory, and the call marks documents."""
+    if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
+        return False
+    on_host = labels.device.type == packed_batch.device.type == "cpu"
+    whole = labels.shape == packed_batch.tokens and not packed_batch.cached and not packed_batch.shared
+    return on_host and whole and packed_batch.tells_documents
+
+
+def takes_targets(loss_function: Any) -> bool:
+    """Whether a loss function takes the target of each token, and the number to divide the sum of losses by."""
+    return {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters)
+
+
+def predicts_own_tokens(model: PreTrainedModel) -> bool:
+    """Whether a model compares each label with its prediction at the same place, as encoder-decoder models do."""
+    return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)
+
+
+def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
+    """Whether a model compares each label with its prediction at the token before: transformers' causal loss does."""
+    if arguments.get("shift_labels") is not None:  # they take the place of labels
+        return False
+    forward = inspect.unwrap(type(model).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "loss_function" in names and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+PLACES = ("start_positions", "end_positions")
+POSITIONS = {*PLACES}
+
+# Arguments of heads with another loss: they search a row for the best spans, or for the tokens of questions.
+SEARCHING = frozenset({"cls_index", "question_positions"})
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """The spans to find in packed documents. They replace the head's `start_positions` and `end_positions`.
+
+    Attributes:
+        documents: the documents of the packed rows.
+        start: (documents,) int64, the first token of each span, counted from its document's first token. For an ignored
+            span it is the longest document's length.
+        end: (documents,) int64, the last token of each span, counted in the same way.
+        loss: takes (documents, longest) logits, as transformers' `ForQuestionAnsweringLoss` does.
+    """
+
+    documents: Documents
+    start: Tensor
+    end: Tensor
+    loss: Callable[..., Tensor]
+
+    def add_loss(self, output: Any, model: str) -> Any:
+        """The output with its loss: the mean, over documents, of the loss of each document in a call of its own.
+
+        A position outside of its document is ignored, and a negative position counts as 0.
+        """
+        logits = [output.get(name) for name in ("start_logits", "end_logits")]
+        if any(not isinstance(x, Tensor) or x.shape != self.documents.tokens for x in logits):
+            raise ValueError(
+                f"{model} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
+                "document can't be computed. Pass padded rows, with one document in each."
+            )
+        start, end = (self.documents.cut(x, fill=-math.inf) for x in logits)
+        loss = self.loss(start, end, self.start.to(start.device), self.end.to(end.device))
+        return type(output)(**{**output, "loss": loss})  # a new one: the loss comes first in a tuple
+
+
+def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward) -> Spans | None:
+    """Remove the positions of spans from the arguments of a call whose rows hold several documents, or padding.
+
+    Positions count from the first token of their document. If each document has a row of its own, they count from the
+    first token of the row, as the head counts.
+
+    Args:
+        arguments: the call's arguments by name; changed in place.
+        packed_batch: the packing of the tokens that have logits.
+        forward: the patched forward of the model that is called.
+
+    Returns:
+        None if the head computes the loss itself: the call has no positions, or its rows hold one document each and
+        either no padding or a head whose loss is not known.
+    """
+    given = {name: x for name in PLACES if (x := arguments.get(name)) is not None}
+    if not given:
+        return None
+    head, instance, name = forward.module, forward.own, forward.name
+    if packed_batch.cached or packed_batch.shared:
+        if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
+            why, remedy = ("use a cache for that", "Leave the cache out")
+            if packed_batch.shared:
+                why, remedy = ("be shared between ranks for that", "Call the model without SequenceParallel")
+            require_one_document_a_row(
+                packed_batch,
+                f"{name} gives one loss a document where start_positions are given, and packed rows can't {why}. "
+                f"{remedy}, or pass padded rows, with one document in each.",
+            )
+        return None
+    documents = Documents.of(packed_batch, always=packed_batch.tells_documents)
+    if documents is None:
+        return None
+    known = is_own(head, instance) and SEARCHING.isdisjoint(inspect.signature(type(head).forward).parameters)
+    if not documents.packed and (not known or len(given) == 1 or bool(documents.inside.all())):
+        return None
+    if not known:
+        raise ValueError(
+            f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
+            "documents included. Pass padded rows, with one document in each."
+        )
+    for missing in {*POSITIONS} - {*given}:
+        raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
+    count = len(documents) if documents.packed else packed_batch.tokens[0]
+    for key, value in given.items():
+        if value.shape not in ((count,), (count, 1)):
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, but the packed rows hold {count} documents. Pass {key} of "
+                f"shape ({count},): one for each document, in order, counted from the document's first token."
+            )
+        del arguments[key]
+    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in PLACES)
+    return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
+
+
+def _in_documents(documents: Documents, places: Tensor) -> Tensor:
+    """(documents,) places in documents, from these or from (B,) places in rows that hold one document each.
+
+    A place outside of its document becomes the longest document's length, which the loss ignores.
+    """
+    places = places.clamp(min=0)
+    if not documents.packed:
+        places = places[documents.rows] - documents.places[:, 0] % documents.tokens[1]
+    inside = (places >= 0) & (places < documents.inside.sum(1))
+    return torch.where(inside, places, documents.inside.shape[1])
+
+
+def _loss_of(head: Any, count: Any) -> Callable[..., Tensor]:
+    """The function of a head's loss: its `loss_function`, which users may replace, if its forward calls that.
+
+    Such a function divides the sum of losses by `count`, `num_items_in_batch`; None stands for the mean.
+    """
+    names = inspect.unwrap(type(head).forward).__code__.co_names
+    if "loss_function" not in names:
+        return ForQuestionAnsweringLoss
+    return head.loss_function if count is None else partial(head.loss_function, num_items_in_batch=count)
