@@ -61,7 +61,7 @@ def draw_rows(
         height: rows that the panel has room for.
         pixels: about how wide a row is drawn.
     """
-    scale, size = pixels / capacity, 105 / axes.get_figure().get_figwidth()
+    scale, size = pixels / capacity, 7 * axes.figure.dpi / 120
     for y, row in enumerate(rows):
         place = (y - 0.4, 0.8)
         axes.broken_barh([(0, capacity)], place, facecolor=ROOM_COLOR, edgecolor=PADDING_COLOR, linewidth=0.8)
