@@ -149,7 +149,7 @@ class Bounds:
         return self._computed[key]
 
     def check_unwritten(self) -> None:
-        """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
+        """Raise ValueError if tensors of the mask or of its transpose were overwritten, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
         written = []
@@ -162,6 +162,8 @@ class Bounds:
                 "made. Its transpose, tile tables and documents belong to the old values. Make a new mask for new "
                 "values."
             )
+        if (transposed := self._computed.get("transpose")) is not None:
+            transposed.check_unwritten()
 
     def __repr__(self) -> str:
         kind = ", tree" if self.is_tree else ""
@@ -188,9 +190,7 @@ class Bounds:
         Raises:
             ValueError: tensors of the mask or of its transpose were overwritten since they were made.
         """
-        transposed = self.cached("transpose", self._transpose)
-        transposed.check_unwritten()
-        return transposed
+        return self.cached("transpose", self._transpose)
 
     def _transpose(self) -> Self:
         # Not `self`, which would be a reference cycle.
