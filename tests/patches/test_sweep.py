@@ -318,3 +318,9 @@ def test_a_few_classes_agree_with_the_table(x: Case) -> None:
 def test_more_classes_agree_with_the_table(x: Case, how: str) -> None:
     with quiet():
         compare(x, how, forms.ALL)
+
+
+def test_a_class_that_only_its_proof_refuses_is_not_shown() -> None:
+    trusted, proven = (Row("A/a", "patch", "partly", version="5.6.0", proven=proven) for proven in (False, True))
+    assert results.shown([trusted]) == {"A": {"5.6"}}
+    assert results.shown([proven]) == {}

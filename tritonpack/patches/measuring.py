@@ -123,6 +123,36 @@ def parts_in(output: Any, batch: Batch) -> dict[str, list[Tensor] | Tensor]:
     return found
 
 
+@contextmanager
+def logits_of_head(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the logits of a model's output embeddings. Gradients are recorded from them to the loss, not before.
+
+    So nothing of the model is part of a graph: no parameter of a wrapper such as DDP, and no tensor of inference mode.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found: list[Tensor] = []
+
+    def record(module: nn.Module, given: Any, logits: Any) -> Tensor | None:
+        if not isinstance(logits, Tensor):
+            return None
+        found.append(logits.clone().detach().requires_grad_())
+        torch.set_grad_enabled(True)
+        return found[-1].clone()  # code of the model may change it in place
+
+    def stop(*_: Any) -> None:
+        torch.set_grad_enabled(False)
+
+    hooks = []
+    if isinstance(head, nn.Module):
+        hooks = [head.register_forward_hook(record), model.register_forward_hook(stop, prepend=True)]
+    try:
+        with torch.no_grad():
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()
 def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> float:
     """Return the largest difference, relative to the largest of all expected values.

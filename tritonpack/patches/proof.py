@@ -36,10 +36,12 @@ from tritonpack.patches.measuring import (
     Batch,
     apart,
     as_prompts,
+    cut,
     draw,
     first_moved,
     half_the_digits,
     lay_out,
+    logits_of_head,
     no_trace,
     ordinary_tokens,
     parts_in,
@@ -320,26 +322,55 @@ class _Trial:
             )
 
     def why_loss_mixes(self) -> str:
-        """Why the model's own loss of packed documents isn't that of the same documents in rows; empty if it is."""
-        documents, losses = self.draw(*[self.long] * 3), []
+        """Why the model's own loss of packed documents isn't that of the same documents in rows; empty if it is.
+
+        A loss may hardly move where logits are small, so its gradients by the logits decide: those of a document are
+        the same in a row of its own, and keep their bits if the others are exchanged. Half of one document has no
+        labels, so a mean of rows differs from a mean of tokens.
+        """
         try:
-            for form in (_rows, _packed):
-                batch = self.lay(form, documents)
-                found = parts_in(self.call(batch), batch)
-                main = found.get("logits", next(iter(found.values())))[0]
-                labels = torch.full_like(batch.ids, IGNORED)
-                for (row, place), document in zip(batch.spans, documents, strict=True):
-                    labels[row, place] = document[0] % main.shape[-1]
-                    labels[row, place.start] = IGNORED
-                if main.ndim < 2:
-                    labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
-                output = self.call(batch, labels=labels)
-                losses.append((output["loss"] if isinstance(output, Mapping) else output[0]).flatten())
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors take part in no gradient
+                a, b, c = self.draw(*[self.long] * 3)
+                rows, rows_loss = self.loss(_rows, [a, b, c])
+                packed, packed_loss = self.loss(_packed, [a, b, c])
+                exchanged, _ = self.loss(_packed, [c, b, a])
         except Exception as error:  # a model's own code may raise anything
             return f"with labels it fails: {one_line(error)}"
-        if losses[0].numel() == 1 and apart(*([loss] for loss in losses)) <= rounding_of(main.dtype):
-            return ""
-        return f"it was {losses[1].tolist()}, and with the documents in rows of their own {losses[0].tolist()}"
+        dtype = packed_loss.dtype if not packed else packed[0][0][0].dtype
+        if rows_loss.numel() != 1 or apart([rows_loss], [packed_loss]) > rounding_of(dtype):
+            losses = packed_loss.tolist(), rows_loss.tolist()
+            return "it was {}, and with the documents in rows of their own {}".format(*losses)
+        for (_, alone), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
+            if (size := apart(alone, found)) > 4 * half_the_digits(dtype):
+                return f"its gradients by a document's logits differ by {size:.0e} from those in a row of its own"
+            by_logits = 8 * apart(logits[1:2], others_logits[1:2])  # experts may round them in another way
+            if (size := apart(found[1:2], others[1:2])) > max(ROUNDING, by_logits):
+                return f"its gradients by a document's logits move by {size:.0e} if the other documents are exchanged"
+        return ""
+
+    def loss(self, form: Form, documents: Sequence[Tensor]) -> tuple[list[tuple[list[Tensor], list[Tensor]]], Tensor]:
+        """The logits of each document with their gradients, for each call of the head, and the model's own loss."""
+        batch = self.lay(form, documents)
+        output = parts_in(self.call(batch), batch)
+        main = output.get("logits", next(iter(output.values())))[0]
+        labels = torch.full_like(batch.ids, IGNORED)
+        for number, ((row, place), document) in enumerate(zip(batch.spans, documents, strict=True)):
+            labels[row, place] = document[0] % main.shape[-1]
+            labels[row, place.start] = IGNORED
+            if number == 1:
+                labels[row, (place.start + place.stop) // 2 : place.stop] = IGNORED
+        if main.ndim < 2:
+            labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
+        with logits_of_head(self.model) as logits:
+            called = self.call(batch, labels=labels)
+        loss = called["loss"] if isinstance(called, Mapping) else called[0]
+        found = []
+        for one in logits if loss.requires_grad else []:
+            (gradient,) = torch.autograd.grad(loss, one, torch.ones_like(loss), True, allow_unused=True)
+            parts = cut(one.detach(), batch)
+            if gradient is not None and parts is not None:
+                found.append((parts, cut(gradient, batch) or []))
+        return found, loss.detach().flatten()
 
 
 def _rows(documents: Sequence[Tensor]) -> Batch:

@@ -47,6 +47,7 @@ class Row:
         number: the largest of those that are wrong; infinite where a value is missing.
         note: what was left out, and why.
         means: what a patch does for the model.
+        proven: whether only its proof refuses what is wrong: the class must be proven in its first call.
         bare: whether the reason is a refusal that doesn't say what to do.
         version: the version of transformers; the name of the file.
     """
@@ -60,6 +61,7 @@ class Row:
     number: float = 0.0
     note: str = ""
     means: str = ""
+    proven: bool = False
     bare: bool = False
     seconds: float = 0.0
     version: str = transformers.__version__
@@ -158,14 +160,14 @@ def append(row: Row, folder: Path = RESULTS) -> None:
 def shown(rows: Iterable[Row], how: str = "patch") -> dict[str, set[str]]:
     """Return {class: "major.minor" versions of transformers} of shown classes.
 
-    A shown class is never wrong, never an error and not always refused, for all its model types. With an option it is
-    always exact.
+    A shown class is never wrong, never an error and not always refused, for all its model types, without a proof. With
+    an option it is always exact.
     """
     seen: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         if row.how == how:
             minor = ".".join(row.version.split(".")[:2])
-            seen.setdefault((row.name, minor), set()).add(row.verdict)
+            seen.setdefault((row.name, minor), set()).add("proven" if row.proven else row.verdict)
     found: dict[str, set[str]] = {}
     for (name, minor), verdicts in seen.items():
         if verdicts <= ({"exact"} if how in OPTIONS else {"exact", "partly"}):

@@ -45,8 +45,8 @@ class Plan:
             `items[offsets[row] : offsets[row + 1]]`.
         num_ranks: rows per step.
         capacity: tokens that fit into a row.
-        filler_rows: rows of the last ranks in the last step that repeat a document of another row, because there were
-            too few documents to give every rank one.
+        filler_rows: rows of the last ranks in the last step that repeat a document of another row, because the
+            documents couldn't give every rank one.
         steps_together: the number of steps that were planned at once.
 
     Raises:
