@@ -60,13 +60,15 @@ def mask_as_numbers(mask: Tensor, name: str) -> Tensor:
     """
     numbers = mask.to(torch.int32)
     good = (mask >= 0) & (mask == numbers) if holds_numbers(mask) else (mask == 0) | (mask == 1)
+    of_others = (
+        "" if holds_numbers(mask) else f"; a mask of {str(mask.dtype).removeprefix('torch.')} holds 0 and 1 alone"
+    )
     require(
         good.all(),
         lambda: (
             f"{name} must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
             f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. Numbers of documents are "
-            f"int32 or int64; a mask of {str(mask.dtype).removeprefix('torch.')} holds 0 and 1 alone. A mask to be "
-            "added to scores isn't supported."
+            f"int32 or int64{of_others}. A mask to be added to scores isn't supported."
         ),
     )
     return numbers
