@@ -62,9 +62,9 @@ class _Compilations(event.Listener):
     def on_start(self, event: Any) -> None:
         function = event.data["dispatcher"]
         if not self._outer and _is_ours(function):
-            how = "once per machine, at their first use (10 to 30 s)"
+            how = "once per machine, at their first use (about 10 s)"
             if function in _not_kept:
-                how = "in each process (10 to 30 s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
+                how = "in each process (about 10 s): numba found no folder to keep them, set NUMBA_CACHE_DIR"
             tell_once("numba", f"compiling functions for packing {how}")
             if speaks() and sys.stderr.isatty():
                 from tqdm import tqdm

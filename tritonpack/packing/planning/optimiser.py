@@ -58,12 +58,17 @@ def plan_steps(
         last_step: the step that is offered all remaining units.
     """
     count, resources = takes.shape
-    rows_of = np.full(count, -1, dtype=np.int64)
+    rows_of = np.empty(count, dtype=np.int64)
     arrived = np.empty(count, dtype=np.int32)  # the group that read a unit from the stream
     pool = np.empty(count, dtype=np.int64)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)
-    left, offer, sums = takes.sum(axis=0), np.empty(resources, np.int64), np.empty((3, resources), np.int64)
-    largest = kinds.max()
+    offer, left, sums = np.empty(resources, np.int64), np.zeros(resources, np.int64), np.empty((3, resources), np.int64)
+    largest = np.int64(0)
+    for unit in range(count):
+        rows_of[unit] = -1
+        largest = max(largest, kinds[unit])
+        for resource in range(resources):
+            left[resource] += takes[unit, resource]
     # Scratch memory is used for every group anew, because small groups would take longer to allocate than to plan.
     of_units = np.empty((7, max(count + 1, 257)), dtype=np.int64)
     every_own = np.empty((count, resources), dtype=np.int64)
@@ -75,7 +80,9 @@ def plan_steps(
     while done < count:
         last = step == last_step
         most = last_limits if last else limits
-        steps = (left // (ranks * most)).max()  # that the remaining units fill
+        steps = none  # that the remaining units fill
+        for resource in range(resources):
+            steps = max(steps, left[resource] // (ranks * most[resource]))
         steps = max(1, min(together, steps, last_step - step, waiting + count - cursor))
         rows = ranks * steps
         if room.shape[1] < rows:
@@ -134,17 +141,17 @@ def plan_steps(
             else:
                 fill_closely(own, overdue, rows, most[0], other, of_units[4], of_units[5], of_rows[1])
             gained = _placed(own, other, scarce)
-            fuller = gained > taken + whole // _OPEN and of_rows[1, :rows].min() > 0
+            fuller = gained > taken + whole // _OPEN and _extremes(of_rows[1], rows)[0] > 0
             if fuller:
-                row_of[:] = other
-                taken = gained
+                row_of, taken = other, gained
         uneven = not level and taken < whole - whole // _UNEVEN
         if uneven and not fuller:
             loads = of_units[4, :size]
-            loads[:] = own[:, 0]
+            for place in range(size):
+                loads[place] = own[place, 0]
             fill_evenly(own, loads, overdue, rows, most, share, other, room, of_rows)
             if _placed(own, other, scarce) >= taken:
-                row_of[:] = other
+                row_of = other
         if steps > 1:
             _divide(own, own_costs, units, row_of, rows, ranks, uneven, of_rows)
         if ranks > 1:
@@ -208,6 +215,15 @@ def _offer(
 
 
 @compiled_without_arrays
+def _extremes(values: Any, count: int) -> tuple[int, int]:
+    """The least and the largest of the first `count` values."""
+    least = most = values[0]
+    for place in range(1, count):
+        least, most = min(least, values[place]), max(most, values[place])
+    return least, most
+
+
+@compiled_without_arrays
 def _placed(own: Any, row_of: Any, resource: int) -> int:
     """What the units that have a row take of a resource."""
     found = np.int64(0)
@@ -249,10 +265,13 @@ def _divide(
     sums = of_rows[9:]
     load[:rows] = size[:rows] = tokens[:rows] = 0
     drawn[:rows] = -1
+    placed = total = np.int64(0)
     squares = 0.0
     for unit in range(len(units)):
         row = row_of[unit]
         if row >= 0:
+            placed += 1
+            total += own[unit, 0]
             size[row] += 1
             tokens[row] += own[unit, 0]
             load[row] += own[unit, 0] if uneven else costs[unit]
@@ -260,18 +279,18 @@ def _divide(
             hashed = (units[unit] * 2654435761) % 2**32
             if hashed > drawn[row]:
                 drawn[row], place[row] = hashed, units[unit]
-    if size[:rows].min() == 0:  # fewer units than rows: the last rows are empty
+    if _extremes(size, rows)[0] == 0:  # fewer units than rows: the last rows are empty
         return
-    steps, mean = rows // ranks, tokens[:rows].sum() / size[:rows].sum()
-    variance = squares / size[:rows].sum() - mean * mean
+    steps, mean = rows // ranks, total / placed
+    variance = squares / placed - mean * mean
     bits, low, shift = np.int64(_ROW_BITS), (1 << _ROW_BITS) - 1, 0
-    while load[:rows].max() >> shift >= 2 ** (62 - _ROW_BITS):
+    while _extremes(load, rows)[1] >> shift >= 2 ** (62 - _ROW_BITS):
         shift += 1
     for turn in range(2):  # both become places in the order of rows by their values
         values = load if turn else place
         for row in range(rows):
             keys[row] = (values[row] >> shift * turn) << bits | row
-        sort_by_bytes(keys, spare, starts, rows, bits, values[:rows].max() >> shift * turn)
+        sort_by_bytes(keys, spare, starts, rows, bits, _extremes(values, rows)[1] >> shift * turn)
         for number in range(rows):
             by_load[number] = keys[number] & low
             values[by_load[number]] = number
@@ -301,7 +320,7 @@ def _divide(
         sums[0, number_of[row]] += place[row]
     for step in range(steps):
         keys[step] = sums[0, step] << bits | step
-    sort_by_bytes(keys, spare, starts, steps, bits, sums[0, :steps].max())
+    sort_by_bytes(keys, spare, starts, steps, bits, _extremes(sums[0], steps)[1])
     for number in range(steps):
         sums[1, keys[number] & low] = number * ranks
     for row in range(rows):
