@@ -249,6 +249,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, SystemExit):
             raise
         text = error.format_message() if isinstance(error, _UsageError) else str(error)
+        text = text.replace("Value error, ", "")  # typer's, before the choices of an option
         unwritten = isinstance(error, OutputError)
         if isinstance(error, OSError) and (unwritten or error.filename is None):  # not an input that can't be read
             what = "output can't be written: " if unwritten or _is_output_full() else ""

@@ -293,7 +293,10 @@ def integers(values: Any, name: str, *, bools: bool = False, negative: bool = Fa
     tensor = as_tensor(values, name, "a row of integers")
     is_integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
     if tensor.ndim != 1 or (tensor.numel() and not is_integer):
-        raise ValueError(f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}.")
+        raise ValueError(
+            f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}. Cast it where you "
+            "tokenize."
+        )
     tensor = tensor.to(torch.int64)
     if not negative and (tensor < 0).any():
         place = int((tensor < 0).int().argmax())
