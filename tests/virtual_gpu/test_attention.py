@@ -1,6 +1,7 @@
 """Attention's compiled kernels on the virtual GPU, against float64, as tests/gpu does on a real one."""
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,15 @@ pytest.importorskip("triton")
 from tests import invariance
 from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE
 from tests.virtual_gpu.conftest import NEEDS
-from tests.virtual_gpu.device import virtual_gpu
+from tests.virtual_gpu.device import VirtualGPU, virtual_gpu
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
+from tritonpack.testing.cases import parents_of
 from tritonpack.testing.tolerance import check_outputs, run
 
 pytestmark = NEEDS
 
 NAN = float("nan")
+LONG, WINDOW, SLACK = 400, 150, 37  # tokens
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap lacks before Python 3.13
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The kernels of the GPU's large cases, with fewer tokens and heads
@@ -58,12 +61,30 @@ def test_cases(name: str, arch: str, dtype: str) -> None:
     check(name, arch, dtype)
 
 
-def check(name: str, arch: str, dtype: str) -> None:
-    """Check a case forward and backward; `python -m tests.virtual_gpu.every_case` does so with all of them."""
+def check(name: str, arch: str, dtype: str, backend: Any = "triton") -> VirtualGPU:
+    """Check the forms of a case forward and backward; `python -m tests.virtual_gpu.every_case` checks all cases."""
     case = next(case for case in (*SHORT, *CASES) if case.name == name)
-    inputs = make_inputs(case, DTYPES[dtype], slack_value=NAN)
-    with virtual_gpu(arch, seed=len(name)):
-        check_backend(inputs, "triton")
+    if backend == "gluon" and case.head_dim not in HOPPER_HEAD_DIMS:
+        case = replace(case, head_dim=64, head_dim_v=None)
+    with virtual_gpu(arch, seed=len(name)) as gpu:
+        for form in forms(case):
+            check_backend(make_inputs(form, DTYPES[dtype], slack_value=NAN), backend)
+    return gpu
+
+
+def forms(case: Case) -> Iterator[Case]:
+    """A case as it is; with a long document or tree, whose loops run several times; then with slack and a window."""
+    yield case
+    if case.parents is not None:
+        first = len(case.parents)
+        added = (parent + first if parent >= 0 else parent for parent in parents_of([(-1, 200), (0, 100), (0, 100)]))
+        case = replace(case, parents=(*case.parents, *added), seqlens=(*case.seqlens, LONG))
+    else:
+        keys = case.seqlens_k and (*case.seqlens_k, LONG)
+        case = replace(case, seqlens=(*case.seqlens, LONG), seqlens_k=keys)
+    yield case
+    window = (WINDOW, -1 if case.causal else WINDOW) if case.window == (-1, -1) else case.window
+    yield replace(case, window=window, slack=SLACK)
 
 
 @pytest.mark.slow

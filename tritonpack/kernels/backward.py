@@ -128,16 +128,16 @@ def dq_kernel(
     lse = tl.load(lse_ptr + statistics, mask=in_range, other=float("-inf"))  # [M]
     live = lse > float("-inf")
     dout = load_rows(dout_desc, first, first_head, BLOCK_M, BLOCK_V, HEAD_DIM_V, UPCAST, HEADS)  # [M, V]
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
+    # Without `where`, the product is fused into the sum, and redundant lanes round the same sum differently.
+    delta = tl.sum(tl.where(live[:, None], out.to(tl.float32) * dout.to(tl.float32), 0.0), 1)  # [M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt, mask=live, other=0.0)
-    delta = tl.where(live, delta, 0.0)
     lse2 = tl.where(live, lse * LOG2E, float("inf"))  # [M]
     tl.store(lse2_ptr + statistics, lse2, mask=in_range)
     tl.store(delta_ptr + statistics, delta, mask=in_range)
     if sinks_ptr is not None:
         share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
-        # Without `where`, the product is fused into the sum, and redundant lanes round the same sum differently.
+        # With `where` for the same reason
         shares = tl.where(live, share * delta, 0.0)
         shares = tl.sum(tl.reshape(shares, (HEADS, TOKENS)), 1)
         heads = first_head + tl.arange(0, HEADS)
