@@ -93,7 +93,9 @@ def check_install(wheel: Path, resolution: str, folder: Path) -> str:
     """The wheel works in an environment of its own."""
     python = folder / resolution / "bin" / "python"
     run("uv", "venv", "-q", "--python", sys.executable, python.parents[1])
-    run("uv", "pip", "install", "-q", "--python", python, "--resolution", resolution, wheel)
+    install = "uv", "pip", "install", "-q", "--python", python
+    run(*install, "--resolution", resolution, "-r", ROOT / "pyproject.toml")
+    run(*install, "--no-deps", wheel)
     run(python.with_name("tritonpack"), "doctor", cwd=folder)
     run(python, ROOT / "examples" / "quickstart.py", ROOT / "README.md", cwd=folder)
     listed = run("uv", "pip", "list", "-q", "--python", python)
