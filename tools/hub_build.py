@@ -91,8 +91,11 @@ def collect() -> dict[str, str]:
     """
     sources, waiting = {"__init__.py": ENTRY}, list(ROOTS)
     while waiting:
-        path = _path(waiting.pop())
-        if path is None or path in sources:
+        module = waiting.pop()
+        path = _path(module)
+        if path is None:
+            raise ValueError(f"{PACKAGE} has no module {module}, which ROOTS names.")
+        if path in sources:
             continue
         text = (ROOT / PACKAGE / path).read_text(encoding="utf-8")
         waiting += _needs(text, path)
@@ -139,8 +142,10 @@ def _needs(text: str, path: str) -> Iterator[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in set(ast.walk(tree)) - skipped:
+    for node in ast.walk(tree):
         names = []
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
