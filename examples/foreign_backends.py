@@ -1,7 +1,7 @@
 """Two implementations of torch in the shape of flash_attn_varlen_func, for `tritonpack check-backend`.
 
-    tritonpack check-backend examples.foreign_backends:sdpa
-    tritonpack check-backend examples.foreign_backends:flex_attention
+tritonpack check-backend examples.foreign_backends:sdpa
+tritonpack check-backend examples.foreign_backends:flex_attention
 """
 
 import torch

@@ -157,7 +157,9 @@ def _needs(text: str, path: str) -> Iterator[str]:
             if package == PACKAGE:
                 known = [one for one in (module, module.rpartition(".")[0]) if one and _path(one)]
                 if isinstance(node, ast.Import) or (not known and f"\n{module} = " not in ENTRY):
-                    raise ValueError(f"{path} imports {name}; write `from {PACKAGE} import` and a module or ENTRY's name.")
+                    raise ValueError(
+                        f"{path} imports {name}; write `from {PACKAGE} import` and a module or ENTRY's name."
+                    )
                 yield from known
 
 

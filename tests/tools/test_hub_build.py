@@ -3,12 +3,10 @@
 import ast
 import hashlib
 import json
-import os
 import sys
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -30,11 +28,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def kernel(repository: Path) -> ModuleType:
-    return hub_build.load(repository)
-
-
 def files(folder: Path) -> dict[str, bytes]:
     paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -52,9 +45,7 @@ class TestFiles:
             metadata = json.loads(variant.pop("metadata.json"))
             assert variant == source
             ids.add(metadata.pop("id"))
-            digests = {
-                path: b64encode(hashlib.sha256(content).digest()).decode() for path, content in variant.items()
-            }
+            digests = {path: b64encode(hashlib.sha256(content).digest()).decode() for path, content in variant.items()}
             assert metadata == {
                 "name": "tritonpack",
                 "version": 1,
@@ -92,13 +83,19 @@ class TestRefusals:
         out, file = (tmp_path, tmp_path / "kept") if kind == "folder" else (tmp_path / "kept",) * 2
         file.write_text("mine")
         assert hub_build.main([str(out)]) == 2
-        assert capsys.readouterr().err == f"error: {out} exists and isn't an empty folder; name a new one, or empty it.\n"
+        assert (
+            capsys.readouterr().err == f"error: {out} exists and isn't an empty folder; name a new one, or empty it.\n"
+        )
         assert files(tmp_path) == {"kept": b"mine"}
 
     @pytest.mark.parametrize(
         ("name", "value", "message"),
         [
-            ("ROOTS", ("compilation",), "compilation.py imports numba; a kernel may import torch, triton and einops alone."),
+            (
+                "ROOTS",
+                ("compilation",),
+                "compilation.py imports numba; a kernel may import torch, triton and einops alone.",
+            ),
             ("ROOTS", ("attenton",), "tritonpack has no module attenton, which ROOTS names."),
             ("MAX_LINES", 1000, "lines, and a kernel may have 1000; shorten ROOTS."),
         ],
@@ -112,7 +109,9 @@ class TestRefusals:
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 
-    @pytest.mark.parametrize("line", ["import tritonpack", "from tritonpack import patch", "import tritonpack.masks.blocks"])
+    @pytest.mark.parametrize(
+        "line", ["import tritonpack", "from tritonpack import patch", "import tritonpack.masks.blocks"]
+    )
     def test_import_that_has_no_relative_form(self, line: str) -> None:
         with pytest.raises(ValueError, match=r"^a\.py imports tritonpack.*; write `from tritonpack import`"):
             list(hub_build._needs(line, "a.py"))
@@ -131,18 +130,21 @@ assert not [name for name in sys.modules if name.startswith("tritonpack.")]
         assert done.returncode == 0, done.stderr
         assert "4 passed" in done.stdout, done.stdout
 
-    def test_results_are_tritonpacks_to_the_bit(self, kernel: ModuleType) -> None:
+    @pytest.mark.parametrize(
+        ("variant", "backend"), [("cpu", "auto"), pytest.param("cuda", "triton", marks=pytest.mark.interpreter)]
+    )
+    def test_results_are_tritonpacks_to_the_bit(self, repository: Path, variant: str, backend: str) -> None:
         leaves = [torch.randn(sum(LENGTHS), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
         cu = torch.tensor([0, *LENGTHS]).cumsum(0)
         results = []
-        for module in (kernel, tritonpack.flash_attn):
-            out = module.flash_attn_varlen_func(*leaves, cu, cu, max(LENGTHS), max(LENGTHS), causal=True)
+        for module in (hub_build.load(repository, variant), tritonpack.flash_attn):
+            out = module.flash_attn_varlen_func(*leaves, cu, cu, causal=True, backend=backend)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         assert all(map(torch.equal, *results))
 
-    def test_operators_have_a_namespace_of_their_own(self, kernel: ModuleType) -> None:
+    def test_operators_have_a_namespace_of_their_own(self, repository: Path) -> None:
         """Two versions of a kernel may be in one process."""
-        operators = getattr(torch.ops, kernel.__name__)
+        operators = getattr(torch.ops, hub_build.load(repository).__name__)
         assert operators.attention.default is not torch.ops.tritonpack.attention.default
 
 
@@ -192,7 +194,12 @@ class TestTransformers:
         batch = {"input_ids": torch.cat(documents, 1), "position_ids": torch.cat([*map(torch.arange, LENGTHS)])[None]}
         if told == "offsets":
             cu = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            batch |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+            batch |= {
+                "cu_seq_lens_q": cu,
+                "cu_seq_lens_k": cu,
+                "max_length_q": max(LENGTHS),
+                "max_length_k": max(LENGTHS),
+            }
         packed = self.step(model, [batch])
         model.set_attn_implementation("sdpa")
         alone = self.step(model, [{"input_ids": ids} for ids in documents])
@@ -215,7 +222,9 @@ class TestTransformers:
 
 
 class TestKernelsLibrary:
-    def test_loads_the_repository_and_accepts_its_digest(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_loads_the_repository_and_accepts_its_digest(
+        self, repository: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         kernels = pytest.importorskip("kernels", reason="the kernels library isn't installed")
         from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 
@@ -227,4 +236,3 @@ class TestKernelsLibrary:
         for variant in (repository / "build").iterdir():
             expected = Metadata.read_from_file(variant / "metadata.json").digest
             expected.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
-        assert os.environ["LOCAL_KERNELS"].endswith(str(repository))
