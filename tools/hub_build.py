@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = parser.parse_args(arguments).out
     try:
         lines = build(out)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{out}: {len(BACKENDS)} variants of {lines:,} lines each")

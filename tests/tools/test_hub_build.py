@@ -88,6 +88,11 @@ class TestRefusals:
         )
         assert files(tmp_path) == {"kept": b"mine"}
 
+    def test_out_below_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "kept").write_text("mine")
+        assert hub_build.main([str(tmp_path / "kept" / "out")]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
     @pytest.mark.parametrize(
         ("name", "value", "message"),
         [
