@@ -22,6 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 def test_every_example_is_tested():
     tested = {"quickstart", "train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
+    tested |= {"foreign_backends"}  # in tests/examples
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | {"__init__"}
 
 
