@@ -83,8 +83,7 @@ def forms(case: Case) -> Iterator[Case]:
         keys = case.seqlens_k and (*case.seqlens_k, LONG)
         case = replace(case, seqlens=(*case.seqlens, LONG), seqlens_k=keys)
     yield replace(case, window=(-1, -1))
-    window = (WINDOW, -1 if case.causal else WINDOW) if case.window == (-1, -1) else case.window
-    yield replace(case, window=window, slack=SLACK)
+    yield replace(case, window=(WINDOW, -1 if case.causal else WINDOW), slack=SLACK)
 
 
 @pytest.mark.slow
