@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests import invariance
 from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE
 from tests.virtual_gpu.conftest import NEEDS
 from tests.virtual_gpu.device import VirtualGPU, virtual_gpu
+from tritonpack.backends import gluon
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.cases import parents_of
 from tritonpack.testing.tolerance import check_outputs, run
@@ -66,7 +68,9 @@ def check(name: str, arch: str, dtype: str, backend: Any = "triton") -> VirtualG
     case = next(case for case in (*SHORT, *CASES) if case.name == name)
     if backend == "gluon" and case.head_dim not in HOPPER_HEAD_DIMS:
         case = replace(case, head_dim=64, head_dim_v=None)
-    with virtual_gpu(arch, seed=len(name)) as gpu:
+    # With two multiprocessors the programs of Gluon's forward have several tiles.
+    few = mock.patch.object(gluon, "_multiprocessors", return_value=2)
+    with few, virtual_gpu(arch, seed=len(name)) as gpu:
         for form in forms(case):
             check_backend(make_inputs(form, DTYPES[dtype], slack_value=NAN), backend)
     return gpu
