@@ -40,7 +40,7 @@ install: $(TESTS)
 $(DEMO): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
-	$(PIP) "transformers>=5.6" numpy "numba>=0.61" rich tqdm "typer>=0.19" matplotlib
+	$(PIP) "transformers>=5.6" "numpy>=1.24" "numba>=0.61" "rich>=13" "tqdm>=4.60" "typer>=0.19" matplotlib
 	$(PIP) --no-deps -e .
 	touch $@
 

@@ -54,7 +54,7 @@ repo-id = "{PACKAGE}/{PACKAGE}"
 """
 
 
-def build(out: Path) -> int:
+def build(out: str | Path) -> int:
     """Write the repository, and return the number of lines of Python of a variant.
 
     Args:
@@ -63,6 +63,7 @@ def build(out: Path) -> int:
     Raises:
         ValueError: `out` holds files, or the attention imports what a kernel may not have, or it is too long.
     """
+    out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and isn't an empty folder; name a new one, or empty it.")
     sources = collect()

@@ -98,7 +98,7 @@ def check_device(device: Any) -> torch.device:
     except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         raise ValueError(
             f"device must be a torch.device, or the name of one that is here, such as 'cpu' or 'cuda:0'; got "
-            f"{describe(device)}."
+            f"{describe(device)}{'' if torch.cuda.is_available() else ', and torch sees no GPU'}."
         ) from error
 
 

@@ -164,8 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
             parser.error(f"--{name.replace('_', '-')} must be from 1 to {most}; got {value}.")
-    if options.quick and options.tokens is not None:
-        parser.error("--quick has its own shapes; leave out --tokens.")
+    for name, usual in (("tokens", None), ("heads", 32), ("head_dim", 128), ("dtype", "bfloat16")):
+        if getattr(options, name) != usual and (options.quick or options.tokens is None):
+            own = "--quick has its own shapes" if options.quick else "the list has its own shapes without --tokens"
+            parser.error(f"{own}; leave out --{name.replace('_', '-')}.")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} isn't a folder; name another.")
     if options.tokens is not None:
         todo = own_shapes(options.tokens, options.heads, options.head_dim, options.dtype)[: options.first]
     else:
@@ -196,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DeviceLostError as error:
         print(f"\nThe device is lost to this process: {error}\nThe same command continues.", file=sys.stderr)
         raise SystemExit(CONTINUE) from error
-    if options.quick:
+    if options.quick and len(left) < len(todo):
         text = table(ledger.path, about, todo, ceiling)
         (folder / "table.md").write_text(text + "\n", encoding="utf-8")
         print(f"\n{text}\n", flush=True)

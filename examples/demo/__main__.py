@@ -17,7 +17,7 @@ from tritonpack.cli.files import make_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("examples.demo", __doc__, 32)
+    parser = make_parser("examples.demo", __doc__, 24)
     parser.add_argument("--documents", type=at_least(1), help="documents per step (default: 8, 64 on a GPU)")
     parser.add_argument("--max-length", type=at_least(16), help="split longer documents (default: 2048, 4096 on a GPU)")
     options = parser.parse_args(arguments)

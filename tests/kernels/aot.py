@@ -259,15 +259,22 @@ def _compile_hopper(configuration: HopperConfiguration) -> Any:
     types |= {f"{name}_ptr": f"*{element}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
-        signature[name] = (
-            "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        )
+        signature[name] = "constexpr" if name in constants else types.get(name) or _integers(name)
         if signature[name].startswith("*") or (name.startswith("stride_") and not name.startswith("stride_dl")):
             attributes[(position,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, constexprs, attributes)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
+
+
+def _integers(name: str) -> str:
+    """The type of an argument that no table of types names: integers are known by their names."""
+    if name.endswith("_ptr"):
+        return "*i32"
+    if not name.startswith(("stride_", "num_")) and name not in ("drop_below", "head_blocks"):
+        raise ValueError(f"the argument {name} of a kernel has no type here; add it to `types` in {__file__}.")
+    return "i32"
 
 
 def source(configuration: Configuration) -> ASTSource:
@@ -322,7 +329,7 @@ def source(configuration: Configuration) -> ASTSource:
     signature: dict[str, str | tuple[str, ...]] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, name in enumerate(kernel.arg_names):
-        kind = "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        kind = "constexpr" if name in constants else types.get(name) or _integers(name)
         signature[name] = kind
         if isinstance(kind, tuple):
             attributes |= {(position, 0): pointer, **{(position, part): aligned for part in (1, 2, 3)}}

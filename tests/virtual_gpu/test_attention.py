@@ -83,9 +83,10 @@ def forms(case: Case) -> Iterator[Case]:
         first = len(case.parents)
         added = (parent + first if parent >= 0 else parent for parent in parents_of([(-1, 200), (0, 100), (0, 100)]))
         case = replace(case, parents=(*case.parents, *added), seqlens=(*case.seqlens, LONG))
+    elif case.seqlens_k is not None:  # a tile then sees many keys of one document before those of the next
+        case = replace(case, seqlens=(*case.seqlens, 20, LONG), seqlens_k=(*case.seqlens_k, 300, LONG))
     else:
-        keys = case.seqlens_k and (*case.seqlens_k, LONG)
-        case = replace(case, seqlens=(*case.seqlens, LONG), seqlens_k=keys)
+        case = replace(case, seqlens=(*case.seqlens, LONG))
     yield replace(case, window=(-1, -1))
     yield replace(case, window=(WINDOW, -1 if case.causal else WINDOW), slack=SLACK)
 

@@ -9,7 +9,9 @@ from types import ModuleType
 
 def load(repository: Path, backend: str = "cpu") -> ModuleType:
     """Import the variant of a backend ("cpu", "cuda" or "rocm") under the `id` of its metadata.json."""
-    variant = Path(repository) / "build" / f"torch-{backend}"
+    variant = Path(repository) / "build" / f"torch-{backend.removeprefix('torch-')}"
+    if not variant.is_dir():
+        raise ValueError(f"there is no variant {variant}; `python -m tools.hub_build OUT` writes a repository.")
     name = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))["id"]
     spec = spec_from_file_location(name, variant / "__init__.py")
     assert spec is not None

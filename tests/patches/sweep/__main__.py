@@ -33,7 +33,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="that one class may take")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"instead of {RESULTS.name}")
-    return parser.parse_args()
+    options = parser.parse_args()
+    known = {"classes": {case.name for case in cases()}, "types": {case.model_type for case in cases()},
+             "verdicts": set(results.VERDICTS)}  # fmt: skip
+    for name, allowed in known.items():
+        if wrong := {*(getattr(options, name) or ())} - allowed:
+            parser.error(f"--{name} knows no {', '.join(sorted(wrong))}.")
+    return options
 
 
 def chosen_cases(options: argparse.Namespace, before: list[Row]) -> list[Case]:
