@@ -20,11 +20,10 @@ from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_base
-from tritonpack.patches.call_arguments import TREE, cache_of, in_form
 from tritonpack.patches.configurations import require_one_rope
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.parse_inputs import TREE, cache_of, in_form, make_packed_batch
 from tritonpack.patches.parts import parameters_of
 from tritonpack.patches.targets import IGNORED, check_padding_labels
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
-from tritonpack.patches.call_arguments import PACKING
 from tritonpack.patches.families import OF_OTHERS, is_of_tokens, row_shapes
 from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.parse_inputs import PACKING
 from tritonpack.patches.placement import Placement, Row
 from tritonpack.patches.targets import IGNORED, before_documents
 from tritonpack.patches.tensor_like import TensorLike, as_tensor

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.base_forward import BaseForward
-from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
 from tritonpack.patches.configurations import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.targets import IGNORED, POSITIONS, check_padding_labels, take_spans, warn_of_first_labels
+from tritonpack.patches.targets import IGNORED, PLACES, check_padding_labels, take_spans, warn_of_first_labels
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -107,7 +106,7 @@ class EncoderDecoderForward(Pipeline):
         if packed_batch is not None:
             if self.mixed_loss and arguments.get("labels") is not None:
                 self.require_no_mixed_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
+            spans = take_spans(arguments, packed_batch, self) if not arguments.keys().isdisjoint(PLACES) else None
         output = self.inner(**arguments)
         return output if spans is None else spans.add_loss(output, self.name)
 

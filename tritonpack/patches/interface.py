@@ -24,7 +24,7 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.families import UNLIKE_BY_SDPA, WITHIN_TOKENS
 from tritonpack.patches.guards import require_masks_kept
 from tritonpack.patches.layers.positions import TEMPERATURES, temperature
-from tritonpack.patches.mask_spec import read_mask_spec
+from tritonpack.patches.mask_spec import CAUSAL, read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
 
@@ -83,20 +83,16 @@ def make_mask(
     """transformers' mask function: makes the `attention_mask` of all layers of one kind."""
     if isinstance(attention_mask, OpenMask):
         return attention_mask
-    if isinstance(attention_mask, IntervalMask):
-        return served(attention_mask, dtype)
-    spec = read_mask_spec(mask_function, local_size, config, flags, q_length)
-    if isinstance(attention_mask, PackedBatch):
-        mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, spec)
-        return served(mask, dtype)
-    shape = torch.Size((batch_size, 1, q_length, kv_length))
-    if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache changes it in place before layers claim the mask
-    return OpenMask(attention_mask, shape, q_offset, kv_offset, spec, torch.device(device))
-
-
-def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:
-    """A mask in the form that layers take: layers outside of the interface add a dense one to their scores."""
+    mask = attention_mask
+    if not isinstance(mask, IntervalMask):
+        plain = mask_function is causal_mask_function
+        spec = CAUSAL if plain else read_mask_spec(mask_function, local_size, config, flags, q_length)
+        if not isinstance(mask, PackedBatch):
+            shape = torch.Size((batch_size, 1, q_length, kv_length))
+            # A static cache changes its offset in place before layers claim the mask.
+            offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+            return OpenMask(mask, shape, offset, kv_offset, spec, torch.device(device))
+        mask = mask.interval_mask(kv_length, q_offset, kv_offset, spec)
     return mask.dense(dtype) if mask.serving.attention == "dense" else mask
 
 

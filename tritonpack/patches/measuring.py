@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, logging
 
 from tritonpack import notices
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.configurations import special_tokens
 from tritonpack.patches.families import PROMPT_TYPES
+from tritonpack.patches.parse_inputs import CACHES
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,14 @@ class PackedBatch(TensorLike):
         for known, interval_mask in self.kept:  # a list, because a graph that hashes a size fits only this size
             if known == key:
                 return interval_mask
-        mask = self.documents(spec) if fresh else self._cached(num_keys, query_offset, key_offset, spec)
+        if not fresh:
+            mask = self._cached(num_keys, query_offset, key_offset, spec)
+        elif self.tree_ends is not None:
+            mask = self._tree(spec)
+        elif spec.overlay is not None:
+            mask = self._overlaid(spec)
+        else:
+            mask = mask_from_runs(*self.runs(), spec.reach)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
         interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, spec)
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
@@ -270,17 +277,12 @@ class PackedBatch(TensorLike):
         """The mask with which every token sees its whole document."""
         return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
-    def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
-        """The mask if queries and keys are the same tokens: every row is cut into its documents."""
-        if self.tree_ends is not None:
-            return self._tree(spec)
-        starts, live = self.runs()
-        if spec.overlay is None:
-            return mask_from_runs(starts, live, spec.reach)
-        whole = mask_from_runs(starts, live, WHOLE_DOCUMENT.reach)
-        rows, base = self._rows(0), self._base(self.tokens[1])
+    def _overlaid(self, spec: MaskSpec) -> BlockDiagonalMask:
+        assert spec.overlay is not None
+        whole = mask_from_runs(*self.runs(), WHOLE_DOCUMENT.reach)
+        base = self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
-        bounds = overlay_intervals(spec.overlay, rows, begin.long(), end.long(), self.tokens[1])
+        bounds = overlay_intervals(spec.overlay, self._rows(0), begin.long(), end.long(), self.tokens[1])
         start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
         return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
@@ -298,19 +300,19 @@ class PackedBatch(TensorLike):
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
         if self._kept_runs is None:
-            self._kept_runs = self._find_runs()
+            starts, live = self.boundaries, None
+            if self.tree_ends is not None:
+                live = self.not_padding()
+                starts = changes(live) | (live & (self.positions() == 0))
+            elif starts is None:
+                starts = self.position_starts()
+            if self.attention_mask is not None:
+                starts, live = starts | self._pieces(self.attention_mask, starts), self.attention_mask != 0
+            self._kept_runs = starts, live
         return self._kept_runs
 
-    def _find_runs(self) -> tuple[Tensor, Tensor | None]:
-        if self.tree_ends is not None:
-            live = self.not_padding()
-            return changes(live) | (live & (self.positions() == 0)), live
-        starts = self.boundaries
-        if starts is None:
-            starts = self._position_starts()
-        if self.attention_mask is None:
-            return starts, None
-        ids = self.attention_mask
+    def _pieces(self, ids: Tensor, starts: Tensor) -> Tensor:
+        """(B, T) bool: where the numbers of a mask change. Padding inside a document is refused."""
         if ids.shape != self.tokens:
             raise ValueError(
                 f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; without a "
@@ -328,7 +330,7 @@ class PackedBatch(TensorLike):
                 "one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
             ),
         )
-        return starts | pieces, ids != 0
+        return pieces
 
     def positions(self) -> Tensor:
         """(B, T) int64, each token's place within its document, counted from 0; in a tree its depth."""
@@ -408,7 +410,7 @@ class PackedBatch(TensorLike):
         rows = self._rows(query_offset)  # counted with the cache
         begin = begin.expand_as(rows)
         if self.position_ids is not None:
-            starts = self._position_starts()
+            starts = self.position_starts()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
@@ -430,7 +432,7 @@ class PackedBatch(TensorLike):
     def _base(self, num_keys: int) -> Tensor:
         return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
 
-    def _position_starts(self) -> Tensor:
+    def position_starts(self) -> Tensor:
         if self.position_ids is None:
             starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
             starts[:, :1] = True

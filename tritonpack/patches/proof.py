@@ -20,7 +20,6 @@ from torch._guards import detect_fake_mode
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import TREE, tokens_of
 from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
 from tritonpack.patches.forwards import (
@@ -47,6 +46,7 @@ from tritonpack.patches.measuring import (
     parts_in,
     rounding_of,
 )
+from tritonpack.patches.parse_inputs import TREE, tokens_of
 from tritonpack.patches.report import holds, layer_windows
 from tritonpack.patches.targets import IGNORED, shifts_labels
 
