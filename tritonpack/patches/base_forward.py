@@ -42,7 +42,6 @@ from tritonpack.patches.parse_inputs import (
     cache_of,
     make_packed_batch,
     require_depths,
-    tokens_of,
 )
 from tritonpack.patches.parts import AttentionName, Call, Checkpoints, PackingContext
 from tritonpack.patches.pipeline import Pipeline
@@ -103,7 +102,9 @@ class BaseForward(Pipeline):
         """Run the module. While it runs, the context holds the packing for its layers."""
         compiled = torch.compiler.is_compiling()
         prepare = self._prepare_outside_of_graphs if compiled and self.reads_lengths else self._prepare
-        arguments = {name: value for name, value in arguments.items() if name not in self.untaken}
+        arguments = dict(arguments)
+        for name in self.untaken:
+            arguments.pop(name, None)
         packed_batch, of_layers, placements = prepare(arguments, packed_batch, compiled)
         outer = self.context.current
         if outer.running:  # inside of another patched module, whose packing holds
@@ -226,7 +227,9 @@ class BaseForward(Pipeline):
         mask, outer = arguments.get("attention_mask"), self.context.current.told if self.outermost else None
         if head is not self and isinstance(mask, PackedBatch):
             return mask
-        tokens, shape = tokens_of(arguments)
+        ids = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if ids is None else ids
+        shape = torch.Size() if tokens is None else tokens.shape if ids is not None else tokens.shape[:-1]
         if head is not self and len(shape) == 3:  # choices, or columns of codebooks
             if head.has_choices:
                 head.require_one_document_a_choice(arguments)

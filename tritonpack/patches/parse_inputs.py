@@ -225,7 +225,7 @@ def make_packed_batch(
     Raises:
         ValueError: arguments that contradict each other or the tokens.
     """
-    mask, position_ids, ends = (arguments.get(name) for name in ("attention_mask", "position_ids", TREE))
+    mask, position_ids, ends = arguments.get("attention_mask"), arguments.get("position_ids"), arguments.get(TREE)
     if mask is not None:
         numbers = number_documents(mask, tokens) if reads_pairs else mask_as_numbers(mask, "attention_mask")
         mask = numbers.to(device)

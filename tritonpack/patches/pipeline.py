@@ -151,7 +151,9 @@ class Pipeline(InstanceForward):
         """Run the model on documents that were read; None if masks are made already, or the model refuses the call."""
         if packed_batch is None:
             return self.inner(**arguments)
-        arguments = {name: value for name, value in arguments.items() if name not in self.untaken}
+        arguments = dict(arguments)
+        for name in self.untaken:
+            arguments.pop(name, None)
         if packed_batch.tells_documents and self.takes_mask:
             arguments["attention_mask"] = packed_batch
         if self.makes_positions:
