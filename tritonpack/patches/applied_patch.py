@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -94,69 +94,66 @@ class AppliedPatch:
         self.leases: list[object] = []
         self.in_force = False
         self.context = PackingContext()
-        self.bases: list[BaseForward] = []
-        self.heads: list[Pipeline] = []
-        self.report: Report
-        self.compaction = _compaction(modules, asked) if asked.unpad or asked.share_prefixes else None
-        names, forwards = self._pack(model, modules, asked)
-        if self.compaction is not None:
-            copies = ("copies of common beginnings",) if asked.share_prefixes else ()
-            self.report = replace(self.report, saves=("padding", *copies))
-        guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
-        guards = [Guard(module, self) for module in guarded.values()]
-        every, entry = list(model.modules()), "init_continuous_batching"  # it makes every manager of transformers
-        managers = [Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)]
-        virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
-        self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
-        self.proof = Proof(self)
-
-    def _pack(
-        self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
-    ) -> tuple[list[AttentionName], list[InstanceForward]]:
-        """The parts for a model that runs on packed rows."""
-        attention, backend = asked.attention, asked.backend
-        capabilities = Capabilities()
-        every = list(model.modules())
+        self.compaction: Compaction | None = None
+        if asked.unpad or asked.share_prefixes:
+            limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
+            self.compaction = Compaction(asked.share_prefixes, min(limits, default=None))
+        every, capabilities = list(model.modules()), Capabilities()
         found = [forward_for(layer, self.context, capabilities) for layer in every]
         found += [pooler_forward(module, self.context) for module in modules]
         layers = [forward for forward in found if forward is not None]
-        mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
-        config = modules[-1].config
-        width = getattr(text_config(config), "hidden_size", 0)
-        # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
-        once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
-        runs = "dense" if takes_dense_mask(modules[-1]) else attention
-        self.report = make_report(model, modules, runs, backend, config._attn_implementation_internal, once)
-        for module in modules:
-            own = "dense" if takes_dense_mask(module) else attention
-            self.bases.append(
-                BaseForward(
-                    module,
-                    self.context,
-                    Serving(own, backend, self.context.require_in_force),
-                    report=self.report,
-                    heads=self.heads,
-                    checkpoints=Checkpoints(module, self.context) if layers else None,
-                    mixes=bool(mixers),
-                    outermost=not any(other is not module and holds(other, module) for other in modules),
-                    compaction=self.compaction,
-                )
-            )
-        outermost = [base for base in self.bases if base.outermost]
+        self.report = self._make_report(model, modules, layers)
+        self.heads: list[Pipeline] = []
+        self.bases = [self._base(module, modules, layers) for module in modules]
         for module in every:
-            base = next((base for base in self.bases if base.module is module), None)
-            inner = next((base for base in outermost if holds(module, base.module)), None)
-            if base is not None:
-                self.heads.append(base)
+            own = next((base for base in self.bases if base.module is module), None)
+            inner = next((base for base in self.bases if base.outermost and holds(module, base.module)), None)
+            if own is not None:
+                self.heads.append(own)
             elif inner is not None and isinstance(module, PreTrainedModel):
                 kind = EncoderDecoderForward if holds_both_sides(module) else Pipeline
                 self.heads.append(kind(module, self.context, inner))
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
-        names = [base.attention_name for base in self.bases]
-        names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
+        served: list[Any] = [*self.bases, *both]
+        names = [AttentionName(one.module, NAMES[one.serving.attention]) for one in served]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
-        return names, [*layers, *images, *self.heads]
+        forwards = [*layers, *images, *self.heads]
+        guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
+        guards = [Guard(module, self) for module in guarded.values()]
+        entry = "init_continuous_batching"  # it makes every manager of transformers
+        managers = [Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)]
+        virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
+        self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
+        self.proof = Proof(self)
+
+    def _make_report(self, model: nn.Module, modules: list[PreTrainedModel], layers: list[InstanceForward]) -> Report:
+        config = modules[-1].config
+        width = getattr(text_config(config), "hidden_size", 0)
+        mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
+        # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
+        once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
+        runs = "dense" if takes_dense_mask(modules[-1]) else self.asked.attention
+        copies = ("copies of common beginnings",) if self.asked.share_prefixes else ()
+        saves = ("padding", *copies) if self.compaction is not None else ()
+        replaced = config._attn_implementation_internal
+        return make_report(model, modules, runs, self.asked.backend, replaced, once, saves)
+
+    def _base(
+        self, module: PreTrainedModel, modules: list[PreTrainedModel], layers: list[InstanceForward]
+    ) -> BaseForward:
+        attention = "dense" if takes_dense_mask(module) else self.asked.attention
+        return BaseForward(
+            module,
+            self.context,
+            Serving(attention, self.asked.backend, self.context.require_in_force),
+            report=self.report,
+            heads=self.heads,
+            checkpoints=Checkpoints(module, self.context) if layers else None,
+            mixes=any(isinstance(forward, DocumentByDocument) for forward in layers),
+            outermost=not any(other is not module and holds(other, module) for other in modules),
+            compaction=self.compaction,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -184,22 +181,15 @@ class AppliedPatch:
         self.in_force = self.context.in_force = False
 
     def restore_below(self) -> None:
-        """Take this patch away, and put back those that were there before."""
-        self.revert()
-        self._resume_below()
-        self.leases.clear()
-
-    def _resume_below(self) -> None:
+        """Take this patch away, and put back those that were there before and still have leases."""
+        if self.in_force:
+            self.revert()
         for other in self.below:
             if other.leases:
                 other.apply()
             else:
-                other._resume_below()
-
-
-def _compaction(modules: list[PreTrainedModel], asked: Options) -> Compaction:
-    limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
-    return Compaction(asked.share_prefixes, min(limits, default=None))
+                other.restore_below()
+        self.leases.clear()
 
 
 def applied_to(model: nn.Module) -> list[AppliedPatch]:
@@ -214,11 +204,6 @@ def base_of(module: nn.Module) -> BaseForward | None:
     """The forward that a patch has given to a module that makes masks; None for any other module."""
     bases = [base for patch in _guarding(module) for base in patch.bases]
     return next((base for base in bases if base.module is module), None)
-
-
-def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:
-    """The outermost module of a model in which a patch is in force."""
-    return next((m for m in model.modules() if any(patch is applied for patch in _guarding(m))), None)
 
 
 def _guarding(module: nn.Module) -> list[AppliedPatch]:
@@ -308,10 +293,11 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
+            part = next(m for m in model.modules() if applied in _guarding(m))
             name, other = type(model).__name__, type(applied.model).__name__
             raise UnsupportedModelError(
-                f"the {type(part_of(model, applied)).__name__} in this {name} belongs to {other}, which is patched. "
-                f"First unpatch the {other}, then build the {name} around its part, and patch the whole that you train."
+                f"the {type(part).__name__} in this {name} belongs to {other}, which is patched. First unpatch the "
+                f"{other}, then build the {name} around its part, and patch the whole that you train."
             )
 
 

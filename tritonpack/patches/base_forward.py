@@ -43,7 +43,7 @@ from tritonpack.patches.parse_inputs import (
     make_packed_batch,
     require_depths,
 )
-from tritonpack.patches.parts import AttentionName, Call, Checkpoints, PackingContext
+from tritonpack.patches.parts import Call, Checkpoints, PackingContext
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import Report
@@ -53,7 +53,6 @@ class BaseForward(Pipeline):
     """The forward of a patched module, which takes tokens and an attention mask.
 
     Attributes:
-        attention_name: the name of the attention in the module's configuration.
         heads: the forwards of the models that users may call, this one included.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
         mixes: whether layers of the module mix tokens along the row.
@@ -78,7 +77,6 @@ class BaseForward(Pipeline):
         compaction: Compaction | None = None,
     ) -> None:
         super().__init__(module, context)
-        self.attention_name = AttentionName(module, NAMES[serving.attention])
         self.serving, self.checkpoints, self.report = serving, checkpoints, report
         self.heads, self.mixes, self.outermost = heads, mixes, outermost
         self.compaction = compaction
@@ -141,8 +139,12 @@ class BaseForward(Pipeline):
         if packed_batch is not None:
             if packed_batch.tree_ends is not None and packed_batch.row is None:
                 self._take_tree(packed_batch, arguments)
-            if self.compaction is not None and not self.context.current.running:
+            row = packed_batch.row
+            of_head = row is not None and row.shared is None  # a head has removed all that isn't computed
+            if self.compaction is not None and not of_head and not self.context.current.running:
                 packed_batch, placements = self._compact_rows(packed_batch, arguments)
+            if packed_batch.row is not None and self.takes_cache:
+                arguments["use_cache"] = False  # its keys would be those of the one row
             if self.makes_positions:
                 leave_positions_to_model(packed_batch, arguments)
             if self.gives_positions:
@@ -187,8 +189,6 @@ class BaseForward(Pipeline):
         if row is not None and row.shared is not None:
             placements.insert(0, row.shared)
             packed_batch = share(packed_batch, row, arguments)
-        if row is not None and self.takes_cache:
-            arguments["use_cache"] = False  # its keys would be those of the one row
         return packed_batch, placements
 
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
@@ -333,16 +333,13 @@ class BaseForward(Pipeline):
     def _give_positions(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Count the positions of a call in each document, also if it continues a cache with such positions."""
         if not packed_batch.cached and packed_batch.tells_documents:
-            arguments["position_ids"] = self.positions(packed_batch, arguments.get("input_ids"))
+            if self.padding_place is None:
+                arguments["position_ids"] = packed_batch.positions()
+            else:
+                arguments["position_ids"] = from_padding(packed_batch, arguments.get("input_ids"), self.padding_place)
             packed_batch.counted = True
         elif getattr(cache_of(arguments), COUNTED, False) and packed_batch.attention_mask is not None:
             arguments["position_ids"] = packed_batch.continued_positions()
-
-    def positions(self, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
-        """(B, T) int64: the place of each token in its document, as the model counts places."""
-        if self.padding_place is None:
-            return packed_batch.positions()
-        return from_padding(packed_batch, ids, self.padding_place)
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
         """Whether recurrent layers, which keep one state for a row, run on each document by itself, without a cache."""

@@ -25,7 +25,7 @@ from tritonpack.patches.families import UNLIKE_BY_SDPA, WITHIN_TOKENS
 from tritonpack.patches.guards import require_masks_kept
 from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import CAUSAL, read_mask_spec
-from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, added
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
 
 NO_WEIGHTS = "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
@@ -259,9 +259,7 @@ def _dense(
     """The mask as a tensor: bool, or additive of another dtype. The model may have made a tensor of it already."""
     if not isinstance(mask, Tensor):
         return _claimed(module, mask, key, arguments, attention).dense(dtype)
-    if mask.dtype != torch.bool or dtype == torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask if mask.dtype != torch.bool or dtype == torch.bool else added(mask, dtype)
 
 
 def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any], attention: str) -> IntervalMask:

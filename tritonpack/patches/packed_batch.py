@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from tritonpack.masks.block_diagonal import (
     mask_from_tree_ends,
 )
 from tritonpack.masks.intervals import visible_keys
-from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
 if TYPE_CHECKING:
@@ -38,21 +38,16 @@ ATTENTIONS = ("tritonpack", "sdpa", "eager")
 class Serving:
     """Which attention implementation runs.
 
-    `attention` is "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-    attention, or "dense" for layers outside of its interface, which take dense masks. `backend` is for the kernels.
-    `require_in_force` raises after the model was unpatched.
+    Attributes:
+        attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
+            attention, or "dense" for layers outside of its interface, which take dense masks.
+        backend: of the kernels.
+        require_in_force: raises after the model was unpatched.
     """
 
     attention: str
     backend: Backend
     require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
-
-
-class DocumentLayer(Protocol):
-    """The forward of a layer that needs all tokens of each document."""
-
-    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """The output for rows of whole documents."""
 
 
 class IntervalMask(TensorLike):
@@ -102,9 +97,8 @@ class IntervalMask(TensorLike):
         for known, tensor in self.kept:
             if known == dtype:
                 return tensor
-        tensor = self.to_tensor() if dtype == torch.bool else self.to_tensor(dtype, additive=True)
-        self.kept.append((dtype, tensor))
-        return tensor
+        self.kept.append((dtype, self.to_addend(dtype)))
+        return self.kept[-1][1]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
@@ -115,7 +109,7 @@ class IntervalMask(TensorLike):
         return self.replace(mask=self.mask.to(device))
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask, for a model that adds the mask to its scores."""
+        """The mask to be added to scores of this dtype; bool for other dtypes."""
         return self.to_tensor(dtype, additive=True) if dtype.is_floating_point else self.to_tensor()
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -126,7 +120,10 @@ class IntervalMask(TensorLike):
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
         if self.mask.is_tree:
-            return self._tree_to_tensor(dtype, additive)
+            rows = torch.arange(batch * keys, device=self.device).view(batch, keys)
+            seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in rows])[:, None]
+            seen |= torch.eye(keys, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
+            return added(seen, dtype) if additive else seen.to(dtype)
         base = torch.arange(batch, device=self.device, dtype=torch.int32)[:, None] * keys
         start, stop = (x.view(batch, queries) - base for x in (self.mask.key_start, self.mask.key_stop))
         if queries == keys:
@@ -136,15 +133,6 @@ class IntervalMask(TensorLike):
         # One row for each query. Its keys are those of its own row of the batch.
         rows = BlockDiagonalMask(start, stop, keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
-
-    def _tree_to_tensor(self, dtype: torch.dtype, additive: bool) -> Tensor:
-        batch, _, length, _ = self.shape
-        rows = torch.arange(batch * length, device=self.device).view(batch, length)
-        seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in rows])
-        seen |= torch.eye(length, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
-        if additive:
-            return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
-        return seen.to(dtype)[:, None]
 
 
 class PackedBatch(TensorLike):
@@ -248,8 +236,7 @@ class PackedBatch(TensorLike):
         if self.causal and spec.overlay is None and spec.reach.right != 0:
             raise ValueError(
                 "attention_mask is a causal mask of pairs, and layers of this model see both directions. Mark "
-                "documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask with the number of each "
-                "token's document."
+                "documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask that numbers them."
             )
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
@@ -262,9 +249,9 @@ class PackedBatch(TensorLike):
         if not fresh:
             mask = self._cached(num_keys, query_offset, key_offset, spec)
         elif self.tree_ends is not None:
-            mask = self._tree(spec)
+            mask = self._tree(self.tree_ends, spec)
         elif spec.overlay is not None:
-            mask = self._overlaid(spec)
+            mask = self._overlaid(spec.overlay)
         else:
             mask = mask_from_runs(*self.runs(), spec.reach)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
@@ -277,24 +264,22 @@ class PackedBatch(TensorLike):
         """The mask with which every token sees its whole document."""
         return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
-    def _overlaid(self, spec: MaskSpec) -> BlockDiagonalMask:
-        assert spec.overlay is not None
+    def _overlaid(self, overlay: MaskFunction) -> BlockDiagonalMask:
         whole = mask_from_runs(*self.runs(), WHOLE_DOCUMENT.reach)
         base = self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
-        bounds = overlay_intervals(spec.overlay, self._rows(0), begin.long(), end.long(), self.tokens[1])
+        bounds = overlay_intervals(overlay, self._rows(0), begin.long(), end.long(), self.tokens[1])
         start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
         return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
-    def _tree(self, spec: MaskSpec) -> BlockDiagonalMask:
-        assert self.tree_ends is not None
+    def _tree(self, ends: Tensor, spec: MaskSpec) -> BlockDiagonalMask:
         if spec.reach.right != 0 or spec.overlay is not None:
             raise UnsupportedModelError(
                 "in a tree each token sees the tokens before it, and a layer of this model "
                 + ("composes a mask of its own" if spec.overlay is not None else "also sees the tokens after it")
                 + ". Give it sequences without common beginnings: without tree_ends, and without share_prefixes."
             )
-        mask = mask_from_tree_ends(self.tree_ends, spec.reach)
+        mask = mask_from_tree_ends(ends, spec.reach)
         return mask if mask.device == self.device else mask.to(self.device)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
@@ -304,33 +289,32 @@ class PackedBatch(TensorLike):
             if self.tree_ends is not None:
                 live = self.not_padding()
                 starts = changes(live) | (live & (self.positions() == 0))
-            elif starts is None:
+            elif starts is None and self.position_ids is not None:
                 starts = self.position_starts()
+            elif starts is None:
+                starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
+                starts[:, :1] = True
             if self.attention_mask is not None:
-                starts, live = starts | self._pieces(self.attention_mask, starts), self.attention_mask != 0
+                ids, begins, live = self.attention_mask, starts, self.attention_mask != 0
+                if ids.shape != self.tokens:
+                    raise ValueError(
+                        f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; "
+                        "without a cache they must be the same."
+                    )
+                pieces = changes(ids)
+                seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
+                torn = pieces & ~begins & live & (ids <= seen_before)
+                require(
+                    ~torn.any(),
+                    lambda: (
+                        f"attention_mask has padding inside a document{shown(torn, ids, begins)}. Padding may lie "
+                        "before, between and after documents; number documents in ascending order, or let position_ids "
+                        "restart where one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
+                    ),
+                )
+                starts = begins | pieces
             self._kept_runs = starts, live
         return self._kept_runs
-
-    def _pieces(self, ids: Tensor, starts: Tensor) -> Tensor:
-        """(B, T) bool: where the numbers of a mask change. Padding inside a document is refused."""
-        if ids.shape != self.tokens:
-            raise ValueError(
-                f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; without a "
-                "cache they must be the same. Four-dimensional masks are not supported by a patched model: mark "
-                "documents by position_ids."
-            )
-        pieces = changes(ids)
-        seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
-        torn = pieces & ~starts & (ids != 0) & (ids <= seen_before)
-        require(
-            ~torn.any(),
-            lambda: (
-                f"attention_mask has padding inside a document{shown(torn, ids, starts)}. Padding may lie before, "
-                "between and after documents; number documents in ascending order, or let position_ids restart where "
-                "one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
-            ),
-        )
-        return pieces
 
     def positions(self) -> Tensor:
         """(B, T) int64, each token's place within its document, counted from 0; in a tree its depth."""
@@ -339,7 +323,7 @@ class PackedBatch(TensorLike):
             assert depth is not None
             return depth.view(self.tokens).long()
         starts, _ = self.runs()
-        rows = self._rows(0)
+        rows = torch.arange(self.tokens[1], device=self.device)
         return rows - torch.where(starts, rows, 0).cummax(1).values
 
     def continued_positions(self) -> Tensor:
@@ -381,7 +365,7 @@ class PackedBatch(TensorLike):
             self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
         return self.kept_boundaries
 
-    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
+    def run_on_documents(self, layer: Any, arguments: dict[str, Any]) -> Any:
         """The result of a layer that needs all tokens of each document."""
         return layer.run(arguments, self)
 
@@ -433,10 +417,8 @@ class PackedBatch(TensorLike):
         return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
 
     def position_starts(self) -> Tensor:
-        if self.position_ids is None:
-            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
-            starts[:, :1] = True
-            return starts
+        """(B, T) bool: where the position ids of the call, which it must have, don't ascend by one."""
+        assert self.position_ids is not None
         starts = document_starts(self.position_ids)
         if starts.shape[1] != self.tokens[1] or starts.shape[0] not in (1, self.tokens[0]):
             raise ValueError(
@@ -444,6 +426,11 @@ class PackedBatch(TensorLike):
                 f"{tuple(self.tokens)}."
             )
         return starts.expand(self.tokens).clone()
+
+
+def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask to be added to scores, of one that says which keys are seen."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def first_tokens(attention_mask: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.compact import labels_of, lay_back_head
+from tritonpack.patches.compact import lay_back_head
 from tritonpack.patches.configurations import text_config
 from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
@@ -167,43 +167,37 @@ class Pipeline(InstanceForward):
 
     def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
         """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
-        assert self.base.compaction is not None
-        if not self._runs_on_rows(arguments, packed_batch):
+        labels = arguments.get("shift_labels")
+        labels = arguments.get("labels") if labels is None else labels
+        if not self._runs_on_rows(arguments, packed_batch, labels):
             check_padding_labels(self.module, arguments, packed_batch, refuse=True)
             return packed_batch, arguments
-        within = dict(arguments)
-        return self.base.compaction(packed_batch, within, shifts_labels(self.module, arguments)), within
+        within, shifts = dict(arguments), shifts_labels(self.module, arguments)
+        return self.base.compaction(packed_batch, within, shifts, labels), within
 
-    def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> bool:
+    def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch, labels: Any) -> bool:
         """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""
-        if not self.computes_each_token or torch.compiler.is_compiling() or self._has_hooks():
+        if not self.computes_each_token or torch.compiler.is_compiling() or all_modules._global_forward_hooks:
             return False
+        part = self.module
+        for name in self.path.split("."):
+            part = getattr(part, name)
+            if part._forward_hooks:  # of users, which see the batch
+                return False
         function, own = getattr(self.inner, "__func__", self.inner), type(self.module).forward
         if inspect.unwrap(function) is not inspect.unwrap(own) or not _is_harmless(function):
             return False
         if "." in self.path and any(OF_OTHERS.fullmatch(name) and arguments[name] is not None for name in arguments):
             return False
         keep, (rows, length) = arguments.get("logits_to_keep"), packed_batch.tokens
-        labels, loss = labels_of(arguments), self.module.loss_function
         if isinstance(keep, Tensor):
             return False
         if labels is None:
             return True
+        loss, shape = self.module.loss_function, (rows, min(keep or length, length))
         causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-        fits = (
-            isinstance(labels, Tensor)
-            and labels.shape == (rows, min(keep or length, length))
-            and labels.dtype == torch.int64
-        )
+        fits = isinstance(labels, Tensor) and labels.shape == shape and labels.dtype == torch.int64
         return causal and fits and "ignore_index" not in arguments
-
-    def _has_hooks(self) -> bool:
-        """Whether forward hooks of users run after the models inside: they see the batch."""
-        part, hooked = self.module, bool(all_modules._global_forward_hooks)
-        for name in self.path.split("."):
-            part = getattr(part, name)
-            hooked = hooked or bool(part._forward_hooks)
-        return hooked
 
     def _require_part(self) -> None:
         """Refuse a call if another module lies where the patched one was, unless it wraps that one."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tritonpack.patches.families import OF_DOCUMENTS, row_shapes
+from tritonpack.patches.families import OF_DOCUMENTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Placement:
 
     def take(self, values: Tensor) -> Tensor:
         """Values (B, T, ...) or (1, T, ...) of the tokens in the row: (1, N, ...). Of n kinds (n, B, T): (n, 1, N)."""
-        if values.shape[:2] not in row_shapes(self.tokens):
+        if values.shape[:2] not in (self.tokens, (1, self.tokens[1])):
             return torch.stack([self.take(one) for one in values])
         values = values.expand(*self.tokens, *values.shape[2:])
         return values.flatten(0, 1)[self.source.to(values.device)][None]

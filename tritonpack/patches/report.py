@@ -100,6 +100,7 @@ def make_report(
     backend: str,
     replaced: str | None,
     once: Set[type],
+    saves: tuple[str, ...],
 ) -> Report:
     """The report of a patch of some modules of a model.
 
@@ -126,6 +127,7 @@ def make_report(
         positions=tuple(name for name, one in modules.items() if type(one).__name__ in POSITION_TABLES),
         left=tuple(others),
         replaced=replaced,
+        saves=saves,
     )
 
 
