@@ -133,11 +133,15 @@ class AppliedPatch:
         mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
         # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
         once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
-        runs = "dense" if takes_dense_mask(modules[-1]) else self.asked.attention
         copies = ("copies of common beginnings",) if self.asked.share_prefixes else ()
-        saves = ("padding", *copies) if self.compaction is not None else ()
-        replaced = config._attn_implementation_internal
-        return make_report(model, modules, runs, self.asked.backend, replaced, once, saves)
+        return make_report(
+            model,
+            modules,
+            once,
+            attention="dense" if takes_dense_mask(modules[-1]) else self.asked.attention,
+            backend=self.asked.backend,
+            saves=("padding", *copies) if self.compaction is not None else (),
+        )
 
     def _base(
         self, module: PreTrainedModel, modules: list[PreTrainedModel], layers: list[InstanceForward]

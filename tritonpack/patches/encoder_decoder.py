@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.base_forward import BaseForward
-from tritonpack.patches.configurations import codebooks_of, common_to_codebooks, pad_token_of
+from tritonpack.patches.configurations import codebooks_of, pad_token_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
@@ -135,7 +135,10 @@ class EncoderDecoderForward(Pipeline):
         books = self.books if side == "decoder" else 1
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
         if ids is not None and books > 1:
-            ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))
+            books_of = ids.unflatten(
+                0, (-1, books)
+            )  # -1 where the codebooks of a token differ; padding is alike in all
+            ids = torch.where((books_of == books_of[:, :1]).all(1), books_of[:, 0], -1)
         pad = pad_token_of(self.module.config, side)
         try:
             packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)

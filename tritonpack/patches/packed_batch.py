@@ -120,8 +120,8 @@ class IntervalMask(TensorLike):
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
         if self.mask.is_tree:
-            rows = torch.arange(batch * keys, device=self.device).view(batch, keys)
-            seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in rows])[:, None]
+            places = torch.arange(batch * keys, device=self.device).view(batch, keys)
+            seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in places])[:, None]
             seen |= torch.eye(keys, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
             return added(seen, dtype) if additive else seen.to(dtype)
         base = torch.arange(batch, device=self.device, dtype=torch.int32)[:, None] * keys
