@@ -30,7 +30,6 @@ from tritonpack.patches.parts import (
     PackingContext,
     Part,
     Refusal,
-    release_checkpoint,
 )
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
@@ -124,7 +123,8 @@ class AppliedPatch:
         entry = "init_continuous_batching"  # it makes every manager of transformers
         managers = [Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)]
         virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
-        self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
+        checkpoints = [base.checkpoints for base in self.bases if base.checkpoints is not None]
+        self.parts: list[Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
 
     def _make_report(self, model: nn.Module, modules: list[PreTrainedModel], layers: list[InstanceForward]) -> Report:
@@ -179,9 +179,6 @@ class AppliedPatch:
         for part in reversed(self.parts):
             if not part.gone or isinstance(part, AttentionName):
                 part.remove()
-        if not self.gone and any(base.checkpoints is not None for base in self.bases):
-            for module in self.model.modules():
-                release_checkpoint(module)
         self.in_force = self.context.in_force = False
 
     def restore_below(self) -> None:

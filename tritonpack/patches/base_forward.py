@@ -14,8 +14,7 @@ from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.compact import Compaction, share
 from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
-from tritonpack.patches.cross_attention import cross_attention_mask
-from tritonpack.patches.document_places import require_one_document_a_row
+from tritonpack.patches.encoder_decoder import cross_attention_mask
 from tritonpack.patches.families import (
     BOTH_WAYS,
     COUNT_FROM_PADDING,
@@ -45,7 +44,7 @@ from tritonpack.patches.parse_inputs import (
 )
 from tritonpack.patches.parts import Call, Checkpoints, PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.placement import Placement
+from tritonpack.patches.placement import Placement, require_one_document_a_row
 from tritonpack.patches.report import Report
 
 

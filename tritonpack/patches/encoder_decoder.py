@@ -1,4 +1,8 @@
-"""The forward of a model that holds an encoder and a decoder: documents are told apart on both sides."""
+"""The forward of a model that holds an encoder and a decoder, and the mask of cross-attention.
+
+The n-th document of a row of the decoder belongs to the n-th document of the same row of the encoder. A query sees one
+interval of the encoder's tokens, so cross-attention takes the same masks as self-attention (docs/math.md, section 1).
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,28 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.base_forward import BaseForward
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.configurations import codebooks_of, pad_token_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
-from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.targets import IGNORED, PLACES, check_padding_labels, take_spans, warn_of_first_labels
+from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans, warn_of_first_labels
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
+
+TELL_BOTH = (
+    "Tell documents apart on both sides: the encoder's by a numbered attention_mask, cu_seq_lens_k, seq_idx or "
+    "position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or "
+    "decoder_position_ids"
+)
 
 
 class EncoderDecoderForward(Pipeline):
@@ -30,7 +42,7 @@ class EncoderDecoderForward(Pipeline):
     last token of a document would move into the next one, so each document is shifted by itself.
     """
 
-    def __init__(self, module: PreTrainedModel, context: PackingContext, base: BaseForward) -> None:
+    def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any) -> None:
         super().__init__(module, context, base)
         self.serving, self.books = base.serving, codebooks_of(module)
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
@@ -43,8 +55,7 @@ class EncoderDecoderForward(Pipeline):
         for name in (*LENGTHS, *told):
             if name not in self.names:
                 arguments.pop(name, None)
-        source, _ = tokens_of(arguments)
-        target, _ = tokens_of(arguments, "decoder_")
+        (source, _), (target, _) = tokens_of(arguments), tokens_of(arguments, "decoder_")
         unshifted = self._unshifted(arguments) if target is None else None
         if unshifted is not None and unshifted is arguments.get("input_ids"):
             return self._run_shared(arguments, told)
@@ -59,17 +70,15 @@ class EncoderDecoderForward(Pipeline):
             if unshifted is None:
                 raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
             target = unshifted
-        packed_batch = None
-        if target is not None:
-            packed_batch = self._hand(arguments, "decoder", TARGET, told, target)
-            if unshifted is not None and packed_batch is not None:
+        packed_batch = None if target is None else self._hand(arguments, "decoder", TARGET, told, target)
+        if packed_batch is not None:
+            if unshifted is not None:
                 shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, packed_batch)
                 if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
                     real = (shifted != self.module.config.pad_token_id).int()
                     arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
-            if packed_batch is not None:
-                check_padding_labels(self.module, arguments, packed_batch)
+            check_padding_labels(self.module, arguments, packed_batch)
         return self._run_own(arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
@@ -96,17 +105,12 @@ class EncoderDecoderForward(Pipeline):
         return self._run_own(arguments, packed_batch)
 
     def _run_own(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """Run the module's own forward, with the losses of documents.
-
-        Args:
-            arguments: of the call.
-            packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
-        """
+        """Run the module's own forward, with the losses of the documents of the tokens that have logits, if any."""
         spans = None
         if packed_batch is not None:
             if self.mixed_loss and arguments.get("labels") is not None:
                 self.require_no_mixed_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self) if not arguments.keys().isdisjoint(PLACES) else None
+            spans = take_spans(arguments, packed_batch, self)
         output = self.inner(**arguments)
         return output if spans is None else spans.add_loss(output, self.name)
 
@@ -122,10 +126,8 @@ class EncoderDecoderForward(Pipeline):
     def _hand(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor
     ) -> PackedBatch | None:
-        """Put the packing of one side into the arguments, and return it.
-
-        None if no argument marks documents of this side, or if generate() has made its mask already.
-        """
+        """Put the packing of one side into the arguments, and return it; None if no argument marks its documents, or
+        if generate() has made its mask already."""
         mask = told[names["attention_mask"]]
         made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
         if made or all(told[name] is None for name in names.values()):
@@ -179,7 +181,15 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
     The module's own function says what the first token is.
     """
     starts, _ = packed_batch.runs()
-    rows, wraps = _shifted_rows(module, ids)
+    shift = getattr(sys.modules[type(module).__module__], "shift_tokens_right", None)
+    wraps = shift is not None and len(inspect.signature(shift).parameters) == 2  # a row's last token becomes its first
+    methods = ("prepare_decoder_input_ids_from_labels", "_shift_right")
+    if method := next((name for name in methods if hasattr(module, name)), None):
+        rows = getattr(module, method)(ids)
+    else:
+        assert shift is not None, type(module).__name__
+        pad, begin = module.config.pad_token_id, module.config.decoder_start_token_id
+        rows = shift(ids, pad) if wraps else shift(ids, pad, begin)
     if not wraps:
         return torch.where(starts, rows[:, :1], rows)
     # The last token of a document, its language, becomes the first one. Ignored labels don't count, as in the module.
@@ -192,14 +202,100 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
     return torch.where(starts, tokens.flatten()[last].view(ids.shape), rows)
 
 
-def _shifted_rows(module: Any, ids: Tensor) -> tuple[Tensor, bool]:
-    """The rows as the module shifts them, and whether a row's last token becomes its first (else all begin alike)."""
-    shift = getattr(sys.modules[type(module).__module__], "shift_tokens_right", None)
-    wraps = shift is not None and len(inspect.signature(shift).parameters) == 2
-    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
-        if hasattr(module, name):
-            return getattr(module, name)(ids), wraps
-    assert shift is not None, type(module).__name__
-    config = module.config
-    more = (config.pad_token_id,) if wraps else (config.pad_token_id, config.decoder_start_token_id)
-    return shift(ids, *more), wraps
+def cross_attention_mask(
+    arguments: dict[str, Any], packed_batch: PackedBatch | None, names: list[str], serving: Serving
+) -> IntervalMask:
+    """The mask of a decoder's cross-attention.
+
+    Args:
+        arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
+            integers, 0 for padding, that may number documents.
+        packed_batch: the packing of the decoder's tokens; None if these continue a cache.
+        names: the names of the arguments that the decoder takes.
+    """
+    states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
+    if isinstance(mask, IntervalMask):  # of the module around this one
+        return mask
+    if "encoder_attention_mask" not in names:
+        raise UnsupportedModelError(
+            "this decoder takes encoder_hidden_states and no encoder_attention_mask, so nothing can tell its "
+            "cross-attention which documents belong together. Unpatch the model."
+        )
+    tokens = torch.Size(states.shape[:2])
+    if not isinstance(mask, PackedBatch):
+        if mask is not None and mask.ndim != 2:
+            raise ValueError(
+                f"encoder_attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of more than two "
+                "dimensions itself. Number documents in a mask of shape (batch, keys)."
+            )
+        mask = make_packed_batch({"attention_mask": mask}, tokens, states.device, serving)
+    length = tokens_of(arguments)[1][1]
+    shape = torch.Size((tokens[0], 1, length, tokens[1]))
+    return IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
+
+
+def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:
+    """The mask of `length` queries to a row: each sees the keys of the document that belongs to its own.
+
+    Args:
+        queries: the packing of the decoder; None if each row holds one document whose beginning is in a cache.
+        keys: the packing of the encoder, with as many rows.
+    """
+    key_starts, key_live, key_number = _documents(keys)
+    if queries is None:
+        starts = torch.zeros((keys.tokens[0], length), dtype=torch.bool, device=keys.device)
+        starts[:, 0] = True
+        live, number = torch.ones_like(starts), torch.ones(starts.shape, dtype=torch.long, device=keys.device)
+    else:
+        starts, live, number = (x.to(keys.device) for x in _documents(queries))
+    counts, key_counts = starts.sum(1), key_starts.sum(1)
+    require(
+        (counts == key_counts).all(),
+        lambda: (
+            f"{_mismatch(counts, key_counts)}. {TELL_BOTH}."
+            if queries is not None
+            else "a row that continues a cache must have one document on the encoder's side; "
+            f"{_mismatch(counts, key_counts)}. Generate from one document to a row."
+        ),
+    )
+    columns = length + keys.tokens[1] + 1  # more than any document's number
+    row = torch.arange(keys.tokens[0], device=keys.device)[:, None] * columns
+    wanted, had = (row + number).flatten(), (row + key_number).flatten()
+    begin = torch.searchsorted(had, wanted)
+    end = torch.searchsorted(had, wanted, right=True)  # past the padding that follows a document
+    before = nn.functional.pad(key_live.flatten().cumsum(0), (1, 0))
+    stop = begin + before[end] - before[begin]
+    if queries is not None:
+        _require_same_numbers(queries, keys, begin, live)
+    start = torch.where(live.flatten(), begin, stop)
+    return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), keys.tokens.numel())
+
+
+def _documents(packed_batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Where documents begin and which tokens are not padding, (B, T) bool, and the number of each token's document in
+    its row, (B, T) int64 from 1. Padding has the number of the document before it."""
+    live = packed_batch.not_padding()
+    starts = packed_batch.runs()[0] & live
+    return starts, live, starts.cumsum(1)
+
+
+def _mismatch(counts: Tensor, key_counts: Tensor) -> str:
+    row = int((counts != key_counts).nonzero()[0])
+    return f"row {row} has {int(counts[row])} documents in the decoder and {int(key_counts[row])} in the encoder"
+
+
+def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor, live: Tensor) -> None:
+    """If masks number the documents of both sides, require one number for documents that belong together."""
+    masks = queries.attention_mask, keys.attention_mask
+    if masks[0] is None or masks[1] is None:
+        return
+    numbers, key_numbers = masks[0].to(keys.device), masks[1].flatten()
+    found = key_numbers[begin.clamp(max=key_numbers.shape[0] - 1)].view(numbers.shape)
+    differ = (numbers != found) & live & (numbers.max() > 1) & (key_numbers.max() > 1)
+    require(
+        ~differ.any(),
+        lambda: (
+            f"document {int(numbers[differ][0])} of the decoder's mask would meet document {int(found[differ][0])} of "
+            "the encoder's. Give both documents of a pair the same number, and every document a partner."
+        ),
+    )

@@ -135,7 +135,7 @@ def _is_genuine(kind: Any) -> bool:
 
 
 def _is_wrapper(forward: Any) -> bool:
-    """Whether a function, if any, and all functions that it wraps, or replaces by a patch (`own`), are of `WRAPPERS`."""
+    """Whether a function, and all functions that it wraps, or replaces by a patch (`own`), are of `WRAPPERS`."""
     while forward is not None:
         if package_of(forward) not in WRAPPERS:
             return False

@@ -35,8 +35,7 @@ class Call:
 
 
 class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.call = Call()
+    call = Call()
 
 
 class PackingContext:
@@ -107,11 +106,9 @@ class Part:
         """Whether the module is not in memory any more, because another one took its place in the model."""
         return self._module() is None
 
-    def install(self) -> None:
-        raise NotImplementedError
+    def install(self) -> None: ...
 
-    def remove(self) -> None:
-        raise NotImplementedError
+    def remove(self) -> None: ...
 
 
 class InstanceForward(Part):
@@ -194,8 +191,7 @@ class InstanceForward(Part):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs) if self.installed else self.inner(*args, **kwargs)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    def call(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Refusal(InstanceForward):
@@ -316,14 +312,12 @@ class Checkpoints(Part):
                 if own is not None and not isinstance(own, Checkpoint):
                     holder.__dict__[attribute] = Checkpoint(own, self.context)
 
+    def remove(self) -> None:
+        for module in self.module.modules():
+            for attribute in ATTRIBUTES:
+                if isinstance(held := module.__dict__.get(attribute), Checkpoint):
+                    module.__dict__[attribute] = held.own
+
     def _find(self) -> list[nn.Module]:
         modules = self.module.modules()
         return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]
-
-
-def release_checkpoint(module: nn.Module) -> None:
-    """Give a module its own checkpointing function back."""
-    for attribute in ATTRIBUTES:
-        held = module.__dict__.get(attribute)
-        if isinstance(held, Checkpoint):
-            module.__dict__[attribute] = held.own

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.compact import lay_back_head
 from tritonpack.patches.configurations import text_config
-from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
 from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
@@ -38,6 +37,7 @@ from tritonpack.patches.parse_inputs import (
     tokens_of,
 )
 from tritonpack.patches.parts import Call, InstanceForward, PackingContext
+from tritonpack.patches.placement import Documents, require_one_document_a_row
 from tritonpack.patches.report import holds
 from tritonpack.patches.targets import PLACES, check_labels, check_padding_labels, shifts_labels, take_spans
 

@@ -30,7 +30,7 @@ from tritonpack.patches.forwards import (
     is_shown,
     without_wrappers,
 )
-from tritonpack.patches.interface import stock_name, use_eager_if_sdpa_differs
+from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
 from tritonpack.patches.measuring import (
     Batch,
     apart,
@@ -172,6 +172,7 @@ def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: 
         UnsupportedModelError: `why` it was tried, and what was found.
     """
     saved = None if applied.compaction is None else vars(applied.compaction.saved).copy()
+    remedy = "Train it on padded rows, unpatched"
     try:
         with no_trace(head.module), torch.no_grad():
             trial = _Trial(applied, head, run, device)
@@ -180,22 +181,23 @@ def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: 
             else:
                 trial.require_rows()
                 # Causal losses are tried too: Moshi of transformers 5.16 shifts labels before its loss shifts them.
-                shifted = shifts_labels(head.module, {})
-                known = head.one_result or (has_known_loss(head.module) and not shifted)
+                known = head.one_result or (has_known_loss(head.module) and not shifts_labels(head.module, {}))
                 head.mixed_loss = "" if known else trial.why_loss_mixes()
     except torch.OutOfMemoryError:
         raise
     except (LeakError, UnsupportedModelError) as error:
-        remedy = "Train it on padded rows, unpatched; tritonpack.testing.check_isolation shows where documents meet."
-        if trees:
-            remedy = "Leave share_prefixes and tree_ends out; unpad removes padding alone."
+        more = (
+            "Leave share_prefixes and tree_ends out; unpad removes padding alone."
+            if trees
+            else f"{remedy}; tritonpack.testing.check_isolation shows where documents meet."
+        )
         raise UnsupportedModelError(
-            f"{why}, and on a few tokens its packed documents don't stay apart: {str(error).rstrip('.')}. {remedy}"
+            f"{why}, and on a few tokens its packed documents don't stay apart: {str(error).rstrip('.')}. {more}"
         ) from error
     except Exception as error:  # a model's own code may raise anything
         raise UnsupportedModelError(
             f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: "
-            f"{one_line(error)}. Train it on padded rows, unpatched."
+            f"{one_line(error)}. {remedy}."
         ) from error
     finally:
         if saved is not None:
@@ -300,9 +302,8 @@ class _Trial:
         seen, name = _difference(alone, rows, 1)
         if seen > MOST_ROUNDING:
             raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")
-        rounding = max(8 * seen, rounding_of(_dtype(alone)))
         size, name = _difference(alone, found, 1)
-        if size > rounding:
+        if size > max(8 * seen, rounding_of(_dtype(alone))):
             raise LeakError(f"{name} of a document{_SAYS[form]} differs by {size:.0e} from that of the document alone")
 
     def require_unmoved(
@@ -373,37 +374,34 @@ class _Trial:
         return found, loss.detach().flatten()
 
 
-def _rows(documents: Sequence[Tensor]) -> Batch:
-    """Documents of one length in rows of their own, with nothing but their tokens."""
-    return replace(lay_out([[i] for i in range(len(documents))], documents), arguments={})
+def _form(rows: Callable[[int], Any], *arguments: str, more: int = 0) -> Form:
+    """A form of n documents: how they lie in rows, which may be padded by `more` tokens, and the arguments it has."""
+
+    def form(documents: Sequence[Tensor]) -> Batch:
+        batch = lay_out(rows(len(documents)), documents, more=more)
+        return replace(batch, arguments={name: batch.arguments[name] for name in arguments})
+
+    return form
 
 
-def _packed(documents: Sequence[Tensor]) -> Batch:
-    """One row, told by position ids."""
-    batch = lay_out([range(len(documents))], documents)
-    return replace(batch, arguments={"position_ids": batch.arguments["position_ids"]})
+_rows = _form(lambda n: [[i] for i in range(n)])  # of one length
+_padded = _form(lambda n: [[i] for i in range(n)], "attention_mask")
+_packed = _form(lambda n: [range(n)], "position_ids")
 
 
 def _numbered(documents: Sequence[Tensor]) -> Batch:
     """Two rows with padding, told by a mask that numbers documents."""
-    last = len(documents) - 1
-    batch = lay_out([range(last), [last]], documents, more=PADDING)
+    batch = _form(lambda n: [range(n - 1), [n - 1]], "attention_mask", more=PADDING)(documents)
     for number, place in enumerate(batch.spans, 1):
         batch.arguments["attention_mask"][place] = number
-    return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
-
-
-def _padded(documents: Sequence[Tensor]) -> Batch:
-    """One document in each row, with padding on the right."""
-    batch = lay_out([[i] for i in range(len(documents))], documents)
-    return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
+    return batch
 
 
 def _tree(documents: Sequence[Tensor]) -> Batch:
     """One row in which the second and the third document follow on the first; these are the documents then."""
     stem, first, second = documents
-    sizes = [x.numel() for x in documents]
-    a, b, c = sizes[0], sizes[0] + sizes[1], sum(sizes)
+    a = stem.numel()
+    b, c = a + first.numel(), a + first.numel() + second.numel()
     ends = torch.tensor([c] * a + [b] * (b - a) + [c] * (c - b), device="cpu")[None]
     depths = torch.cat([torch.arange(b, device="cpu"), torch.arange(a, a + c - b, device="cpu")])[None]
     both = torch.cat([torch.arange(a, device="cpu"), torch.arange(b, c, device="cpu")])
@@ -432,9 +430,8 @@ def unpatched(applied: Any) -> Iterator[None]:
     names = [(module.config, module.config._attn_implementation_internal) for module in configs]
     try:
         for module in configs:
-            module.config._attn_implementation_internal = stock_name(
-                module, module.config._attn_implementation_internal
-            )
+            if module.config._attn_implementation_internal in (None, *NAMES.values()):
+                module.config._attn_implementation_internal = "sdpa" if takes_sdpa(module) else "eager"
         use_eager_if_sdpa_differs(applied.model)
         yield
     finally:

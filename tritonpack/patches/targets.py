@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from tritonpack import notices
-from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import holds_both_sides, is_own
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.placement import Documents, require_one_document_a_row
 
 IGNORED = -100
 KEY = "first-label"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward, PackingContext
+from tritonpack.patches.placement import Documents
 
 
 class DocumentEmbeddings(InstanceForward):

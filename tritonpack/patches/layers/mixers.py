@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tritonpack.patches.document_places import Documents, batches_of, lay_back
 from tritonpack.patches.measuring import apart, half_the_digits
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import CACHES
 from tritonpack.patches.parts import InstanceForward, PackingContext
+from tritonpack.patches.placement import Documents, batches_of, lay_back
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.placement import Documents
 
 
 class LocalPositions(InstanceForward):
