@@ -12,26 +12,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches import families, guards
 from tritonpack.patches.compact import Compaction, share
 from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
 from tritonpack.patches.encoder_decoder import cross_attention_mask
-from tritonpack.patches.families import (
-    BOTH_WAYS,
-    COUNT_FROM_PADDING,
-    MASKS_PADDING,
-    PLACES_FROM_MASK,
-    PROMPT_TYPES,
-    READS_PADDING,
-)
-from tritonpack.patches.guards import (
-    CONTEXT_PARALLEL,
-    CONTEXT_PARALLEL_SHARDS,
-    CONTINUOUS_BATCHING,
-    ULYSSES,
-    ULYSSES_SHARDS,
-    refuse_other_attention,
-    require_masks_kept,
-)
 from tritonpack.patches.interface import FUNCTIONS, NAMES
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
@@ -41,6 +25,7 @@ from tritonpack.patches.parse_inputs import (
     cache_of,
     make_packed_batch,
     require_depths,
+    tokens_of,
 )
 from tritonpack.patches.parts import Call, Checkpoints, PackingContext
 from tritonpack.patches.pipeline import Pipeline
@@ -83,13 +68,13 @@ class BaseForward(Pipeline):
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
-        counts = self.model_type in COUNT_FROM_PADDING and not rotary
+        counts = self.model_type in families.COUNT_FROM_PADDING and not rotary
         self.padding_place = _padding_place(module) if counts else None
-        self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
-        self.reads_padding = self.model_type in READS_PADDING
+        self.padding = config.pad_token_id if self.model_type in families.MASKS_PADDING else None
+        self.reads_padding = self.model_type in families.READS_PADDING
         self.codebooks = codebooks_of(module)
         self.rope_limits = rope_limits(text_config(config))
-        self.needs_types = self.model_type in BOTH_WAYS | PROMPT_TYPES and is_bidirectional(config)
+        self.needs_types = self.model_type in families.BOTH_WAYS | families.PROMPT_TYPES and is_bidirectional(config)
         self.checks_begin = bool(self.needs_types or self.rope_limits or "perm_mask" in self.names)
         # A multimodal model makes positions itself: they depend on its images, too.
         multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
@@ -162,7 +147,7 @@ class BaseForward(Pipeline):
                 of_layers = packed_batch
                 if compiled or self.checks_begin:
                     self._begin(packed_batch, arguments, compiled)
-        if arguments.get("encoder_hidden_states") is not None:
+        if arguments.get("encoder_hidden_states") is not None and tokens_of(arguments)[0] is not None:
             mask = cross_attention_mask(arguments, of_layers, self.names, self.serving)
             arguments["encoder_attention_mask"] = mask
         if self.checkpoints is not None:
@@ -194,7 +179,7 @@ class BaseForward(Pipeline):
         """Refuse a call whose attention, mask or rows another library has replaced since the patch."""
         chosen, ours = self.module.config._attn_implementation_internal, NAMES[self.serving.attention]
         if type(arguments.get("cache")).__name__ == "PagedAttentionCache":  # of a manager that was there before
-            raise UnsupportedModelError(CONTINUOUS_BATCHING)
+            raise UnsupportedModelError(guards.CONTINUOUS_BATCHING)
         if chosen != ours:
             raise ValueError(
                 f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
@@ -203,17 +188,17 @@ class BaseForward(Pipeline):
         if not self.outermost:
             return
         for name, function in ALL_ATTENTION_FUNCTIONS.items():
-            if isinstance(function, FunctionType) and function.__module__.startswith(ULYSSES):
-                raise UnsupportedModelError(ULYSSES_SHARDS.format(name))
+            if isinstance(function, FunctionType) and function.__module__.startswith(guards.ULYSSES):
+                raise UnsupportedModelError(guards.ULYSSES_SHARDS.format(name))
         torchs = nn.functional.scaled_dot_product_attention
-        if isinstance(torchs, FunctionType) and torchs.__module__.startswith(CONTEXT_PARALLEL):
-            raise UnsupportedModelError(CONTEXT_PARALLEL_SHARDS)
+        if isinstance(torchs, FunctionType) and torchs.__module__.startswith(guards.CONTEXT_PARALLEL):
+            raise UnsupportedModelError(guards.CONTEXT_PARALLEL_SHARDS)
         if ALL_ATTENTION_FUNCTIONS.get(ours) is not FUNCTIONS[ours]:
-            refuse_other_attention(ours)
+            guards.refuse_other_attention(ours)
         if compiled:
             return
         if self.serving.attention == "dense":
-            require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
+            guards.require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
         for head in self.heads:
             if head.one_result or arguments.get("output_router_logits"):
                 head.require_in_place()
@@ -259,7 +244,7 @@ class BaseForward(Pipeline):
             )
         if isinstance(mask, PackedBatch):
             arguments["attention_mask"] = mask = mask.to_tensor()
-        if mask is None and cache is not None and self.model_type in PLACES_FROM_MASK:
+        if mask is None and cache is not None and self.model_type in families.PLACES_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, self.pad_token, reads_pairs)

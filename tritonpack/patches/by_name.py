@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
 
@@ -114,12 +115,10 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
 @cache
 def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
     """Whether a model's file has attention that isn't looked up by name, or is looked up in a table of classes."""
-    home = sys.modules.get(kind.__module__)
-    try:
-        tables = "_ATTENTION_CLASSES[" in inspect.getsource(home) if home is not None else False
-    except (OSError, TypeError):
-        tables = False
-    return tables or not kind._can_set_attn_implementation()
+    with suppress(OSError, TypeError, KeyError):  # a class without a file
+        if "_ATTENTION_CLASSES[" in inspect.getsource(sys.modules[kind.__module__]):
+            return True
+    return not kind._can_set_attn_implementation()
 
 
 def _refused(model: PreTrainedModel) -> list[Refusal]:

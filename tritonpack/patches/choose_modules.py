@@ -10,17 +10,8 @@ from transformers import PreTrainedModel
 
 from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches import families
 from tritonpack.patches.configurations import is_bidirectional
-from tritonpack.patches.families import (
-    BOTH_WAYS,
-    MIXERS,
-    ONE_DOCUMENT_A_ROW,
-    OWN_MASKS,
-    POSITION_TABLES,
-    PROMPT_TYPES,
-    REFUSED,
-    REFUSED_LAYERS,
-)
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention, FalconAttention
@@ -57,14 +48,14 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
         UnsupportedModelError: documents can't be packed; the message says why.
     """
     for module in _models(model):
-        if why := REFUSED.get(module.config.model_type):
+        if why := families.REFUSED.get(module.config.model_type):
             raise UnsupportedModelError(f"{_named(module)} can't be packed exactly: {why}. {ON_PADDED_ROWS}")
     modules = _modules(model)
     for module in modules:
         _require_maskable(module, modules, asked)
     for path, layer in model.named_modules():
         kind = type(layer).__name__
-        if why := REFUSED_LAYERS.get(kind):
+        if why := families.REFUSED_LAYERS.get(kind):
             raise UnsupportedModelError(f"{path} ({kind}) can't be packed exactly: {why}. {ON_PADDED_ROWS}")
         if kind in REWRITTEN:
             forwards = type(layer).forward, REWRITTEN[kind].call
@@ -88,8 +79,8 @@ def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], a
             f"{_named(module)} takes no mask for its cross-attention, so documents would not be told apart there. "
             f"{ON_PADDED_ROWS.rstrip('.')}; decoders by themselves can be patched."
         )
-    typed = any(other.config.model_type in PROMPT_TYPES and holds(other, module) for other in modules)
-    if module.config.model_type in BOTH_WAYS and is_bidirectional(module.config) and not typed:
+    typed = any(other.config.model_type in families.PROMPT_TYPES and holds(other, module) for other in modules)
+    if module.config.model_type in families.BOTH_WAYS and is_bidirectional(module.config) and not typed:
         raise UnsupportedModelError(
             f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without padding "
             "and one in a batch with it, so there is nothing to be equal to. Set it to False, or train on one document "
@@ -114,7 +105,7 @@ def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], a
             "is an encoder with a decoder, whose rows belong together in pairs. unpad and share_prefixes take no such "
             "pairs apart; leave both out."
         )
-    elif ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__):
+    elif families.ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__):
         why = f"makes one vector of each row. {one_row}"
     else:
         return
@@ -178,12 +169,12 @@ REWRITTEN: dict[str, type[InstanceForward]] = {
 def forward_for(layer: nn.Module, context: PackingContext, capabilities: Capabilities) -> InstanceForward | None:
     """The forward that a layer gets; None if it keeps its own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
-    if name in POSITION_TABLES:
+    if name in families.POSITION_TABLES:
         return LocalPositions(layer, context)
-    if name in MIXERS:
+    if name in families.MIXERS:
         return DocumentByDocument(layer, context, capabilities)
     if name in REWRITTEN:
         return REWRITTEN[name](layer, context)
-    if (home, name) in OWN_MASKS:
-        return DocumentMask(layer, context, OWN_MASKS[home, name])
+    if (home, name) in families.OWN_MASKS:
+        return DocumentMask(layer, context, families.OWN_MASKS[home, name])
     return None
