@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tritonpack import notices
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.base_forward import BaseForward
-from tritonpack.patches.choose_modules import Options, forward_for
+from tritonpack.patches.choose_modules import Options, choose_modules, forward_for
 from tritonpack.patches.compact import Compaction
 from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
@@ -38,25 +38,18 @@ from tritonpack.patches.report import Report, holds, make_report
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
 
+REPLICA = (
+    "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own instance, "
+    "which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
+)
+
+
 class Guard(Refusal):
     """What marks a module of a patch: its replicas, which would share the forwards of the patch, are refused."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
-        reason = (
-            f"{type(module).__name__} would run as a replica of torch.nn.DataParallel, but layers of this model have a "
-            "forward of their own instance, which would run with the weights of the original. Use "
-            "torch.nn.parallel.DistributedDataParallel."
-        )
-        super().__init__(module, patch.context, reason, REPLICATE)
+        super().__init__(module, patch.context, REPLICA.format(type(module).__name__), REPLICATE)
         self.patch = patch
-
-    def install(self) -> None:
-        super().install()
-        notices.patched_models.add(self.module)
-
-    def remove(self) -> None:
-        super().remove()
-        notices.patched_models.discard(self.module)
 
 
 class AppliedPatch:
@@ -173,10 +166,13 @@ class AppliedPatch:
         for part in self.parts:
             if not part.gone:
                 part.install()
+        notices.patched_models.update(part.module for part in self.parts if isinstance(part, Guard) and not part.gone)
 
     def revert(self) -> None:
         """Take all parts away. A configuration gets its name back even if its module is no longer in memory."""
         for part in reversed(self.parts):
+            if isinstance(part, Guard) and not part.gone:
+                notices.patched_models.discard(part.module)
             if not part.gone or isinstance(part, AttentionName):
                 part.remove()
         self.in_force = self.context.in_force = False
@@ -224,20 +220,18 @@ def to_the_end(action: Callable[[], None]) -> None:
 LOCK = threading.RLock()  # models are changed one after the other
 
 
-def put_on(
-    model: nn.Module, modules: list[PreTrainedModel], asked: Options, lease: object, *, by_name: bool = False
-) -> AppliedPatch:
+def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = False) -> AppliedPatch:
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
-        modules: what `choose_modules` returned.
         lease: stands for the handle of this call. A patch with the same options only gets one lease more.
         by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
 
     Raises:
-        UnsupportedModelError: the model holds a part of another patched model.
+        UnsupportedModelError: the model can't be packed, or holds a part of another patched model.
         ValueError: the model is a part of a model that is patched with other options, or shares batches with ranks.
     """
+    modules = choose_modules(model, asked)
     with LOCK:
         found = applied_to(model)
         require_no_part_of_others(model, found)

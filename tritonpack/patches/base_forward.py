@@ -69,7 +69,9 @@ class BaseForward(Pipeline):
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
         counts = self.model_type in families.COUNT_FROM_PADDING and not rotary
-        self.padding_place = _padding_place(module) if counts else None
+        # The row for padding in a table of absolute positions: the padding token's id, or another row of the table.
+        place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
+        self.padding_place = (config.pad_token_id or 0 if place is None else place) if counts else None
         self.padding = config.pad_token_id if self.model_type in families.MASKS_PADDING else None
         self.reads_padding = self.model_type in families.READS_PADDING
         self.codebooks = codebooks_of(module)
@@ -327,12 +329,11 @@ class BaseForward(Pipeline):
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
         """Whether recurrent layers, which keep one state for a row, run on each document by itself, without a cache."""
-        rows, row_length = packed_batch.tokens
-        cached = packed_batch.cached
+        (rows, row_length), cached, mask = packed_batch.tokens, packed_batch.cached, packed_batch.attention_mask
         if cached and packed_batch.boundaries is None and (row_length == 1 or packed_batch.position_ids is None):
             return False
-        if cached and packed_batch.attention_mask is not None:
-            packed_batch = packed_batch.replace(attention_mask=packed_batch.attention_mask[:, -row_length:])
+        if cached and mask is not None:
+            packed_batch = packed_batch.replace(attention_mask=mask[:, -row_length:])
         _, length = packed_batch.lengths()
         whole = length.numel() == rows and bool((length == row_length).all())  # nothing packed, nothing padded
         padded = length.numel() <= rows
@@ -344,17 +345,11 @@ class BaseForward(Pipeline):
         keeps_state = padded and (cached or arguments.get("use_cache"))
         if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
             raise ValueError(
-                f"with use_cache=True the recurrent layers of {type(self.module).__name__} would read the padding on "
-                "the left into their state, as they do in stock transformers. Pass use_cache=False, pad on the right, "
-                "or generate from prompts of one length at a time."
+                f"with use_cache=True the recurrent layers of {self.name} would read the padding on the left into "
+                "their state, as they do in stock transformers. Pass use_cache=False, pad on the right, or generate "
+                "from prompts of one length at a time."
             )
         return not whole and not cached and not keeps_state
-
-
-def _padding_place(module: Any) -> int:
-    """The row for padding in a table of absolute positions: the padding token's id, or another row of the table."""
-    place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
-    return (module.config.pad_token_id or 0) if place is None else place
 
 
 def _is_empty(cache: Any) -> bool:

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import LOCK, applied_to, put_on, restore
-from tritonpack.patches.choose_modules import Options, choose_modules, tokens_enter
+from tritonpack.patches.choose_modules import Options, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.parts import PackingContext, Refusal
 
@@ -100,8 +100,8 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        modules, lease = choose_modules(model, Options()), object()
-        whole = put_on(model, modules, Options(), lease, by_name=True)
+        lease = object()
+        whole = put_on(model, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
         # Calls are refused, and not the construction, because the model may be a part of one that can be packed.
         for module in model.modules():

@@ -86,16 +86,11 @@ class Compaction:
 
         Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
         cache or is one rank's part of a batch, if it has no padding and nothing to share, or if an argument belongs
-        neither to tokens nor to images.
+        neither to tokens nor to images. Labels of a causal head on padding are refused.
 
         Args:
-            packed_batch: the packing of the batch.
-            arguments: of the call.
             shifts: whether the causal head that runs on the row shifts its labels; None for a base model.
             labels: those that the head's loss reads.
-
-        Raises:
-            ValueError: labels of a causal head on padding.
         """
         packed_batch.compacted = True
         row = None
@@ -107,27 +102,16 @@ class Compaction:
         self.saved.add(total, computed)
         if row is None:
             return packed_batch
-        starts, live = packed_batch.runs()
-        positions = packed_batch.position_ids
-        _take_all(row.placement, arguments)
-        return PackedBatch(
-            None if live is None else row.placement.take(live).int(),
-            None if positions is None else row.placement.take(positions),
-            row.placement.take(starts),
-            torch.Size((1, row.placement.source.shape[0])),
-            packed_batch.device,
-            packed_batch.serving,
-            row=row,
-        )
+        starts, live = (None if x is None else row.placement.take(x) for x in packed_batch.runs())
+        mask = None if live is None else live.int()
+        return _moved(packed_batch, row.placement, arguments, row, attention_mask=mask, boundaries=starts)
 
     def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], is_head: bool) -> bool:
         """Whether one row can take the place of the batch: each argument is of tokens or of images."""
         tokens = packed_batch.tokens
-        if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
-            return False
-        if packed_batch.shape != tokens or (self.longest is not None and tokens[1] > self.longest):
-            return False
-        if arguments.get("use_cache"):
+        apart = packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None
+        too_long = self.longest is not None and tokens[1] > self.longest
+        if apart or too_long or packed_batch.shape != tokens or arguments.get("use_cache"):
             return False
         ordinary, own = (ORDINARY[:1], (*PACKING, *OF_HEADS)) if is_head else (ORDINARY, PACKING)
         for name, value in arguments.items():
@@ -190,16 +174,30 @@ class Compaction:
 def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> PackedBatch:
     """Replace the arguments of a row by those of the shorter one in which documents share tokens."""
     assert row.shared is not None
+    return _moved(packed_batch, row.shared, arguments, row, tree_ends=row.ends)
+
+
+def _moved(
+    packed_batch: PackedBatch, placement: Placement, arguments: dict[str, Any], row: Row, **found: Tensor | None
+) -> PackedBatch:
+    """Replace the arguments of a batch's tokens by those of a row's, and return its packing, with what was `found`."""
+    for name, value in list(arguments.items()):
+        if name in PACKING:
+            del arguments[name]
+        elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
+            arguments[name] = placement.take(value)
+    arguments.pop("cache_position", None)
     positions = packed_batch.position_ids
-    _take_all(row.shared, arguments)
+    positions = None if positions is None else placement.take(positions)
+    tokens = torch.Size((1, placement.source.shape[0]))
     return PackedBatch(
-        None,
-        None if positions is None else row.shared.take(positions),
-        None,
-        torch.Size((1, row.shared.source.shape[0])),
+        found.get("attention_mask"),
+        positions,
+        found.get("boundaries"),
+        tokens,
         packed_batch.device,
         packed_batch.serving,
-        tree_ends=row.ends,
+        tree_ends=found.get("tree_ends"),
         row=row,
     )
 
@@ -207,10 +205,7 @@ def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> Pac
 def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
     """The output of a causal head that ran on a row, as that of the batch.
 
-    Args:
-        output: by name.
-        row: where its tokens lie.
-        later: whether logits are laid back when they are read: a training step doesn't read them.
+    Logits are laid back `later`, when they are read, in a training step, which doesn't read them.
     """
     assert row is not None
     assert row.logits is not None
@@ -220,10 +215,9 @@ def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
         return output
     if not later:
         return type(output)(**{**output, "logits": row.logits.lay_back(logits)})
+    values = {"loss": None, "logits": None, **output}  # the loss comes first in a tuple
     kind: Any = type(output)
-    return _class_of(kind)(**{"loss": output.get("loss"), "logits": LaidBack(row.logits, logits), **{
-        name: value for name, value in output.items() if name not in ("loss", "logits")
-    }})  # fmt: skip
+    return _class_of(kind)(**{**values, "logits": LaidBack(row.logits, logits)})
 
 
 class LaidBack(TensorLike):
@@ -278,11 +272,9 @@ def _class_of(kind: Any) -> Any:
 
 
 def _share(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...] | None:
-    """Where the tokens of a row lie in a tree: (source, real, copied, ends), None if it isn't worthwhile.
+    """Where the M tokens of a row lie in a tree: (source, real, copied, ends), None if it isn't worthwhile.
 
-    Args:
-        flags: (M,) of the row's tokens.
-        channels: (n, M), the numbers of each token that must be equal for two tokens to be one.
+    `channels`, (n, M), are the numbers of each token that must be equal for two tokens to be one.
     """
     real, padding = (flags & REAL).nonzero()[0], (flags & REAL == 0).nonzero()[0]
     begins = (flags[real] & BEGINS).nonzero()[0]
@@ -354,13 +346,3 @@ def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tens
         rows = value if several else value.reshape(*value.shape[:2], -1).unbind(-1)
         found += [one.to(packed_batch.device).expand(tokens) for one in rows]
     return found
-
-
-def _take_all(placement: Placement, arguments: dict[str, Any]) -> None:
-    """Replace the arguments of a batch's tokens by those of a row's."""
-    for name, value in list(arguments.items()):
-        if name in PACKING:
-            del arguments[name]
-        elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
-            arguments[name] = placement.take(value)
-    arguments.pop("cache_position", None)

@@ -106,13 +106,13 @@ class EncoderDecoderForward(Pipeline):
 
     def _run_own(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the module's own forward, with the losses of the documents of the tokens that have logits, if any."""
-        spans = None
+        add_loss = None
         if packed_batch is not None:
             if self.mixed_loss and arguments.get("labels") is not None:
                 self.require_no_mixed_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self)
+            add_loss = take_spans(arguments, packed_batch, self)
         output = self.inner(**arguments)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return output if add_loss is None else add_loss(output)
 
     def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
         """Refuse rows that are padded on the right, whose scores would be read from padding."""

@@ -77,12 +77,9 @@ class VirtualTokens(InstanceForward):
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        adapter = self.module.active_peft_config
-        if getattr(adapter, "is_prompt_learning", False):
-            self._require_one_document_a_row(adapter, self.bound(args, kwargs))
-        return self.inner(*args, **kwargs)
-
-    def _require_one_document_a_row(self, adapter: Any, arguments: dict[str, Any]) -> None:
+        adapter, arguments = self.module.active_peft_config, self.bound(args, kwargs)
+        if not getattr(adapter, "is_prompt_learning", False):
+            return self.inner(*args, **kwargs)
         count, kind = getattr(adapter, "num_virtual_tokens", "several"), getattr(adapter, "peft_type", "PEFT's")
         message = (
             f"marks several documents in a row, and {self.name} puts {count} virtual tokens "
@@ -95,8 +92,7 @@ class VirtualTokens(InstanceForward):
                 raise UnsupportedModelError(f"{name} {message}")
         for side in ("", "decoder_"):
             mask, positions = arguments.get(f"{side}attention_mask"), arguments.get(f"{side}position_ids")
-            if not isinstance(mask, Tensor) or mask.ndim != 2:
-                mask = None
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
             if mask is not None:
                 require((mask <= 1).all(), f"{side}attention_mask {message}")
             if isinstance(positions, Tensor):
@@ -104,3 +100,4 @@ class VirtualTokens(InstanceForward):
                 if mask is not None and mask.shape[1] == begins.shape[1] + 1:
                     begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
                 require(~begins.any(), f"{side}position_ids {message}")
+        return self.inner(*args, **kwargs)

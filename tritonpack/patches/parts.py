@@ -143,10 +143,10 @@ class InstanceForward(Part):
 
     def remove(self) -> None:
         forward = self.module.__dict__.get(self.attribute)
-        if forward is self and self.own is None:
+        if forward is self:
             del self.module.__dict__[self.attribute]
-        elif forward is self:
-            self.module.__dict__[self.attribute] = self.own
+            if self.own is not None:
+                self.module.__dict__[self.attribute] = self.own
         elif self.installed:
             self.wrapper = forward
         self.installed = False

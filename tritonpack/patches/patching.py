@@ -18,7 +18,7 @@ from tritonpack.patches.applied_patch import (
     to_the_end,
 )
 from tritonpack.patches.by_name import register
-from tritonpack.patches.choose_modules import Options, choose_modules
+from tritonpack.patches.choose_modules import Options
 from tritonpack.patches.compact import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.report import Report
@@ -139,9 +139,9 @@ def patch(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
-    modules, lease = choose_modules(model, asked), object()
+    lease = object()
     try:
-        return Patch(model, put_on(model, modules, asked, lease), lease)
+        return Patch(model, put_on(model, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out
         to_the_end(lambda: _leave_all(model, lease))
         raise

@@ -131,7 +131,7 @@ class Pipeline(InstanceForward):
                 check_labels(self.module, arguments, packed_batch)
                 if self.mixed_loss:
                     self.require_no_mixed_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self) if not arguments.keys().isdisjoint(PLACES) else None
+            add_loss = take_spans(arguments, packed_batch, self) if not arguments.keys().isdisjoint(PLACES) else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
                 row, within = self._compact(packed_batch, arguments)
@@ -145,7 +145,7 @@ class Pipeline(InstanceForward):
             output = lay_back_head(output, row.row, trains and not _needs_logits(self.module))
         if not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return output if add_loss is None else add_loss(output)
 
     def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the model on documents that were read; None if masks are made already, or the model refuses the call."""

@@ -51,16 +51,6 @@ class Documents:
         device = packed_batch.device
         return cls(packed_batch.tokens, places.to(device), inside.to(device), packed)
 
-    def in_batches(self) -> list[Documents]:
-        """These documents in batches of similar lengths: the longest is below twice the shortest."""
-        digits = self.inside.sum(1).log2().floor()
-        return [self.subset((digits == some).nonzero().flatten()) for some in digits.unique()]
-
-    def subset(self, numbers: Tensor) -> Documents:
-        """The documents of these numbers, (n,) int64, padded to the longest of them."""
-        longest = int(self.inside[numbers].sum(1).max())
-        return replace(self, places=self.places[numbers, :longest], inside=self.inside[numbers, :longest])
-
     @property
     def rows(self) -> Tensor:
         """(documents,) int64, the row that each document lies in."""
@@ -75,10 +65,6 @@ class Documents:
         outside = ~self.inside.view(*self.inside.shape, *[1] * (values.ndim - 2)).to(values.device)
         return flat[self.places.to(values.device)].masked_fill(outside, fill)
 
-    def lay_back(self, values: Tensor) -> Tensor:
-        """Lay values (documents, longest, ...) back into rows (B, T, ...), with zeros where no document lies."""
-        return lay_back([self], [values])
-
 
 def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
     """Lay values (documents, longest, ...) of several batches back into rows (B, T, ...), with zeros elsewhere."""
@@ -89,11 +75,16 @@ def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
 
 
 def batches_of(packed_batch: PackedBatch) -> list[Documents]:
-    """The documents of a packing `in_batches`, found once for all layers. Waits for the device."""
-    if not packed_batch.kept_batches:
-        documents = Documents.of(packed_batch, always=True)
-        if documents is not None:
-            packed_batch.kept_batches += documents.in_batches()
+    """The documents of a packing in batches of similar lengths: the longest is below twice the shortest.
+
+    They are found once for all layers. Waits for the device.
+    """
+    if not packed_batch.kept_batches and (every := Documents.of(packed_batch, always=True)) is not None:
+        lengths = every.inside.sum(1)
+        digits = lengths.log2().floor()
+        for some in (digits == one for one in digits.unique()):
+            places, inside = (x[some, : int(lengths[some].max())] for x in (every.places, every.inside))
+            packed_batch.kept_batches.append(replace(every, places=places, inside=inside))
     return packed_batch.kept_batches
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -172,43 +171,14 @@ PLACES = ("start_positions", "end_positions")
 SEARCHING = frozenset({"cls_index", "question_positions"})
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """The spans to find in packed documents. They replace the head's `start_positions` and `end_positions`.
-
-    Attributes:
-        documents: the documents of the packed rows.
-        start, end: (documents,) int64, the first and the last token of each span, counted from its document's first
-            token; the longest document's length for a span that is ignored.
-        loss: takes (documents, longest) logits, as transformers' `ForQuestionAnsweringLoss` does.
-    """
-
-    documents: Documents
-    start: Tensor
-    end: Tensor
-    loss: Callable[..., Tensor]
-
-    def add_loss(self, output: Any, model: str) -> Any:
-        """The output with its loss: the mean, over documents, of the loss of each document in a call of its own.
-
-        A position outside of its document is ignored, and a negative position counts as 0.
-        """
-        logits = [output.get(name) for name in ("start_logits", "end_logits")]
-        if any(not isinstance(x, Tensor) or x.shape != self.documents.tokens for x in logits):
-            raise ValueError(
-                f"{model} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
-                "document can't be computed. Pass padded rows, with one document in each."
-            )
-        start, end = (self.documents.cut(x, fill=-math.inf) for x in logits)
-        loss = self.loss(start, end, self.start.to(start.device), self.end.to(end.device))
-        return type(output)(**{**output, "loss": loss})  # a new one: the loss comes first in a tuple
-
-
-def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward) -> Spans | None:
+def take_spans(
+    arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward
+) -> Callable[[Any], Any] | None:
     """Remove the positions of spans from the arguments of a call whose rows hold several documents, or padding.
 
     Positions count from the first token of their document. If each document has a row of its own, they count from the
-    first token of the row, as the head counts.
+    first token of the row, as the head counts. A position outside of its document is ignored, and a negative one counts
+    as 0.
 
     Args:
         arguments: the call's arguments by name; changed in place.
@@ -216,8 +186,9 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: In
         forward: the patched forward of the model that is called.
 
     Returns:
-        None if the head computes the loss itself: the call has no positions, or its rows hold one document each and
-        either no padding or a head whose loss is not known.
+        The function that adds the loss to the output: the mean, over documents, of the loss of each document in a call
+        of its own. None if the head computes the loss itself: the call has no positions, or its rows hold one document
+        each and either no padding or a head whose loss is not known.
     """
     given = {name: x for name in PLACES if (x := arguments.get(name)) is not None}
     head, name = forward.module, forward.name
@@ -259,7 +230,19 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: In
     loss, total = ForQuestionAnsweringLoss, arguments.get("num_items_in_batch")
     if "loss_function" in inspect.unwrap(type(head).forward).__code__.co_names:  # users may replace it
         loss = head.loss_function if total is None else partial(head.loss_function, num_items_in_batch=total)
-    return Spans(documents, start, end, loss)
+
+    def add_loss(output: Any) -> Any:
+        logits = [output.get(name) for name in ("start_logits", "end_logits")]
+        if any(not isinstance(x, Tensor) or x.shape != documents.tokens for x in logits):
+            raise ValueError(
+                f"{name} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
+                "document can't be computed. Pass padded rows, with one document in each."
+            )
+        of_start, of_end = (documents.cut(x, fill=-math.inf) for x in logits)
+        found = loss(of_start, of_end, start.to(of_start.device), end.to(of_end.device))
+        return type(output)(**{**output, "loss": found})  # a new one: the loss comes first in a tuple
+
+    return add_loss
 
 
 def _in_documents(documents: Documents, places: Tensor) -> Tensor:

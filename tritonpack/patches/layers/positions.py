@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.placement import Documents
+from tritonpack.patches.placement import Documents, lay_back
 
 
 class LocalPositions(InstanceForward):
@@ -116,7 +116,7 @@ class DocumentPositions(InstanceForward):
                 arguments[name] = documents.cut(value)
         positions, ahead = self.inner(**{**arguments, "attention_mask": documents.inside.long()})
         last = torch.cat([documents.rows[1:] != documents.rows[:-1], documents.rows.new_ones(1, dtype=torch.bool)])
-        return torch.stack([documents.lay_back(one) for one in positions]), ahead[last]
+        return torch.stack([lay_back([documents], [one]) for one in positions]), ahead[last]
 
 
 def leave_positions_to_model(packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
