@@ -22,10 +22,8 @@ from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.embeddings import pooler_forward
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
-from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.parts import (
     AttentionName,
-    Checkpoints,
     InstanceForward,
     PackingContext,
     Part,
@@ -39,8 +37,8 @@ REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataP
 
 
 REPLICA = (
-    "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own instance, "
-    "which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
+    "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own "
+    "instance, which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
 )
 
 
@@ -61,11 +59,9 @@ class AppliedPatch:
     Attributes:
         model: the model that was given to `patch`.
         asked: the options that the user asked for.
-        report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
         bases: the forwards of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        proof: what shows that the heads keep documents apart.
         compaction: removes padding from calls; None if the user hasn't asked for it.
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
@@ -96,7 +92,7 @@ class AppliedPatch:
         layers = [forward for forward in found if forward is not None]
         self.report = self._make_report(model, modules, layers)
         self.heads: list[Pipeline] = []
-        self.bases = [self._base(module, modules, layers) for module in modules]
+        self.bases = [BaseForward(module, self, modules, layers) for module in modules]
         for module in every:
             own = next((base for base in self.bases if base.module is module), None)
             inner = next((base for base in self.bases if base.outermost and holds(module, base.module)), None)
@@ -134,22 +130,6 @@ class AppliedPatch:
             attention="dense" if takes_dense_mask(modules[-1]) else self.asked.attention,
             backend=self.asked.backend,
             saves=("padding", *copies) if self.compaction is not None else (),
-        )
-
-    def _base(
-        self, module: PreTrainedModel, modules: list[PreTrainedModel], layers: list[InstanceForward]
-    ) -> BaseForward:
-        attention = "dense" if takes_dense_mask(module) else self.asked.attention
-        return BaseForward(
-            module,
-            self.context,
-            Serving(attention, self.asked.backend, self.context.require_in_force),
-            report=self.report,
-            heads=self.heads,
-            checkpoints=Checkpoints(module, self.context) if layers else None,
-            mixes=any(isinstance(forward, DocumentByDocument) for forward in layers),
-            outermost=not any(other is not module and holds(other, module) for other in modules),
-            compaction=self.compaction,
         )
 
     @property

@@ -13,10 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import families, guards
-from tritonpack.patches.compact import Compaction, share
+from tritonpack.patches.compact import share
 from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
 from tritonpack.patches.encoder_decoder import cross_attention_mask
+from tritonpack.patches.forwards import takes_dense_mask
 from tritonpack.patches.interface import FUNCTIONS, NAMES
+from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import (
@@ -27,14 +29,16 @@ from tritonpack.patches.parse_inputs import (
     require_depths,
     tokens_of,
 )
-from tritonpack.patches.parts import Call, Checkpoints, PackingContext
+from tritonpack.patches.parts import Call, Checkpoints, InstanceForward
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement, require_one_document_a_row
-from tritonpack.patches.report import Report
+from tritonpack.patches.report import holds
 
 
 class BaseForward(Pipeline):
     """The forward of a patched module, which takes tokens and an attention mask.
+
+    It is made for an `AppliedPatch`, which has its `report`, from the patched `modules` and the forwards of `layers`.
 
     Attributes:
         heads: the forwards of the models that users may call, this one included.
@@ -48,23 +52,16 @@ class BaseForward(Pipeline):
     sharded = 0
 
     def __init__(
-        self,
-        module: PreTrainedModel,
-        context: PackingContext,
-        serving: Serving,
-        *,
-        report: Report,
-        heads: list[Any],
-        checkpoints: Checkpoints | None,
-        mixes: bool,
-        outermost: bool,
-        compaction: Compaction | None = None,
+        self, module: PreTrainedModel, applied: Any, modules: list[PreTrainedModel], layers: list[InstanceForward]
     ) -> None:
-        super().__init__(module, context)
-        self.serving, self.checkpoints, self.report = serving, checkpoints, report
-        self.heads, self.mixes, self.outermost = heads, mixes, outermost
-        self.compaction = compaction
-        self.reads_lengths = mixes or compaction is not None
+        super().__init__(module, applied.context)
+        attention = "dense" if takes_dense_mask(module) else applied.asked.attention
+        self.serving = Serving(attention, applied.asked.backend, self.context.require_in_force)
+        self.report, self.heads, self.compaction = applied.report, applied.heads, applied.compaction
+        self.checkpoints = Checkpoints(module, self.context) if layers else None
+        self.mixes = any(isinstance(forward, DocumentByDocument) for forward in layers)
+        self.outermost = not any(other is not module and holds(other, module) for other in modules)
+        self.reads_lengths = self.mixes or self.compaction is not None
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row

@@ -102,9 +102,9 @@ class Compaction:
         self.saved.add(total, computed)
         if row is None:
             return packed_batch
-        starts, live = (None if x is None else row.placement.take(x) for x in packed_batch.runs())
-        mask = None if live is None else live.int()
-        return _moved(packed_batch, row.placement, arguments, row, attention_mask=mask, boundaries=starts)
+        starts, live = packed_batch.runs()
+        mask = None if live is None else row.placement.take(live).int()
+        return _moved(packed_batch, row.placement, arguments, row, mask, row.placement.take(starts))
 
     def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], is_head: bool) -> bool:
         """Whether one row can take the place of the batch: each argument is of tokens or of images."""
@@ -174,32 +174,29 @@ class Compaction:
 def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> PackedBatch:
     """Replace the arguments of a row by those of the shorter one in which documents share tokens."""
     assert row.shared is not None
-    return _moved(packed_batch, row.shared, arguments, row, tree_ends=row.ends)
+    return _moved(packed_batch, row.shared, arguments, row, ends=row.ends)
 
 
 def _moved(
-    packed_batch: PackedBatch, placement: Placement, arguments: dict[str, Any], row: Row, **found: Tensor | None
+    packed_batch: PackedBatch,
+    placement: Placement,
+    arguments: dict[str, Any],
+    row: Row,
+    mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> PackedBatch:
-    """Replace the arguments of a batch's tokens by those of a row's, and return its packing, with what was `found`."""
+    """Replace the arguments of a batch's tokens by those of a row's, and return the row's packing."""
     for name, value in list(arguments.items()):
         if name in PACKING:
             del arguments[name]
         elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
             arguments[name] = placement.take(value)
     arguments.pop("cache_position", None)
-    positions = packed_batch.position_ids
+    batch, positions = packed_batch, packed_batch.position_ids
     positions = None if positions is None else placement.take(positions)
     tokens = torch.Size((1, placement.source.shape[0]))
-    return PackedBatch(
-        found.get("attention_mask"),
-        positions,
-        found.get("boundaries"),
-        tokens,
-        packed_batch.device,
-        packed_batch.serving,
-        tree_ends=found.get("tree_ends"),
-        row=row,
-    )
+    return PackedBatch(mask, positions, starts, tokens, batch.device, batch.serving, tree_ends=ends, row=row)
 
 
 def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:

@@ -97,7 +97,14 @@ class EncoderDecoderForward(Pipeline):
         if self.one_result:
             self.require_result_of_each(packed_batch)
             if self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
-                self._require_no_padding_behind(packed_batch)
+                full = packed_batch.not_padding()[:, -1].all()
+                message = (
+                    f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
+                )
+                if torch.compiler.is_compiling():
+                    torch._assert_async(full, message)
+                else:
+                    require(full, message)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
@@ -113,15 +120,6 @@ class EncoderDecoderForward(Pipeline):
             add_loss = take_spans(arguments, packed_batch, self)
         output = self.inner(**arguments)
         return output if add_loss is None else add_loss(output)
-
-    def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
-        """Refuse rows that are padded on the right, whose scores would be read from padding."""
-        full = packed_batch.not_padding()[:, -1].all()
-        message = f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
-        if torch.compiler.is_compiling():
-            torch._assert_async(full, message)
-        else:
-            require(full, message)
 
     def _hand(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor
@@ -243,21 +241,25 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
     """
     key_starts, key_live, key_number = _documents(keys)
     if queries is None:
-        starts = torch.zeros((keys.tokens[0], length), dtype=torch.bool, device=keys.device)
-        starts[:, 0] = True
-        live, number = torch.ones_like(starts), torch.ones(starts.shape, dtype=torch.long, device=keys.device)
+        number = torch.ones((keys.tokens[0], length), dtype=torch.long, device=keys.device)
+        live, counts = number > 0, number[:, 0]
     else:
         starts, live, number = (x.to(keys.device) for x in _documents(queries))
-    counts, key_counts = starts.sum(1), key_starts.sum(1)
-    require(
-        (counts == key_counts).all(),
-        lambda: (
-            f"{_mismatch(counts, key_counts)}. {TELL_BOTH}."
-            if queries is not None
-            else "a row that continues a cache must have one document on the encoder's side; "
-            f"{_mismatch(counts, key_counts)}. Generate from one document to a row."
-        ),
-    )
+        counts = starts.sum(1)
+    key_counts = key_starts.sum(1)
+
+    def message() -> str:
+        row = int((counts != key_counts).nonzero()[0])
+        here, there = int(counts[row]), int(key_counts[row])
+        differ = f"row {row} has {here} documents in the decoder and {there} in the encoder"
+        if queries is not None:
+            return f"{differ}. {TELL_BOTH}."
+        return (
+            f"a row that continues a cache must have one document on the encoder's side; {differ}. Generate from one "
+            "document to a row."
+        )
+
+    require((counts == key_counts).all(), message)
     columns = length + keys.tokens[1] + 1  # more than any document's number
     row = torch.arange(keys.tokens[0], device=keys.device)[:, None] * columns
     wanted, had = (row + number).flatten(), (row + key_number).flatten()
@@ -277,11 +279,6 @@ def _documents(packed_batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     live = packed_batch.not_padding()
     starts = packed_batch.runs()[0] & live
     return starts, live, starts.cumsum(1)
-
-
-def _mismatch(counts: Tensor, key_counts: Tensor) -> str:
-    row = int((counts != key_counts).nonzero()[0])
-    return f"row {row} has {int(counts[row])} documents in the decoder and {int(key_counts[row])} in the encoder"
 
 
 def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor, live: Tensor) -> None:

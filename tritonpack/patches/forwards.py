@@ -92,7 +92,11 @@ def foreign_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules that run code that isn't transformers' own, nor a wrapper's of `WRAPPERS`."""
     kinds = {type(one) for one in model.modules()}
     genuine = {kind for kind in kinds if _is_genuine(kind) and _makes_own_masks(kind.__module__)}
-    return [name for name, one in model.named_modules() if type(one) not in genuine or not _has_no_other(one)]
+    return [
+        name
+        for name, one in model.named_modules()
+        if type(one) not in genuine or not _is_wrapper(one.__dict__.get("forward"))
+    ]
 
 
 def is_own(module: nn.Module, instance: Any = None) -> bool:
@@ -100,7 +104,7 @@ def is_own(module: nn.Module, instance: Any = None) -> bool:
 
     `instance` is the forward that the module itself had before a patch; by default the one that it has.
     """
-    return _has_no_other(module, instance) and _is_genuine(type(module))
+    return _is_wrapper(instance or module.__dict__.get("forward")) and _is_genuine(type(module))
 
 
 def has_known_loss(model: Any) -> bool:
@@ -117,11 +121,6 @@ def _makes_own_masks(home: str) -> bool:
     found = vars(sys.modules.get(home, masking_utils))
     functions = (found.get(name) for name in vars(masking_utils) if name.startswith("create_"))
     return all(package_of(function) in WRAPPERS for function in functions if isinstance(function, FunctionType))
-
-
-def _has_no_other(module: nn.Module, instance: Any = None) -> bool:
-    """Whether a module has no forward of its instance, or one of `WRAPPERS`."""
-    return _is_wrapper(instance or module.__dict__.get("forward"))
 
 
 def _is_genuine(kind: Any) -> bool:

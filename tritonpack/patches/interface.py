@@ -165,7 +165,7 @@ def attend_eager(
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     indices, bias = kwargs.pop("indices", None), kwargs.pop("position_bias", None)
-    if attends_within_tokens(module):
+    if type(module).__name__ in WITHIN_TOKENS:
         return own(module, query, key, value, None, **kwargs)
     query, bias = _tuned(module, query, bias, attention_mask)
     mask = _dense(module, attention_mask, key, query.dtype, kwargs, "eager")
@@ -293,12 +293,7 @@ def takes_tokens(module: nn.Module) -> bool:
     """
     config = getattr(module, "config", None)
     of_text = config is None or getattr(config, "vocab_size", None) is not None
-    return of_text and not attends_within_tokens(module)
-
-
-def attends_within_tokens(module: nn.Module) -> bool:
-    """Whether an attention layer attends among the states of one token, which needs no mask."""
-    return type(module).__name__ in WITHIN_TOKENS
+    return of_text and type(module).__name__ not in WITHIN_TOKENS
 
 
 def attend_in_tower(

@@ -426,17 +426,17 @@ def unpatched(applied: Any) -> Iterator[None]:
     for part in reversed(parts):
         part.remove()
     applied.proof.passing = threading.get_ident()
-    configs = {id(m.config): m for m in applied.model.modules() if isinstance(m, PreTrainedModel)}.values()
-    names = [(module.config, module.config._attn_implementation_internal) for module in configs]
+    models = {id(m.config): m for m in applied.model.modules() if isinstance(m, PreTrainedModel)}.values()
+    names = [(module, module.config._attn_implementation_internal) for module in models]
     try:
-        for module in configs:
-            if module.config._attn_implementation_internal in (None, *NAMES.values()):
+        for module, name in names:
+            if name in (None, *NAMES.values()):
                 module.config._attn_implementation_internal = "sdpa" if takes_sdpa(module) else "eager"
         use_eager_if_sdpa_differs(applied.model)
         yield
     finally:
-        for config, name in names:
-            config._attn_implementation_internal = name
+        for module, name in names:
+            module.config._attn_implementation_internal = name
         applied.proof.passing = None
         for part in parts:
             part.install()
