@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches import parts
 from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.choose_modules import Options, choose_modules, forward_for
 from tritonpack.patches.compact import Compaction
@@ -22,13 +23,6 @@ from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.embeddings import pooler_forward
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
-from tritonpack.patches.parts import (
-    AttentionName,
-    InstanceForward,
-    PackingContext,
-    Part,
-    Refusal,
-)
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
 from tritonpack.patches.report import Report, holds, make_report
@@ -42,7 +36,7 @@ REPLICA = (
 )
 
 
-class Guard(Refusal):
+class Guard(parts.Refusal):
     """What marks a module of a patch: its replicas, which would share the forwards of the patch, are refused."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
@@ -77,11 +71,11 @@ class AppliedPatch:
         below: list[AppliedPatch],
         by_name: bool = False,
     ) -> None:
-        self._model = Part(model)
+        self._model = parts.Part(model)
         self.asked, self.below, self.by_name = asked, below, by_name
         self.leases: list[object] = []
         self.in_force = False
-        self.context = PackingContext()
+        self.context = parts.PackingContext()
         self.compaction: Compaction | None = None
         if asked.unpad or asked.share_prefixes:
             limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
@@ -104,19 +98,23 @@ class AppliedPatch:
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
         served: list[Any] = [*self.bases, *both]
-        names = [AttentionName(one.module, NAMES[one.serving.attention]) for one in served]
+        names = [parts.AttentionName(one.module, NAMES[one.serving.attention]) for one in served]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
         forwards = [*layers, *images, *self.heads]
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
         entry = "init_continuous_batching"  # it makes every manager of transformers
-        managers = [Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)]
+        managers = [
+            parts.Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)
+        ]
         virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
         checkpoints = [base.checkpoints for base in self.bases if base.checkpoints is not None]
-        self.parts: list[Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
+        self.parts: list[parts.Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
 
-    def _make_report(self, model: nn.Module, modules: list[PreTrainedModel], layers: list[InstanceForward]) -> Report:
+    def _make_report(
+        self, model: nn.Module, modules: list[PreTrainedModel], layers: list[parts.InstanceForward]
+    ) -> Report:
         config = modules[-1].config
         width = getattr(text_config(config), "hidden_size", 0)
         mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
@@ -153,7 +151,7 @@ class AppliedPatch:
         for part in reversed(self.parts):
             if isinstance(part, Guard) and not part.gone:
                 notices.patched_models.discard(part.module)
-            if not part.gone or isinstance(part, AttentionName):
+            if not part.gone or isinstance(part, parts.AttentionName):
                 part.remove()
         self.in_force = self.context.in_force = False
 

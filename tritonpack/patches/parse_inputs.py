@@ -266,18 +266,16 @@ def require_depths(packed_batch: PackedBatch) -> None:
     rise = stream - stream[mask.key_start]  # from the first token of the tree
     wrong = rise != depth
 
-    def message() -> str:
-        where = ""
-        if wrong.device.type == "cpu":
-            place = int(wrong.nonzero()[0])
-            where = f" at token {place} of the flattened rows, {int(rise[place])} for a depth of {int(depth[place])}"
-        return (
-            f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise "
-            "by 1 from a token to each token right below it. Pass mask.diagonal or the position_ids of "
-            "tritonpack.pack_tree, or leave position_ids out."
-        )
-
-    require(~wrong.any(), message)
+    where = ""
+    if wrong.device.type == "cpu" and bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        where = f" at token {place} of the flattened rows, {int(rise[place])} for a depth of {int(depth[place])}"
+    require(
+        ~wrong.any(),
+        f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise by 1 "
+        "from a token to each token right below it. Pass mask.diagonal or the position_ids of tritonpack.pack_tree, or "
+        "leave position_ids out.",
+    )
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
@@ -289,7 +287,7 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
     live = everywhere if mask is None else mask != 0
     if len(told) == 2:
         one, other = told.items()
-        _require_same(one, other, live)
+        _require_same(one, other, live, other[1].int())
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
         starts = packed_batch.position_starts()
@@ -297,29 +295,28 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
         tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
         filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros
         starts[:, :1] = True
-        for name, boundaries in list(told.items())[:1]:
-            _require_same((name, boundaries), ("position_ids", starts), live & ~filled, positions)
+        for first in list(told.items())[:1]:
+            _require_same(first, ("position_ids", starts), live & ~filled, positions)
         told = {**told, "position_ids": starts}
     if mask is not None and told:
         # Padding ends a document by itself. A mask of 0 and 1 numbers none, unless it was made of pairs.
         inside = live & torch.cat([torch.zeros_like(live[:, :1]), live[:, :-1]], dim=1)
         if not packed_batch.causal:
             inside = inside & (mask > 1).any()
-        name, boundaries = next(iter(told.items()))
-        where = inside & ~filled if name == "position_ids" else inside
-        _require_same(("attention_mask", changes(mask)), (name, boundaries), where, mask)
+        first = next(iter(told.items()))
+        where = inside & ~filled if first[0] == "position_ids" else inside
+        _require_same(("attention_mask", changes(mask)), first, where, mask)
 
 
-def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor | None = None) -> None:
+def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor) -> None:
     """Refuse two arguments, each with its name and where documents begin by it, that differ on some tokens.
 
     Args:
         where: (B, T) bool, the tokens to compare.
-        ids: the numbers to show in the message, (B, T) or one row for all; by default where documents begin by `other`.
+        ids: the numbers to show in the message, (B, T) or one row for all.
     """
     (name, starts), (other_name, other_starts) = one, other
     differ = (starts != other_starts) & where
-    numbers = other_starts.int() if ids is None else ids.expand(starts.shape)
     repeat = (
         "Let positions restart where a document begins"
         if "position_ids" in (name, other_name)
@@ -328,7 +325,7 @@ def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Ten
     require(
         ~differ.any(),
         lambda: (
-            f"{name} and {other_name} contradict each other{shown(differ, numbers, starts)}: by {name} documents begin "
+            f"{name} and {other_name} contradict each other{shown(differ, ids.expand(starts.shape), starts)}: by {name} documents begin "
             f"at {_places(starts)}, by {other_name} at {_places(other_starts)}. {repeat}, or leave one of the two out."
         ),
     )
