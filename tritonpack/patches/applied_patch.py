@@ -17,15 +17,15 @@ from tritonpack.patches.choose_modules import Options, choose_modules, forward_f
 from tritonpack.patches.compact import Compaction
 from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
-from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
+from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.guards import CONTINUOUS_BATCHING, VirtualTokens
 from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.embeddings import pooler_forward
-from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
+from tritonpack.patches.layers.mixers import Capabilities
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
-from tritonpack.patches.report import Report, holds, make_report
+from tritonpack.patches.report import holds, make_report
 
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
@@ -84,7 +84,7 @@ class AppliedPatch:
         found = [forward_for(layer, self.context, capabilities) for layer in every]
         found += [pooler_forward(module, self.context) for module in modules]
         layers = [forward for forward in found if forward is not None]
-        self.report = self._make_report(model, modules, layers)
+        self.report = make_report(model, modules, layers, asked)
         self.heads: list[Pipeline] = []
         self.bases = [BaseForward(module, self, modules, layers) for module in modules]
         for module in every:
@@ -111,24 +111,6 @@ class AppliedPatch:
         checkpoints = [base.checkpoints for base in self.bases if base.checkpoints is not None]
         self.parts: list[parts.Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
-
-    def _make_report(
-        self, model: nn.Module, modules: list[PreTrainedModel], layers: list[parts.InstanceForward]
-    ) -> Report:
-        config = modules[-1].config
-        width = getattr(text_config(config), "hidden_size", 0)
-        mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
-        # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
-        once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
-        copies = ("copies of common beginnings",) if self.asked.share_prefixes else ()
-        return make_report(
-            model,
-            modules,
-            once,
-            attention="dense" if takes_dense_mask(modules[-1]) else self.asked.attention,
-            backend=self.asked.backend,
-            saves=("padding", *copies) if self.compaction is not None else (),
-        )
 
     @property
     def model(self) -> nn.Module:

@@ -169,12 +169,9 @@ REWRITTEN: dict[str, type[InstanceForward]] = {
 def forward_for(layer: nn.Module, context: PackingContext, capabilities: Capabilities) -> InstanceForward | None:
     """The forward that a layer gets; None if it keeps its own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
-    if name in families.POSITION_TABLES:
-        return LocalPositions(layer, context)
     if name in families.MIXERS:
         return DocumentByDocument(layer, context, capabilities)
-    if name in REWRITTEN:
-        return REWRITTEN[name](layer, context)
     if (home, name) in families.OWN_MASKS:
         return DocumentMask(layer, context, families.OWN_MASKS[home, name])
-    return None
+    kind = LocalPositions if name in families.POSITION_TABLES else REWRITTEN.get(name)
+    return None if kind is None else kind(layer, context)

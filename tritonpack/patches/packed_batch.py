@@ -335,11 +335,7 @@ class PackedBatch(TensorLike):
         return places[:, -self.tokens[1] :].clamp(min=0)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device.
-
-        Raises:
-            UnsupportedModelError: the rows hold trees, whose tokens don't lie one document after the other.
-        """
+        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device."""
         if self.tree_ends is not None:
             raise UnsupportedModelError(
                 "a part of this model runs on each document by itself, and the documents of a tree share tokens. Give "

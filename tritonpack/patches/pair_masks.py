@@ -32,10 +32,6 @@ def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
     Args:
         mask: (B or 1, 1, T, T), True or 0 where a query sees a key, False or -65504 or less where it doesn't.
         tokens: (B, T).
-
-    Raises:
-        ValueError: another shape or dtype, a cache, or a mask that isn't block-diagonal and causal; the message names
-            the row and the pair.
     """
     rows, length = tokens
     if mask.shape not in ((rows, 1, length, length), (1, 1, length, length)):

@@ -21,21 +21,12 @@ from tritonpack.patches.tensor_like import TensorLike
 # The arguments that tell documents apart.
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 TREE = "tree_ends"
-TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS, TREE)
+OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
+TELLING = (*OF_TOKENS, *OFFSETS, TREE)
 
 # The arguments that tell documents apart in an encoder and in a decoder, by the names that `make_packed_batch` reads.
-SOURCE = {
-    "attention_mask": "attention_mask",
-    "position_ids": "position_ids",
-    "seq_idx": "seq_idx",
-    "cu_seq_lens_q": "cu_seq_lens_k",
-}
-TARGET = {
-    "attention_mask": "decoder_attention_mask",
-    "position_ids": "decoder_position_ids",
-    "seq_idx": "decoder_seq_idx",
-    "cu_seq_lens_q": "cu_seq_lens_q",
-}
+SOURCE = {**{name: name for name in OF_TOKENS}, "cu_seq_lens_q": "cu_seq_lens_k"}
+TARGET = {**{name: f"decoder_{name}" for name in OF_TOKENS}, "cu_seq_lens_q": "cu_seq_lens_q"}
 
 # The arguments that pass a cache. Since transformers 5.24 "cache" replaces "past_key_values" and "cache_params".
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
@@ -316,7 +307,7 @@ def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Ten
         ids: the numbers to show in the message, (B, T) or one row for all.
     """
     (name, starts), (other_name, other_starts) = one, other
-    differ = (starts != other_starts) & where
+    differ, ids = (starts != other_starts) & where, ids.expand(starts.shape)
     repeat = (
         "Let positions restart where a document begins"
         if "position_ids" in (name, other_name)
@@ -325,7 +316,7 @@ def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Ten
     require(
         ~differ.any(),
         lambda: (
-            f"{name} and {other_name} contradict each other{shown(differ, ids.expand(starts.shape), starts)}: by {name} documents begin "
+            f"{name} and {other_name} contradict each other{shown(differ, ids, starts)}: by {name} documents begin "
             f"at {_places(starts)}, by {other_name} at {_places(other_starts)}. {repeat}, or leave one of the two out."
         ),
     )

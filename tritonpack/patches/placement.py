@@ -92,9 +92,6 @@ def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_gr
     """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
 
     In graphs of torch.compile nothing is checked, unless `in_graphs` asks for an assertion there, too.
-
-    Raises:
-        UnsupportedModelError: with the message and the number of documents in each row.
     """
     if not packed_batch.tells_documents:
         return

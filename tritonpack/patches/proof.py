@@ -89,12 +89,7 @@ class Proof:
             self._prove(head, head, trees, tokens.device)
 
     def settle(self) -> None:
-        """Prove the heads now.
-
-        Raises:
-            UnsupportedModelError: as in `require`.
-            ValueError: the model has no weights yet.
-        """
+        """Prove the heads now."""
         outer = [head for head in self.applied.heads if not head.one_result]
         for head in self.applied.heads:
             if any(other is not head and holds(other.module, head.module) for other in outer):
@@ -138,11 +133,7 @@ class Proof:
 
 
 def refuse_layers_in_trees(model: nn.Module) -> None:
-    """Refuse a model with a layer that mixes documents that share the tokens that they begin with.
-
-    Raises:
-        UnsupportedModelError: the message names the layer.
-    """
+    """Refuse a model with a layer that mixes documents that share the tokens that they begin with."""
     for path, layer in model.named_modules():
         if why := REFUSED_IN_TREES.get(type(layer).__name__):
             raise UnsupportedModelError(

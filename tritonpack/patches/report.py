@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -12,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tritonpack.backends import Backend, resolve_backend
+from tritonpack.patches.configurations import text_config
 from tritonpack.patches.families import MIXERS, POSITION_TABLES
+from tritonpack.patches.forwards import takes_dense_mask
 
 NO_ATTENTION = "no attention"
 
@@ -90,12 +92,14 @@ class Report:
         return "\n".join(lines)
 
 
-def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], once: Set[type], **options: Any) -> Report:
-    """The report of a patch of some modules of a model, with `options` that are fields of the report.
-
-    `once` are classes of mixing layers that run on whole rows: they keep documents apart when they get boundaries.
-    """
+def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], layers: Sequence[Any], asked: Any) -> Report:
+    """The report of a patch of some modules of a model, with these forwards of layers, and the options of `patch`."""
     config = patched[-1].config
+    width = getattr(text_config(config), "hidden_size", 0)
+    mixers = [forward for forward in layers if forward.name in MIXERS]
+    # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
+    once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
+    copies = ("copies of common beginnings",) if asked.share_prefixes else ()
     windows = layer_windows(config)
     modules = dict(model.named_modules())
     kinds = {name: type(module) for name, module in modules.items()}
@@ -109,7 +113,9 @@ def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], once: Set[
         positions=tuple(name for name, kind in kinds.items() if kind.__name__ in POSITION_TABLES),
         left=tuple(name for name in models if not any(holds(modules[name], inner) for inner in patched)),
         replaced=config._attn_implementation_internal,
-        **options,
+        attention="dense" if takes_dense_mask(patched[-1]) else asked.attention,
+        backend=asked.backend,
+        saves=("padding", *copies) if asked.unpad or asked.share_prefixes else (),
     )
 
 

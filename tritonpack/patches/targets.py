@@ -33,11 +33,7 @@ OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree.
-
-    Raises:
-        ValueError: labels of a tree without `shift_labels`: the next token in the row may be of another branch.
-    """
+    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree."""
     shifts = shifts_labels(model, arguments)
     if packed_batch.tree_ends is not None and shifts:
         raise ValueError(
