@@ -44,7 +44,7 @@ class Guard(parts.Refusal):
         self.patch = patch
 
 
-class AppliedPatch:
+class AppliedPatch(parts.Part):
     """One patch of a model.
 
     `apply` and `revert` may be called again at any time, also after an interrupt. The patch is found through its
@@ -63,6 +63,8 @@ class AppliedPatch:
         by_name: whether the patch ends when the model gets another name: it asked for it by its attn_implementation.
     """
 
+    model = parts.Part.module
+
     def __init__(
         self,
         model: nn.Module,
@@ -71,7 +73,7 @@ class AppliedPatch:
         below: list[AppliedPatch],
         by_name: bool = False,
     ) -> None:
-        self._model = parts.Part(model)
+        super().__init__(model)
         self.asked, self.below, self.by_name = asked, below, by_name
         self.leases: list[object] = []
         self.in_force = False
@@ -111,14 +113,6 @@ class AppliedPatch:
         checkpoints = [base.checkpoints for base in self.bases if base.checkpoints is not None]
         self.parts: list[parts.Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model.module
-
-    @property
-    def gone(self) -> bool:
-        return self._model.gone
 
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""

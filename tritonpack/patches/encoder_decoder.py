@@ -229,30 +229,26 @@ def cross_attention_mask(
         mask = make_packed_batch({"attention_mask": mask}, tokens, states.device, serving)
     length = tokens_of(arguments)[1][1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
-    return IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
+    return IntervalMask(_cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
 
 
-def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:
-    """The mask of `length` queries to a row: each sees the keys of the document that belongs to its own.
+def _cross_mask(decoder: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:
+    """The mask of `length` queries to a row of the decoder: each sees the keys of the document that belongs to its own.
 
-    Args:
-        queries: the packing of the decoder; None if each row holds one document whose beginning is in a cache.
-        keys: the packing of the encoder, with as many rows.
+    Without a packing of the decoder each row holds one document, whose beginning is in a cache.
     """
-    key_starts, key_live, key_number = _documents(keys)
+    queries = decoder
     if queries is None:
-        number = torch.ones((keys.tokens[0], length), dtype=torch.long, device=keys.device)
-        live, counts = number > 0, number[:, 0]
-    else:
-        starts, live, number = (x.to(keys.device) for x in _documents(queries))
-        counts = starts.sum(1)
-    key_counts = key_starts.sum(1)
+        tokens = torch.Size((keys.tokens[0], length))
+        queries = PackedBatch(None, None, None, tokens, keys.device, keys.serving)
+    counts, live, number = (x.to(keys.device) for x in _documents(queries))
+    key_counts, key_live, key_number = _documents(keys)
 
     def message() -> str:
         row = int((counts != key_counts).nonzero()[0])
         here, there = int(counts[row]), int(key_counts[row])
         differ = f"row {row} has {here} documents in the decoder and {there} in the encoder"
-        if queries is not None:
+        if decoder is not None:
             return f"{differ}. {TELL_BOTH}."
         return (
             f"a row that continues a cache must have one document on the encoder's side; {differ}. Generate from one "
@@ -267,18 +263,17 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
     end = torch.searchsorted(had, wanted, right=True)  # past the padding that follows a document
     before = nn.functional.pad(key_live.flatten().cumsum(0), (1, 0))
     stop = begin + before[end] - before[begin]
-    if queries is not None:
-        _require_same_numbers(queries, keys, begin, live)
+    _require_same_numbers(queries, keys, begin, live)
     start = torch.where(live.flatten(), begin, stop)
     return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), keys.tokens.numel())
 
 
 def _documents(packed_batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Where documents begin and which tokens are not padding, (B, T) bool, and the number of each token's document in
-    its row, (B, T) int64 from 1. Padding has the number of the document before it."""
+    """How many documents each row holds, (B,), which tokens are not padding, (B, T) bool, and the number of each
+    token's document in its row, (B, T) int64 from 1. Padding has the number of the document before it."""
     live = packed_batch.not_padding()
     starts = packed_batch.runs()[0] & live
-    return starts, live, starts.cumsum(1)
+    return starts.sum(1), live, starts.cumsum(1)
 
 
 def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor, live: Tensor) -> None:
