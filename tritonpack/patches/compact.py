@@ -142,9 +142,8 @@ class Compaction:
         table = torch.stack((flags, *targets, *channels)).flatten(1).long().cpu().numpy()
         predicts = (table[0] & (REAL | BEFORE)) != 0
         runs = predicts
-        if (
-            targets and shifts
-        ):  # padding keeps a label that a document's last token predicts, such as a token for the end
+        if targets and shifts:
+            # Padding keeps a label that a document's last token predicts, such as a token for the end.
             runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (np.arange(len(predicts)) % length > 0))
         source = runs.nonzero()[0]
         shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
