@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from tritonpack.masks.block_diagonal import (
 from tritonpack.masks.intervals import visible_keys
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
-
-if TYPE_CHECKING:
-    from tritonpack.patches.placement import Row
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -148,7 +145,7 @@ class PackedBatch(TensorLike):
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         tree_ends: (B, T) integers, where the subtree of each token ends, counted from the begin of its row, if the rows
             hold trees; else None. It may lie in host memory, where masks of trees are made in less time.
-        row: where the tokens of the user's batch lie in this one row, if it was made of them; else None.
+        row: a `Row`, where the tokens of the user's batch lie in this one row, if it was made of them; else None.
         causal: whether a causal mask of pairs of tokens told the documents, so that no layer may see later tokens.
         shared: whether it is one rank's part of a batch.
         tells_documents: whether anything in the call can tell several documents of a row apart.
@@ -177,7 +174,7 @@ class PackedBatch(TensorLike):
         cached: bool = False,
         filler: Tensor | None = None,
         tree_ends: Tensor | None = None,
-        row: Row | None = None,
+        row: Any = None,
         causal: bool = False,
         counted: bool = False,
     ) -> None:
