@@ -39,7 +39,7 @@ from tritonpack.patches.parse_inputs import (
 from tritonpack.patches.parts import Call, InstanceForward, PackingContext
 from tritonpack.patches.placement import Documents, require_one_document_a_row
 from tritonpack.patches.report import holds
-from tritonpack.patches.targets import PLACES, check_labels, check_padding_labels, shifts_labels, take_spans
+from tritonpack.patches.targets import POSITIONS, check_labels, check_padding_labels, shifts_labels, take_spans
 
 if TYPE_CHECKING:
     from tritonpack.patches.proof import Proof
@@ -131,7 +131,7 @@ class Pipeline(InstanceForward):
                 check_labels(self.module, arguments, packed_batch)
                 if self.mixed_loss:
                     self.require_no_mixed_loss(packed_batch)
-            add_loss = take_spans(arguments, packed_batch, self) if not arguments.keys().isdisjoint(PLACES) else None
+            add_loss = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
                 row, within = self._compact(packed_batch, arguments)

@@ -162,6 +162,7 @@ def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
 
 
 PLACES = ("start_positions", "end_positions")
+POSITIONS = {*PLACES}
 
 # Arguments of heads with another loss: they search a row for the best spans, or for the tokens of questions.
 SEARCHING = frozenset({"cls_index", "question_positions"})
@@ -212,7 +213,7 @@ def take_spans(
             f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
             "documents included. Pass padded rows, with one document in each."
         )
-    for missing in {*PLACES} - {*given}:
+    for missing in POSITIONS - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
     count = len(documents) if documents.packed else packed_batch.tokens[0]
     for key, value in given.items():
