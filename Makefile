@@ -9,11 +9,11 @@ DEMO := $(VENV)/.demo
 DOCS := $(VENV)/.docs
 TESTS := $(VENV)/.tests
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
-OTHERS := benchmarks ecosystem examples integrations parallel virtual_gpu
+OTHERS := benchmarks ecosystem examples integrations parallel tools virtual_gpu
 # Where kernels run in Triton's interpreter; the nightly tests look everywhere.
 INTERPRETED := backends kernels masks parallel/test_ranks.py test_attention.py test_options.py test_tree.py
 
-.PHONY: help install quick test nightly lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
+.PHONY: help install quick test nightly lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day release-check clean
 
 help:
 	@echo "make install    what tests, linters and the site need; the other commands install what each of them needs"
@@ -29,6 +29,7 @@ help:
 	@echo "make compile-matrix  the compile report under Triton 3.6 and 3.9, and docs/compile-matrix.md; compiles what has changed"
 	@echo "make test-gpu   the GPU tests, with the python3 on PATH; installs nothing"
 	@echo "make first-day  tests, benchmarks and tuning on a GPU, the most valuable first, 9 minutes a call: first-day/verdict.md"
+	@echo "make release-check  before a release: version, changelog, archives, and installs with the oldest and newest versions"
 	@echo "make bench-gpu  the GPU benchmarks, with the python3 on PATH: rows in benchmarks/results; a second run continues the first"
 
 install: $(TESTS)
@@ -99,6 +100,11 @@ bench-gpu:
 
 first-day:
 	python3 -m benchmarks.first_day || test $$? = 3
+
+# uv resolves the oldest and the newest versions that pyproject.toml allows; some gigabytes are downloaded.
+release-check: install
+	$(PIP) uv
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.release_check
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out first-day site .cache .matrix

@@ -31,6 +31,7 @@ COLOURS = {
     "tritonpack": "#c2410c",
     "tritonpack, gluon": "#7f1d1d",
     "FlashAttention-4": "#1e3a5f",
+    "FlashAttention-3": "#5b8db8",
     "FlashAttention-2 (torch)": "#3b76af",
     "xformers": "#2f6b4f",
     "FlexAttention": "#6d5a9c",

@@ -21,7 +21,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def test_every_example_is_tested():
-    tested = {"train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
+    tested = {"quickstart", "train_packed", "train_with_trainer", "train_sequence_parallel", "train_dpo_packed"}
+    tested |= {"foreign_backends"}  # in tests/examples
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | {"__init__"}
 
 
@@ -33,6 +34,19 @@ def test_training_lowers_the_loss(name):
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps=10)
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+
+
+def test_quickstart_reaches_the_loss_of_stock(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("\n\n".join("a line of words " * (1 + i * i % 7) for i in range(40)), "utf-8")
+    main = runpy.run_path(str(EXAMPLES / "quickstart.py"))["main"]
+    (stock, _), (packed, _) = main(str(text), steps=3).values()
+    assert packed == pytest.approx(stock, rel=1e-5)
+    text.write_text("\n\n \n", "utf-8")
+    with pytest.raises(SystemExit, match="holds no text; pass a file with paragraphs"):
+        main(str(text))
+    with pytest.raises(SystemExit, match="missing can't be read"):
+        main(str(tmp_path / "missing"))
 
 
 def padded_dpo_loss(policy, reference, pairs, beta):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tritonpack"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = MODULES + [
-    path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
+    path for folder in ("tests", "benchmarks", "examples", "tools") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 # Room of the package -> the other rooms that it may import from.

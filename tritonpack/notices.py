@@ -17,7 +17,7 @@ from multiprocessing import parent_process
 from typing import Any
 from weakref import WeakSet
 
-import tritonpack
+from tritonpack import _imported_by
 from tritonpack.errors import PackingWarning
 
 # The patched modules of this process: `patch()` adds them, `unpatch()` discards them.
@@ -87,12 +87,12 @@ def knows_patched_models() -> bool:
     if worker is None:
         return True
     parent = parent_process()
-    return worker.id == 0 and parent is not None and parent.pid == tritonpack._imported_by
+    return worker.id == 0 and parent is not None and parent.pid == _imported_by
 
 
 def _users_level() -> int:
     """The caller's `stacklevel` of the innermost frame that belongs neither to this package nor to torch."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tritonpack", "torch"):
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__name__.split(".")[0], "torch"):
         level, frame = level + 1, frame.f_back
     return level

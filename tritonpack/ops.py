@@ -238,7 +238,9 @@ def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
 
 
 # Not with `torch.library.custom_op`, which imports the compiler at its first call; that takes seconds.
-_library = torch.library.Library("tritonpack", "DEF")
+# The namespace is the package's name, so that a copy of this package under another name has operators of its own.
+_NAMESPACE = (__package__ or "tritonpack").replace(".", "_")
+_library = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def define_operator(
@@ -257,9 +259,9 @@ def define_operator(
     _library.define(schema)
     for device in ("CPU", "CUDA"):
         _library.impl(name, implementation, device)
-    torch.library.register_fake(f"tritonpack::{name}", fake, lib=_library)
-    torch.library.register_autograd(f"tritonpack::{name}", differentiate, setup_context=save, lib=_library)
-    return getattr(torch.ops.tritonpack, name).default
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}", differentiate, setup_context=save, lib=_library)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 attention = define_operator(

@@ -1,5 +1,6 @@
 """Time attention and other implementations by device events, in one process, in turn, after a check of results.
 
+    python3 -m benchmarks.gpu --quick [--out DIR]
     python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--first 10] [--commit NAME] [--without NAME ...]
     python3 -m benchmarks.gpu --tokens 16384 [--heads 32] [--head-dim 128] [--dtype bfloat16] [--repeats 20] [--out DIR]
 
@@ -7,6 +8,9 @@ Each row is appended to DIR/attention.csv as soon as it is measured. The shapes 
 (benchmarks/gpu/shapes.py). A shape is begun only if the time suffices. Rows that the file has from the same commit in
 the same environment aren't measured again, so the same command continues where the last one ended. `--list` prints the
 shapes. `--device cpu` tries the program on tiny shapes where there is no GPU; its times mean nothing.
+
+With `--quick` it takes five minutes: shapes that others publish, in DIR (default: gpu-quick). At the end it prints a
+table for an issue, beside what a matrix product reaches on this GPU, writes it to DIR/table.md, and draws DIR/*.png.
 
 With `--tokens` it measures your shape instead, causal, on four distributions of lengths. A quarter as many key heads as
 query heads, if that divides, share them. On a CPU the host's clock measures it.
@@ -32,15 +36,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import plot
 from benchmarks.gpu.ledger import CONTINUE, Budget, Ledger, environment
 from benchmarks.gpu.machine import ceilings
-from benchmarks.gpu.shapes import documents_of, own_shapes, shapes, smoke_shapes
+from benchmarks.gpu.shapes import documents_of, own_shapes, quick_shapes, shapes, smoke_shapes
+from benchmarks.gpu.table import table
 from benchmarks.harness.batch import Batch, Shape, make_batch
 from benchmarks.harness.measure import LOST, OPS, REPEATS, DeviceLostError, measure
 from benchmarks.harness.peers import PEERS, Attention, Peer
 from tritonpack.attention import MAX_HEAD_DIM
 
-RESULTS = Path("benchmarks/results")
+RESULTS, QUICK = Path("benchmarks/results"), Path("gpu-quick")
 HUNG = 300.0  # seconds without a row and without another peer after which a peer hangs; more than twice PATIENCE
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")
 
@@ -135,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
-    parser.add_argument("--minutes", type=float, default=8.0, help="when to begin no further shape")
+    parser.add_argument("--quick", action="store_true", help="five minutes, a table and a picture")
+    parser.add_argument("--minutes", type=float, help="when to begin no further shape (default: 8, 5 with --quick)")
     parser.add_argument("--first", type=int, help="how many of the shapes (default: all)")
     parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
@@ -147,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="most repeats of a call")
     parser.add_argument("--list", action="store_true", help="print the shapes and stop")
     options = parser.parse_args(arguments)
+    if options.minutes is None:
+        options.minutes = 5.0 if options.quick else 8.0
     unknown = set(options.without) - {peer.name for peer in PEERS}
     if unknown:
         parser.error(f"--without knows {', '.join(repr(p.name) for p in PEERS)}; got {', '.join(sorted(unknown))}.")
@@ -155,10 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
             parser.error(f"--{name.replace('_', '-')} must be from 1 to {most}; got {value}.")
+    if options.quick and options.tokens is not None:
+        parser.error("--quick has its own shapes; leave out --tokens.")
     if options.tokens is not None:
         todo = own_shapes(options.tokens, options.heads, options.head_dim, options.dtype)[: options.first]
     else:
-        todo = (smoke_shapes() if on_cpu else shapes())[: options.first]
+        todo = (smoke_shapes() if on_cpu else quick_shapes() if options.quick else shapes())[: options.first]
     if options.list:
         print("\n".join(map(str, todo)))
         return
@@ -171,10 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     budget, device = Budget(options.minutes), torch.device(options.device)
     about = environment(device, options.commit)
-    ledger = Ledger((options.out or RESULTS) / "attention.csv", about)
+    folder: Path = options.out or (QUICK if options.quick else RESULTS)
+    ledger = Ledger(folder / "attention.csv", about)
     print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)
+    ceiling = None
     if not on_cpu:
-        print(ceilings(), flush=True)
+        copy, ceiling = ceilings()
+        print(f"copy {copy:.2f} TB/s, bf16 matrix product {ceiling:.0f} TFLOP/s", flush=True)
     smoke = options.tokens is None  # which tries all of them on a CPU, too
     peers = [peer for peer in PEERS if peer.name not in options.without and (smoke or not on_cpu or peer.on_cpu)]
     try:
@@ -182,6 +196,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DeviceLostError as error:
         print(f"\nThe device is lost to this process: {error}\nThe same command continues.", file=sys.stderr)
         raise SystemExit(CONTINUE) from error
+    if options.quick:
+        text = table(ledger.path, about, todo, ceiling)
+        (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+        print(f"\n{text}\n", flush=True)
+        try:
+            plot.main([str(ledger.path)])
+        except ImportError as error:
+            print(f"No picture: {error}. pip install matplotlib, then python3 -m benchmarks.plot {ledger.path}")
     print(f"\n{len(todo) - len(left)} of {len(todo)} shapes in {ledger.path}", flush=True)
     if left:
         print("Time is up; the same command continues with:", *map(str, left), sep="\n  ")

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 CODE = ("tritonpack", "benchmarks")  # the folders that figures depend on
 SHAPE = tuple(field.name for field in fields(Shape))
 ABOUT = (
-    "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_4", "xformers",
+    "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_3", "flash_attn_4",
+    "xformers",
 )  # fmt: skip
 CONTINUE = 3  # the exit status of a program that isn't done, and that the same command continues
 COLUMNS = ("op", "implementation", *SHAPE, "documents", "status", *FIGURES, *ABOUT, "date")
@@ -115,6 +116,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
         "triton": installed_version("triton") or "",
         "tritonpack": installed_version("tritonpack") or "source",
         "commit": commit or commit_here(),
+        "flash_attn_3": installed_version("flash-attn-3") or "",
         "flash_attn_4": installed_version("flash-attn-4") or "",
         "xformers": installed_version("xformers") or "",
     }

@@ -18,16 +18,19 @@ from benchmarks.gpu.ledger import environment
 from benchmarks.harness.measure import quantiles, reason, time_alternating
 from benchmarks.harness.peers import hidden
 
-OTHERS = ("torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn.cute", "xformers.ops")
+OTHERS = (
+    "torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn_interface", "flash_attn.cute",
+    "xformers.ops",
+)  # fmt: skip
 
 
-def ceilings() -> str:
-    """The limits of this GPU: a device-to-device copy and a bf16 matrix product."""
+def ceilings() -> tuple[float, float]:
+    """The limits of this GPU: TB/s of a device-to-device copy, and TFLOP/s of a bf16 matrix product."""
     x, y = (torch.empty(2**31, dtype=torch.int8, device="cuda") for _ in range(2))
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = time_alternating({"copy": lambda: y.copy_(x), "matmul": lambda: a @ b}, torch.device("cuda"))
     copy, matmul = (quantiles(times[name].device)[1] for name in ("copy", "matmul"))
-    return f"copy {2 * x.numel() / copy / 1e9:.2f} TB/s, bf16 matrix product {2 * 8192**3 / matmul / 1e9:.0f} TFLOP/s"
+    return 2 * x.numel() / copy / 1e9, 2 * 8192**3 / matmul / 1e9
 
 
 def facts(device: torch.device) -> dict[str, object]:
@@ -64,7 +67,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.machine needs a GPU, and torch sees none here.")
     if options.what == "ceilings":
-        print(ceilings())
+        print("copy {:.2f} TB/s, bf16 matrix product {:.0f} TFLOP/s".format(*ceilings()))
         return
     device = torch.device(options.device)
     for name, value in (facts(device) if options.what == "facts" else others()).items():

@@ -19,6 +19,7 @@ PUBLISHED = ({"heads": 16, "kv_heads": 16, "head_dim": 128}, {"heads": 32, "kv_h
 HEADS_256 = {"heads": 16, "kv_heads": 8, "head_dim": 256}
 WINDOW = (4096, 0)
 SMALL_TREES = {"small trees": [group(90, [70, 1, 50]), group(5, [9, 30])]}
+EACH = "each of "  # before the tokens that every document of a batch has
 UNSHARED = "unshared, "  # before the name of a batch of trees: each of its paths as a document
 
 
@@ -30,6 +31,9 @@ def documents_of(shape: Shape) -> tuple[list[int], tuple[int, ...] | None]:
     if shape.distribution.startswith(UNSHARED):
         trees = tree_batches()[shape.distribution.removeprefix(UNSHARED)]
         return [tokens for nodes in trees for tokens in path_lengths(nodes)], None
+    if shape.distribution.startswith(EACH):
+        tokens = int(shape.distribution.removeprefix(EACH))
+        return [tokens] * (shape.tokens // tokens), None
     return distributions(shape.tokens)[shape.distribution], None
 
 
@@ -73,6 +77,18 @@ def shapes() -> list[Shape]:
         *(replace(shape, tokens=16384) for shape in k32[:3]),
         *(replace(shape, kv_heads=32) for shape in k32[:2]),
         Shape("one", 32768, head_dim=64, window=WINDOW),
+    ]
+
+
+def quick_shapes() -> list[Shape]:
+    """What others publish, in order of importance: dense causal batches of 16k tokens with documents of 1k to 16k, and
+    packed documents with lengths like those of FLAN and of OrcaMath, and one long document beside many short ones."""
+    dense, wide = PUBLISHED
+    return [
+        Shape("one", 16384, **dense),  # type: ignore[arg-type]
+        *(Shape(name, 32768) for name in ("flan", "skewed", "orca")),
+        *(Shape(f"{EACH}{tokens}", 16384, **dense) for tokens in (1024, 4096)),  # type: ignore[arg-type]
+        Shape("one", 16384, **wide),  # type: ignore[arg-type]
     ]
 
 

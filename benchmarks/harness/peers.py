@@ -193,10 +193,10 @@ def torch_varlen(batch: Batch) -> Attention:
     return attention
 
 
-def flash_attention_4(batch: Batch) -> Attention:
-    """`flash_attn.cute`: a window side without limit is None, and some versions return (out, lse)."""
-    function: Any = import_module("flash_attn.cute").flash_attn_varlen_func
-    left, right = (None if side == -1 else side for side in batch.shape.window)
+def flash_attention(batch: Batch, module: str, unlimited: int | None) -> Attention:
+    """FlashAttention-3 or -4, some versions of which return (out, lse); `unlimited` is a window side without limit."""
+    function: Any = import_module(module).flash_attn_varlen_func
+    left, right = (unlimited if side == -1 else side for side in batch.shape.window)
     options: dict[str, Any] = {
         "cu_seqlens_q": batch.cu_seqlens,
         "cu_seqlens_k": batch.cu_seqlens,
@@ -297,7 +297,8 @@ PEERS = (
     Peer(OURS, ours, on_cpu=True, trees=True),
     Peer("tritonpack, gluon", partial(ours, backend="gluon"), meant_for=lambda shape: shape.head_dim in (64, 128, 256)),
     Peer("FlashAttention-2 (torch)", torch_varlen),
-    Peer("FlashAttention-4", flash_attention_4),
+    Peer("FlashAttention-3", partial(flash_attention, module="flash_attn_interface", unlimited=-1)),
+    Peer("FlashAttention-4", partial(flash_attention, module="flash_attn.cute", unlimited=None)),
     Peer("xformers", xformers),
     Peer("FlexAttention", flex, one_row, trees=True),
     Peer("FlexAttention, mask built", flex_with_mask, one_row, meant_for=lambda shape: shape.trees, trees=True),

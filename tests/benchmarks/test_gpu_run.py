@@ -1,6 +1,7 @@
 """The benchmark of attention on GPUs: its list of shapes, its time, failures; run on the CPU, with tiny shapes."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 import benchmarks.gpu.__main__ as program
 from benchmarks.gpu.__main__ import main, run
 from benchmarks.gpu.ledger import ABOUT, CONTINUE, LOST, OPS, Budget, Ledger
-from benchmarks.gpu.shapes import UNSHARED, documents_of, shapes, smoke_shapes
+from benchmarks.gpu.shapes import UNSHARED, documents_of, quick_shapes, shapes, smoke_shapes
+from benchmarks.gpu.table import table
 from benchmarks.harness import measure as measuring
 from benchmarks.harness.batch import Batch, Shape, make_batch
 from benchmarks.harness.measure import DeviceLostError, time_alternating
-from benchmarks.harness.peers import OURS, Peer, ours
+from benchmarks.harness.peers import OURS, PEERS, Peer, ours
 from tests.lengths import distributions
 
 CPU = torch.device("cpu")
@@ -54,7 +56,9 @@ class TestShapes:
         assert {s.window for s in listed} == {(-1, -1), (4096, 0)}
         assert {s.heads == s.kv_heads for s in listed} == {True, False}
 
-    @pytest.mark.parametrize("shape", {(s.distribution, s.tokens): s for s in shapes()}.values(), ids=str)
+    @pytest.mark.parametrize(
+        "shape", {(s.distribution, s.tokens): s for s in (*shapes(), *quick_shapes())}.values(), ids=str
+    )
     def test_lengths_fill_the_batch(self, shape: Shape) -> None:
         lengths, parents = documents_of(shape)
         assert sum(lengths) == shape.tokens
@@ -155,6 +159,30 @@ class TestMain:
         assert {row["causal"] for row in rows} == {"True", "False"}
         assert {(row["implementation"], row["status"] == "ok") for row in rows} == {(OURS, True), ("flash", False)}
         assert all("CPU" in row["device"] and row["commit"] == "abc1234" for row in rows)
+
+    def test_quick_run_prints_a_table_and_draws(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("matplotlib")
+        others = [peer.name for peer in PEERS if not peer.on_cpu]
+        quick = ["--quick", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc1234", "--first", "1"]
+        main([*quick, "--without", *others])
+        printed, written = capsys.readouterr().out, (tmp_path / "table.md").read_text("utf-8")
+        assert written in printed
+        assert "| documents, tokens, heads | direction | tritonpack | sdpa, padded | sdpa, dense mask |" in written
+        assert len(re.findall(r"^\| flan, 320 tokens.* \|( [\d.]+ \|){3}$", written, re.MULTILINE)) == 3
+        assert list(tmp_path.glob("*.png"))
+
+    def test_table_says_the_share_of_a_matrix_product_and_why_a_figure_is_missing(self, tmp_path: Path) -> None:
+        shape = Shape("one", 320)
+        ledger = Ledger(tmp_path / "attention.csv", HERE)
+        for name, row in (
+            ("tritonpack", {"status": "ok", "tflops": "300"}),
+            ("xformers", {"status": "not installed: ModuleNotFoundError"}),
+            ("FlexAttention", {"status": "OutOfMemoryError: of 80 GiB"}),
+        ):
+            ledger.write({**shape.columns(), "op": "forward", "implementation": name, **row})
+        text = table(ledger.path, HERE, [shape], 600.0)
+        assert text.endswith("| direction | tritonpack | FlexAttention |\n|---|---|---|---|\n"
+                             f"| {shape} | forward | 300 (50%) | OutOfMemoryError |")  # fmt: skip
 
     def test_prints_the_shapes_that_are_left(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:

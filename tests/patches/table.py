@@ -197,12 +197,11 @@ def sentence(found: Found, version: str) -> str:
     rows = [found.of(case, "patch") for case in cases()]
     seen = Counter(simple(row.verdict) for row in rows)
     built = sum(seen[verdict] for verdict in COLUMNS[:-1])
-    wrong = f"{seen['wrong'] + seen['error']} are wrong or fail" if seen["wrong"] + seen["error"] else "none is wrong"
+    wrong = seen["wrong"] + seen["error"]
     return (
-        f"of the {built:,} pairs of a class and a model type that take text and that an auto class of transformers "
-        f"{version} leads to, {seen['exact']:,} are packed exactly, {seen['partly']:,} are exact or refused in the "
-        f"call (classifiers of sequences take padded rows alone), {seen['refused']:,} are refused with the reason, and "
-        f"{wrong}"
+        f"Of the {built:,} pairs of a class and a model type for text in transformers' auto classes ({version}) "
+        f"tritonpack packs {seen['exact']:,} exactly, {seen['partly']:,} exactly or not at all (classifiers of "
+        f"sequences), refuses {seen['refused']:,}, and gets {wrong or 'none'} wrong."
     )
 
 

@@ -73,7 +73,7 @@ def check(name: str, arch: str, dtype: str, backend: Any = "triton") -> VirtualG
 
 
 def forms(case: Case) -> Iterator[Case]:
-    """A case as it is; with a long document or tree, whose loops run several times; then with slack and a window."""
+    """A case as it is; with a long document or tree and no window, so that loops run often; with slack and a window."""
     yield case
     if case.parents is not None:
         first = len(case.parents)
@@ -82,9 +82,8 @@ def forms(case: Case) -> Iterator[Case]:
     else:
         keys = case.seqlens_k and (*case.seqlens_k, LONG)
         case = replace(case, seqlens=(*case.seqlens, LONG), seqlens_k=keys)
-    yield case
-    window = (WINDOW, -1 if case.causal else WINDOW) if case.window == (-1, -1) else case.window
-    yield replace(case, window=window, slack=SLACK)
+    yield replace(case, window=(-1, -1))
+    yield replace(case, window=(WINDOW, -1 if case.causal else WINDOW), slack=SLACK)
 
 
 @pytest.mark.slow

@@ -34,4 +34,4 @@ def announce_compilation() -> None:
 
 def _is_ours(src: Any) -> bool:
     function = getattr(getattr(src, "fn", None), "fn", None)
-    return getattr(function, "__module__", "").startswith("tritonpack.kernels.")
+    return getattr(function, "__module__", "").startswith(f"{__package__}.")

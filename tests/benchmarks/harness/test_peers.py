@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -71,7 +72,7 @@ class TestTorchVarlen:
 @every_kind
 def test_flash_attention_4(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins.put(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=stand_ins.flash_attn_varlen_func)
-    check(peers.flash_attention_4, batch_of(kind))
+    check(partial(peers.flash_attention, module="flash_attn.cute", unlimited=None), batch_of(kind))
 
 
 class TestXformers:
@@ -104,7 +105,7 @@ class TestXformers:
 def test_missing_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ModuleNotFoundError):
-        peers.flash_attention_4(batch_of("causal"))
+        peers.flash_attention(batch_of("causal"), "flash_attn.cute", None)
 
 
 def test_peers_for_a_device() -> None:

@@ -1,0 +1,1 @@
+"""Programs for the project's own work that no user of the package runs."""
