@@ -186,8 +186,8 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
         rows = getattr(module, method)(ids)
     else:
         assert shift is not None, type(module).__name__
-        pad, begin = module.config.pad_token_id, module.config.decoder_start_token_id
-        rows = shift(ids, pad) if wraps else shift(ids, pad, begin)
+        config = module.config
+        rows = shift(ids, config.pad_token_id, *(() if wraps else (config.decoder_start_token_id,)))
     if not wraps:
         return torch.where(starts, rows[:, :1], rows)
     # The last token of a document, its language, becomes the first one. Ignored labels don't count, as in the module.
