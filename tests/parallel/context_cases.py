@@ -28,8 +28,8 @@ from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
 from tritonpack.parallel.forward import _layer_specs
 from tritonpack.parallel.layouts import make_layout
-from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
+from tritonpack.patches.parse_inputs import CACHES
 
 EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced", "documents")

@@ -61,7 +61,7 @@ OVERLAYS = {
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_bisection_equals_the_mask_function(name: str) -> None:
-    mask = packed_batch().documents(replace(WHOLE_DOCUMENT, overlay=OVERLAYS[name])).validate()
+    mask = packed_batch().interval_mask(TOTAL, 0, 0, replace(WHOLE_DOCUMENT, overlay=OVERLAYS[name])).mask.validate()
     assert torch.equal(mask.to_dense(), dense(OVERLAYS[name]))
 
 
@@ -77,7 +77,7 @@ def test_bisection_equals_the_mask_function(name: str) -> None:
 def test_plain_masks_are_read_without_bisection(name: str, size: int | None, flags: Any, spec: MaskSpec) -> None:
     found = read_mask_spec(OVERLAYS[name], size, object(), flags, TOTAL)
     assert found == spec
-    assert torch.equal(packed_batch().documents(found).to_dense(), dense(OVERLAYS[name]))
+    assert torch.equal(packed_batch().interval_mask(TOTAL, 0, 0, found).mask.to_dense(), dense(OVERLAYS[name]))
 
 
 def test_a_composed_window_is_bisected() -> None:
@@ -108,7 +108,7 @@ def test_one_number_for_two_images_is_refused() -> None:
     ids[0, 12:14] = ids[0, 18:20] = 0
     overlay = stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(ids))
     with pytest.raises(ValueError, match="aren't one interval"):
-        packed_batch().documents(replace(WHOLE_DOCUMENT, overlay=overlay))
+        packed_batch().interval_mask(TOTAL, 0, 0, replace(WHOLE_DOCUMENT, overlay=overlay))
 
 
 def test_padding_sees_nothing() -> None:

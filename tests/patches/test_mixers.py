@@ -13,9 +13,9 @@ from transformers import DynamicCache
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import NAMES_OF_CACHE
-from tritonpack.patches.document_places import batches_of, lay_back
 from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.placement import batches_of, lay_back
 
 
 def modeling(model_type: str) -> Any:

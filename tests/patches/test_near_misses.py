@@ -16,7 +16,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tests.patches.test_patching import LENGTHS, documents, offsets, positions, segments
-from tritonpack.patches.call_arguments import TELLING, meant_by
+from tritonpack.patches.parse_inputs import TELLING, meant_by
 
 MEANT = {
     "cu_seq_lens_q": (

@@ -56,7 +56,7 @@ from tests.patches.foreign import (
 from tests.patches.pairs import tiny_pair_model
 from tests.small_copies.small_copy import spread
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches import base_forward, choose_modules, proof
+from tritonpack.patches import choose_modules, families, proof
 from tritonpack.patches.layers import positions
 
 
@@ -232,11 +232,10 @@ def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty the table of shown classes and the tables of layers."""
     monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)
     for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
-        monkeypatch.setattr(choose_modules, name, frozenset())
+        monkeypatch.setattr(families, name, frozenset())
     for owner, name in (
-        (choose_modules, "REWRITTEN"), (choose_modules, "REFUSED"),
-        (choose_modules, "REFUSED_LAYERS"), (base_forward, "PLACES_FROM_MASK"), (base_forward, "COUNT_FROM_PADDING"),
-        (positions, "TEMPERATURES"),
+        (choose_modules, "REWRITTEN"), (families, "REFUSED"), (families, "REFUSED_LAYERS"),
+        (families, "PLACES_FROM_MASK"), (families, "COUNT_FROM_PADDING"), (positions, "TEMPERATURES"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})
 

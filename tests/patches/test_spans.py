@@ -116,7 +116,7 @@ def test_rows_of_padding_alone() -> None:
 def test_one_document_without_padding_runs_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = answering(), documents()
     expected = model(pieces[3], start_positions=START[3:], end_positions=END[3:]).loss
-    monkeypatch.setattr("tritonpack.patches.targets.Spans", None)
+    monkeypatch.setattr("tritonpack.patches.targets._in_documents", None)
     with tritonpack.patch(model):
         for told in ({"position_ids": torch.arange(LENGTHS[3])[None]}, {"attention_mask": torch.ones(1, LENGTHS[3])}):
             got = model(pieces[3], **told, start_positions=START[3:], end_positions=END[3:]).loss

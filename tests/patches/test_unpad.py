@@ -23,9 +23,9 @@ from tests.patches.models import COMMON, NAMES_OF_CACHE, VOCAB, generate, tiny_m
 from tests.patches.test_every_model import REFUSED
 from tests.patches.test_patching import state
 from tests.small_copies.comparison import apart, tolerance
-from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.compact import Compaction
 from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.parse_inputs import CACHES
 
 WAYS = pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 FORMS = ("padded_right", "padded_left", "two_rows_padded")

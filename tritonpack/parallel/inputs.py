@@ -20,11 +20,11 @@ from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_base
-from tritonpack.patches.call_arguments import TREE, cache_of, in_form
 from tritonpack.patches.configurations import require_one_rope
+from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.parse_inputs import TREE, cache_of, in_form, make_packed_batch
 from tritonpack.patches.parts import parameters_of
 from tritonpack.patches.targets import IGNORED, check_padding_labels
 
@@ -154,7 +154,7 @@ def _read(
     for kind, limit in base.rope_limits:
         require_one_rope(packed_batch, kind, limit)
     if base.padding_place is not None:  # documents may hold padding tokens on other ranks
-        positions = base.positions(packed_batch, arguments.get("input_ids"))
+        positions = from_padding(packed_batch, arguments.get("input_ids"), base.padding_place)
         packed_batch = packed_batch.replace(boundaries=packed_batch.runs()[0], position_ids=positions)
     rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
     return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module, gathers)

@@ -17,7 +17,7 @@ from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
-from tritonpack.patches.packed_batch import DocumentLayer, IntervalMask, PackedBatch
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
 MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
 
@@ -113,7 +113,7 @@ class ShardedBatch(PackedBatch):
         return self.sharding.shard(self.whole.places())
 
     @outside_of_graphs
-    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
+    def run_on_documents(self, layer: Any, arguments: dict[str, Any]) -> Any:
         self.attended = True
         if self._documents is None:
             self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)

@@ -4,63 +4,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches import parts
 from tritonpack.patches.base_forward import BaseForward
-from tritonpack.patches.choose_modules import Options, forward_for
+from tritonpack.patches.choose_modules import Options, choose_modules, forward_for
 from tritonpack.patches.compact import Compaction
 from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
-from tritonpack.patches.forwards import holds_both_sides, takes_dense_mask
+from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.guards import CONTINUOUS_BATCHING, VirtualTokens
 from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.embeddings import pooler_forward
-from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
+from tritonpack.patches.layers.mixers import Capabilities
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
-from tritonpack.patches.packed_batch import Serving
-from tritonpack.patches.parts import (
-    AttentionName,
-    Checkpoints,
-    InstanceForward,
-    PackingContext,
-    Part,
-    Refusal,
-    release_checkpoint,
-)
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
-from tritonpack.patches.report import Report, holds, make_report
+from tritonpack.patches.report import holds, make_report
 
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
 
-class Guard(Refusal):
+REPLICA = (
+    "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own "
+    "instance, which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
+)
+
+
+class Guard(parts.Refusal):
     """What marks a module of a patch: its replicas, which would share the forwards of the patch, are refused."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
-        reason = (
-            f"{type(module).__name__} would run as a replica of torch.nn.DataParallel, but layers of this model have a "
-            "forward of their own instance, which would run with the weights of the original. Use "
-            "torch.nn.parallel.DistributedDataParallel."
-        )
-        super().__init__(module, patch.context, reason, REPLICATE)
+        super().__init__(module, patch.context, REPLICA.format(type(module).__name__), REPLICATE)
         self.patch = patch
 
-    def install(self) -> None:
-        super().install()
-        notices.patched_models.add(self.module)
 
-    def remove(self) -> None:
-        super().remove()
-        notices.patched_models.discard(self.module)
-
-
-class AppliedPatch:
+class AppliedPatch(parts.Part):
     """One patch of a model.
 
     `apply` and `revert` may be called again at any time, also after an interrupt. The patch is found through its
@@ -69,17 +53,17 @@ class AppliedPatch:
     Attributes:
         model: the model that was given to `patch`.
         asked: the options that the user asked for.
-        report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
         bases: the forwards of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        proof: what shows that the heads keep documents apart.
         compaction: removes padding from calls; None if the user hasn't asked for it.
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
         below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
         by_name: whether the patch ends when the model gets another name: it asked for it by its attn_implementation.
     """
+
+    model = parts.Part.module
 
     def __init__(
         self,
@@ -89,82 +73,46 @@ class AppliedPatch:
         below: list[AppliedPatch],
         by_name: bool = False,
     ) -> None:
-        self._model = Part(model)
+        super().__init__(model)
         self.asked, self.below, self.by_name = asked, below, by_name
         self.leases: list[object] = []
         self.in_force = False
-        self.context = PackingContext()
-        self.bases: list[BaseForward] = []
-        self.heads: list[Pipeline] = []
-        self.report: Report
-        self.compaction = _compaction(modules, asked) if asked.unpad or asked.share_prefixes else None
-        names, forwards = self._pack(model, modules, asked)
-        if self.compaction is not None:
-            copies = ("copies of common beginnings",) if asked.share_prefixes else ()
-            self.report = replace(self.report, saves=("padding", *copies))
-        guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
-        guards = [Guard(module, self) for module in guarded.values()]
-        every, entry = list(model.modules()), "init_continuous_batching"  # it makes every manager of transformers
-        managers = [Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)]
-        virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
-        self.parts: list[Part] = [*names, *forwards, *guards, *managers, *virtual]
-        self.proof = Proof(self)
-
-    def _pack(
-        self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
-    ) -> tuple[list[AttentionName], list[InstanceForward]]:
-        """The parts for a model that runs on packed rows."""
-        attention, backend = asked.attention, asked.backend
-        capabilities = Capabilities()
-        every = list(model.modules())
+        self.context = parts.PackingContext()
+        self.compaction: Compaction | None = None
+        if asked.unpad or asked.share_prefixes:
+            limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
+            self.compaction = Compaction(asked.share_prefixes, min(limits, default=None))
+        every, capabilities = list(model.modules()), Capabilities()
         found = [forward_for(layer, self.context, capabilities) for layer in every]
         found += [pooler_forward(module, self.context) for module in modules]
         layers = [forward for forward in found if forward is not None]
-        mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
-        config = modules[-1].config
-        width = getattr(text_config(config), "hidden_size", 0)
-        # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
-        once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
-        runs = "dense" if takes_dense_mask(modules[-1]) else attention
-        self.report = make_report(model, modules, runs, backend, config._attn_implementation_internal, once)
-        for module in modules:
-            own = "dense" if takes_dense_mask(module) else attention
-            self.bases.append(
-                BaseForward(
-                    module,
-                    self.context,
-                    Serving(own, backend, self.context.require_in_force),
-                    report=self.report,
-                    heads=self.heads,
-                    checkpoints=Checkpoints(module, self.context) if layers else None,
-                    mixes=bool(mixers),
-                    outermost=not any(other is not module and holds(other, module) for other in modules),
-                    compaction=self.compaction,
-                )
-            )
-        outermost = [base for base in self.bases if base.outermost]
+        self.report = make_report(model, modules, layers, asked)
+        self.heads: list[Pipeline] = []
+        self.bases = [BaseForward(module, self, modules, layers) for module in modules]
         for module in every:
-            base = next((base for base in self.bases if base.module is module), None)
-            inner = next((base for base in outermost if holds(module, base.module)), None)
-            if base is not None:
-                self.heads.append(base)
+            own = next((base for base in self.bases if base.module is module), None)
+            inner = next((base for base in self.bases if base.outermost and holds(module, base.module)), None)
+            if own is not None:
+                self.heads.append(own)
             elif inner is not None and isinstance(module, PreTrainedModel):
                 kind = EncoderDecoderForward if holds_both_sides(module) else Pipeline
                 self.heads.append(kind(module, self.context, inner))
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
-        names = [base.attention_name for base in self.bases]
-        names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
+        served: list[Any] = [*self.bases, *both]
+        names = [parts.AttentionName(one.module, NAMES[one.serving.attention]) for one in served]
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
-        return names, [*layers, *images, *self.heads]
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model.module
-
-    @property
-    def gone(self) -> bool:
-        return self._model.gone
+        forwards = [*layers, *images, *self.heads]
+        guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
+        guards = [Guard(module, self) for module in guarded.values()]
+        entry = "init_continuous_batching"  # it makes every manager of transformers
+        managers = [
+            parts.Refusal(m, self.context, CONTINUOUS_BATCHING, entry) for m in every if hasattr(type(m), entry)
+        ]
+        virtual = [VirtualTokens(m, self.context) for m in every if hasattr(type(m), "active_peft_config")]
+        checkpoints = [base.checkpoints for base in self.bases if base.checkpoints is not None]
+        self.parts: list[parts.Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
+        self.proof = Proof(self)
 
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
@@ -172,34 +120,27 @@ class AppliedPatch:
         for part in self.parts:
             if not part.gone:
                 part.install()
+        notices.patched_models.update(part.module for part in self.parts if isinstance(part, Guard) and not part.gone)
 
     def revert(self) -> None:
         """Take all parts away. A configuration gets its name back even if its module is no longer in memory."""
         for part in reversed(self.parts):
-            if not part.gone or isinstance(part, AttentionName):
+            if isinstance(part, Guard) and not part.gone:
+                notices.patched_models.discard(part.module)
+            if not part.gone or isinstance(part, parts.AttentionName):
                 part.remove()
-        if not self.gone and any(base.checkpoints is not None for base in self.bases):
-            for module in self.model.modules():
-                release_checkpoint(module)
         self.in_force = self.context.in_force = False
 
     def restore_below(self) -> None:
-        """Take this patch away, and put back those that were there before."""
-        self.revert()
-        self._resume_below()
-        self.leases.clear()
-
-    def _resume_below(self) -> None:
+        """Take this patch away, and put back those that were there before and still have leases."""
+        if self.in_force:
+            self.revert()
         for other in self.below:
             if other.leases:
                 other.apply()
             else:
-                other._resume_below()
-
-
-def _compaction(modules: list[PreTrainedModel], asked: Options) -> Compaction:
-    limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
-    return Compaction(asked.share_prefixes, min(limits, default=None))
+                other.restore_below()
+        self.leases.clear()
 
 
 def applied_to(model: nn.Module) -> list[AppliedPatch]:
@@ -214,11 +155,6 @@ def base_of(module: nn.Module) -> BaseForward | None:
     """The forward that a patch has given to a module that makes masks; None for any other module."""
     bases = [base for patch in _guarding(module) for base in patch.bases]
     return next((base for base in bases if base.module is module), None)
-
-
-def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:
-    """The outermost module of a model in which a patch is in force."""
-    return next((m for m in model.modules() if any(patch is applied for patch in _guarding(m))), None)
 
 
 def _guarding(module: nn.Module) -> list[AppliedPatch]:
@@ -238,20 +174,18 @@ def to_the_end(action: Callable[[], None]) -> None:
 LOCK = threading.RLock()  # models are changed one after the other
 
 
-def put_on(
-    model: nn.Module, modules: list[PreTrainedModel], asked: Options, lease: object, *, by_name: bool = False
-) -> AppliedPatch:
+def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = False) -> AppliedPatch:
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
-        modules: what `choose_modules` returned.
         lease: stands for the handle of this call. A patch with the same options only gets one lease more.
         by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
 
     Raises:
-        UnsupportedModelError: the model holds a part of another patched model.
+        UnsupportedModelError: the model can't be packed, or holds a part of another patched model.
         ValueError: the model is a part of a model that is patched with other options, or shares batches with ranks.
     """
+    modules = choose_modules(model, asked)
     with LOCK:
         found = applied_to(model)
         require_no_part_of_others(model, found)
@@ -308,10 +242,11 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
+            part = next(m for m in model.modules() if applied in _guarding(m))
             name, other = type(model).__name__, type(applied.model).__name__
             raise UnsupportedModelError(
-                f"the {type(part_of(model, applied)).__name__} in this {name} belongs to {other}, which is patched. "
-                f"First unpatch the {other}, then build the {name} around its part, and patch the whole that you train."
+                f"the {type(part).__name__} in this {name} belongs to {other}, which is patched. First unpatch the "
+                f"{other}, then build the {name} around its part, and patch the whole that you train."
             )
 
 

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import COUNTED, cache_of, tokens_of
-from tritonpack.patches.compact import Compaction, share
+from tritonpack.patches import families, guards
+from tritonpack.patches.compact import share
 from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
-from tritonpack.patches.cross_attention import cross_attention_mask
-from tritonpack.patches.document_places import require_one_document_a_row
-from tritonpack.patches.families import (
-    BOTH_WAYS,
-    COUNT_FROM_PADDING,
-    MASKS_PADDING,
-    PLACES_FROM_MASK,
-    PROMPT_TYPES,
-    READS_PADDING,
-)
-from tritonpack.patches.guards import CONTINUOUS_BATCHING, require_attention_kept, require_masks_kept
-from tritonpack.patches.interface import FUNCTIONS, NAMES, served
+from tritonpack.patches.encoder_decoder import cross_attention_mask
+from tritonpack.patches.forwards import takes_dense_mask
+from tritonpack.patches.interface import FUNCTIONS, NAMES
+from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.parse_inputs import OpenMask, is_pair_mask, make_packed_batch, require_depths
-from tritonpack.patches.parts import AttentionName, Call, Checkpoints, PackingContext
+from tritonpack.patches.parse_inputs import (
+    COUNTED,
+    OpenMask,
+    cache_of,
+    make_packed_batch,
+    require_depths,
+    tokens_of,
+)
+from tritonpack.patches.parts import Call, Checkpoints, InstanceForward
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.placement import Placement
-from tritonpack.patches.report import Report
+from tritonpack.patches.placement import Placement, require_one_document_a_row
+from tritonpack.patches.report import holds
 
 
 class BaseForward(Pipeline):
     """The forward of a patched module, which takes tokens and an attention mask.
 
+    It is made for an `AppliedPatch`, which has its `report`, from the patched `modules` and the forwards of `layers`.
+
     Attributes:
-        attention_name: the name of the attention in the module's configuration.
         heads: the forwards of the models that users may call, this one included.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
         mixes: whether layers of the module mix tokens along the row.
@@ -50,43 +52,41 @@ class BaseForward(Pipeline):
     sharded = 0
 
     def __init__(
-        self,
-        module: PreTrainedModel,
-        context: PackingContext,
-        serving: Serving,
-        *,
-        report: Report,
-        heads: list[Any],
-        checkpoints: Checkpoints | None,
-        mixes: bool,
-        outermost: bool,
-        compaction: Compaction | None = None,
+        self, module: PreTrainedModel, applied: Any, modules: list[PreTrainedModel], layers: list[InstanceForward]
     ) -> None:
-        super().__init__(module, context)
-        self.attention_name = AttentionName(module, NAMES[serving.attention])
-        self.serving, self.checkpoints, self.report = serving, checkpoints, report
-        self.heads, self.mixes, self.outermost = heads, mixes, outermost
-        self.compaction = compaction
+        super().__init__(module, applied.context)
+        attention = "dense" if takes_dense_mask(module) else applied.asked.attention
+        self.serving = Serving(attention, applied.asked.backend, self.context.require_in_force)
+        self.report, self.heads, self.compaction = applied.report, applied.heads, applied.compaction
+        self.checkpoints = Checkpoints(module, self.context) if layers else None
+        self.mixes = any(isinstance(forward, DocumentByDocument) for forward in layers)
+        self.outermost = not any(other is not module and holds(other, module) for other in modules)
+        self.reads_lengths = self.mixes or self.compaction is not None
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
-        counts = self.model_type in COUNT_FROM_PADDING and not rotary
-        self.padding_place = _padding_place(module) if counts else None
-        self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
-        self.reads_padding = self.model_type in READS_PADDING
+        counts = self.model_type in families.COUNT_FROM_PADDING and not rotary
+        # The row for padding in a table of absolute positions: the padding token's id, or another row of the table.
+        place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
+        self.padding_place = (config.pad_token_id or 0 if place is None else place) if counts else None
+        self.padding = config.pad_token_id if self.model_type in families.MASKS_PADDING else None
+        self.reads_padding = self.model_type in families.READS_PADDING
         self.codebooks = codebooks_of(module)
         self.rope_limits = rope_limits(text_config(config))
-        self.needs_types = self.model_type in BOTH_WAYS | PROMPT_TYPES and is_bidirectional(config)
+        self.needs_types = self.model_type in families.BOTH_WAYS | families.PROMPT_TYPES and is_bidirectional(config)
+        self.checks_begin = bool(self.needs_types or self.rope_limits or "perm_mask" in self.names)
         # A multimodal model makes positions itself: they depend on its images, too.
         multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
 
     def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the module. While it runs, the context holds the packing for its layers."""
-        reads_lengths = self.mixes or self.compaction is not None
-        prepare = self._prepare_outside_of_graphs if reads_lengths else self._prepare
+        compiled = torch.compiler.is_compiling()
+        prepare = self._prepare_outside_of_graphs if compiled and self.reads_lengths else self._prepare
         arguments = dict(arguments)
-        packed_batch, of_layers, placements = prepare(arguments, packed_batch, torch.compiler.is_compiling())
+        for name in self.untaken:
+            arguments.pop(name, None)
+        packed_batch, of_layers, placements = prepare(arguments, packed_batch, compiled)
         outer = self.context.current
         if outer.running:  # inside of another patched module, whose packing holds
             of_layers = outer.packed_batch
@@ -118,47 +118,67 @@ class BaseForward(Pipeline):
         """
         self._require_ours(arguments, compiled)
         placements: list[Placement] = []
-        for name in self.untaken:
-            arguments.pop(name, None)
-        if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.row is None:
-            self._take_tree(packed_batch, arguments)
-        if packed_batch is not None and self.compaction is not None and not self.context.current.running:
-            if not self.outermost:
-                self._refuse_passing_by()
-            if packed_batch.row is None and not packed_batch.compacted:
-                packed_batch = self.compaction(packed_batch, arguments)
-                placements += [] if packed_batch.row is None else [packed_batch.row.placement]
-            if packed_batch.row is not None and packed_batch.row.shared is not None:
-                placements.insert(0, packed_batch.row.shared)
-                packed_batch = share(packed_batch, packed_batch.row, arguments)
-            if packed_batch.row is not None and self.takes_cache:
-                arguments["use_cache"] = False  # its keys would be those of the one row
         of_layers = None
         if packed_batch is not None:
-            packed_batch, of_layers = self._pass_on(packed_batch, arguments)
-        if compiled and of_layers is not None:
-            parts = self.module.modules()
-            of_layers.recomputed = any(getattr(part, "gradient_checkpointing", False) for part in parts)
-        if arguments.get("encoder_hidden_states") is not None:
+            if packed_batch.tree_ends is not None and packed_batch.row is None:
+                self._take_tree(packed_batch, arguments)
+            row = packed_batch.row
+            of_head = row is not None and row.shared is None  # a head has removed all that isn't computed
+            if self.compaction is not None and not of_head and not self.context.current.running:
+                packed_batch, placements = self._compact_rows(packed_batch, arguments)
+            if packed_batch.row is not None and self.takes_cache:
+                arguments["use_cache"] = False  # its keys would be those of the one row
+            if self.makes_positions:
+                leave_positions_to_model(packed_batch, arguments)
+            if self.gives_positions:
+                given = arguments.get("position_ids")
+                # Without position ids from the user, a head has counted them along the row.
+                of_row = self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2
+                if given is None or of_row or (self.padding_place is not None and not packed_batch.shared):
+                    self._give_positions(packed_batch, arguments)
+            if self.mixes:
+                if self.outermost and not packed_batch.shared:
+                    packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
+                if packed_batch.by_document and self.takes_cache:
+                    arguments["use_cache"] = False
+            arguments["attention_mask"] = packed_batch
+            if not packed_batch.cached or _is_empty(cache_of(arguments)):
+                of_layers = packed_batch
+                if compiled or self.checks_begin:
+                    self._begin(packed_batch, arguments, compiled)
+        if arguments.get("encoder_hidden_states") is not None and tokens_of(arguments)[0] is not None:
             mask = cross_attention_mask(arguments, of_layers, self.names, self.serving)
             arguments["encoder_attention_mask"] = mask
         if self.checkpoints is not None:
             self.checkpoints.hold()
         return packed_batch, of_layers, placements
 
-    def _refuse_passing_by(self) -> None:
-        """Refuse a head that calls a module inside of the one that would remove padding, as OPT's does."""
-        around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
-        raise UnsupportedModelError(
-            f"this call of {self.name} passes by the {around.name} around it, in which padding and common beginnings "
-            "are removed. Leave unpad and share_prefixes out."
-        )
+    def _compact_rows(
+        self, packed_batch: PackedBatch, arguments: dict[str, Any]
+    ) -> tuple[PackedBatch, list[Placement]]:
+        """Replace a batch by a row without padding and common beginnings, unless a head has removed the padding."""
+        if not self.outermost:  # such as OPT's decoder, which its head calls
+            around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
+            raise UnsupportedModelError(
+                f"this call of {self.name} passes by the {around.name} around it, in which padding and common "
+                "beginnings are removed. Leave unpad and share_prefixes out."
+            )
+        assert self.compaction is not None
+        placements = []
+        if packed_batch.row is None and not packed_batch.compacted:
+            packed_batch = self.compaction(packed_batch, arguments)
+            placements += [] if packed_batch.row is None else [packed_batch.row.placement]
+        row = packed_batch.row
+        if row is not None and row.shared is not None:
+            placements.insert(0, row.shared)
+            packed_batch = share(packed_batch, row, arguments)
+        return packed_batch, placements
 
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
         """Refuse a call whose attention, mask or rows another library has replaced since the patch."""
         chosen, ours = self.module.config._attn_implementation_internal, NAMES[self.serving.attention]
         if type(arguments.get("cache")).__name__ == "PagedAttentionCache":  # of a manager that was there before
-            raise UnsupportedModelError(CONTINUOUS_BATCHING)
+            raise UnsupportedModelError(guards.CONTINUOUS_BATCHING)
         if chosen != ours:
             raise ValueError(
                 f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
@@ -166,52 +186,70 @@ class BaseForward(Pipeline):
             )
         if not self.outermost:
             return
-        require_attention_kept(ours, FUNCTIONS[ours])
+        for name, function in ALL_ATTENTION_FUNCTIONS.items():
+            if isinstance(function, FunctionType) and function.__module__.startswith(guards.ULYSSES):
+                raise UnsupportedModelError(guards.ULYSSES_SHARDS.format(name))
+        torchs = nn.functional.scaled_dot_product_attention
+        if isinstance(torchs, FunctionType) and torchs.__module__.startswith(guards.CONTEXT_PARALLEL):
+            raise UnsupportedModelError(guards.CONTEXT_PARALLEL_SHARDS)
+        if ALL_ATTENTION_FUNCTIONS.get(ours) is not FUNCTIONS[ours]:
+            guards.refuse_other_attention(ours)
         if compiled:
             return
         if self.serving.attention == "dense":
-            require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
+            guards.require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
         for head in self.heads:
             if head.one_result or arguments.get("output_router_logits"):
                 head.require_in_place()
 
-    def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        """The packing of a call; None if its masks are made already, or if the model itself refuses the call."""
-        mask = arguments.get("attention_mask")
-        if isinstance(mask, dict):
-            arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
+    def read(self, arguments: dict[str, Any], head: Pipeline) -> PackedBatch | None:
+        """The packing of a call of a head, or of this module.
+
+        None if its masks are made already, or if the model itself refuses the call.
+        """
+        mask, outer = arguments.get("attention_mask"), self.context.current.told if self.outermost else None
+        if head is not self and isinstance(mask, PackedBatch):
+            return mask
+        ids = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if ids is None else ids
+        shape = torch.Size() if tokens is None else tokens.shape if ids is not None else tokens.shape[:-1]
+        if head is not self and len(shape) == 3:  # choices, or columns of codebooks
+            if head.has_choices:
+                head.require_one_document_a_choice(arguments)
             return None
-        pairs = is_pair_mask(mask) and self.outermost and self.context.current.told is None
+        cache = cache_of(arguments)
+        of_pairs = isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost and outer is None
+        # Beside a cache of a head a mask of pairs is generate()'s.
+        reads_pairs = of_pairs and (head is self or cache is None)
         two = mask is None or isinstance(mask, PackedBatch) or (isinstance(mask, Tensor) and mask.ndim == 2)
-        if not two and not pairs:
-            arguments["attention_mask"] = self._claim(mask, arguments)
+        if not two and not reads_pairs:
+            if head is self and isinstance(mask, dict):
+                arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
+            elif head is self:
+                arguments["attention_mask"] = self._claim(mask, arguments)
             return None
-        tokens, shape = tokens_of(arguments)
         if tokens is None or len(shape) != 2:
             return mask if isinstance(mask, PackedBatch) else None
         shape = torch.Size((shape[0] // self.codebooks, shape[1]))
-        told = mask if isinstance(mask, PackedBatch) else self.context.current.told if self.outermost else None
+        told = mask if isinstance(mask, PackedBatch) else outer
         if told is not None and told.tells_documents:
             if told.tokens == shape:
                 told = told if told.serving == self.serving else told.replace(serving=self.serving)
                 return told if self.padding is None else self._without_padding(told, arguments)
             require_one_document_a_row(
                 told,
-                f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
+                f"{self.name} runs on {tuple(shape)} tokens where the model around it was given "
                 f"{tuple(told.tokens)}, so it can't tell packed documents apart. Give each document a row of its own.",
             )
         if isinstance(mask, PackedBatch):
             arguments["attention_mask"] = mask = mask.to_tensor()
-        cache = cache_of(arguments)
-        if mask is None and cache is not None and self.model_type in PLACES_FROM_MASK:
+        if mask is None and cache is not None and self.model_type in families.PLACES_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
-        packed_batch = make_packed_batch(
-            arguments, shape, tokens.device, self.serving, self.pad_token, reads_pairs=pairs
-        )
+        packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, self.pad_token, reads_pairs)
         packed_batch.cached = cache is not None
         packed_batch.compacted = told is not None and told.compacted and told.tokens == shape
-        if pairs and packed_batch.cached and not _is_empty(arguments):
+        if reads_pairs and packed_batch.cached and not _is_empty(cache):
             raise ValueError(
                 "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
                 "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or no cache."
@@ -248,7 +286,8 @@ class BaseForward(Pipeline):
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
         """The mask of a call that was made before the call, as generate() does."""
         if isinstance(mask, OpenMask):
-            return served(mask.claim(arguments, self.serving), torch.float32)
+            claimed = mask.claim(arguments, self.serving)
+            return claimed.dense(torch.float32) if self.serving.attention == "dense" else claimed
         if isinstance(mask, Tensor) and mask.ndim > 2 and self.outermost:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of pairs of tokens itself. "
@@ -257,58 +296,41 @@ class BaseForward(Pipeline):
             )
         return mask
 
-    def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, PackedBatch | None]:
-        """Put the packing into the arguments.
-
-        Returns:
-            It, and again if it covers whole rows, because nothing is cached yet.
-        """
-        given = arguments.get("position_ids")
-        if self.makes_positions:
-            leave_positions_to_model(packed_batch, arguments)
-        wanting = given is None or (self.padding_place is not None and not packed_batch.shared)
-        if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
-            wanting = True  # the user passed no positions: a head counted them along the row
-        if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
-            arguments["position_ids"] = self.positions(packed_batch, arguments.get("input_ids"))
-            packed_batch.counted = True
-        counted = getattr(cache_of(arguments), COUNTED, False)
-        if wanting and self.gives_positions and counted and packed_batch.attention_mask is not None:
-            arguments["position_ids"] = packed_batch.continued_positions()
-        if self.mixes:
-            if self.outermost and not packed_batch.shared:
-                packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
-            if packed_batch.by_document and self.takes_cache:
-                arguments["use_cache"] = False
-        arguments["attention_mask"] = packed_batch
-        fresh = not packed_batch.cached or _is_empty(arguments)
-        if fresh and self.needs_types and arguments.get("token_type_ids") is None:
+    def _begin(self, packed_batch: PackedBatch, arguments: dict[str, Any], compiled: bool) -> None:
+        """Check a call that covers whole rows, because nothing is cached yet, and add what its layers need."""
+        if self.needs_types and arguments.get("token_type_ids") is None:
             raise ValueError(
-                f"{type(self.module).__name__} with use_bidirectional_attention sees both directions in a batch "
-                "without padding and one in a batch with it, unless token_type_ids say what sees both. Pass "
-                "token_type_ids to the whole model: 0 for a document's image and prompt, 1 for its answer."
+                f"{self.name} with use_bidirectional_attention sees both directions in a batch without padding and one "
+                "in a batch with it, unless token_type_ids say what sees both. Pass token_type_ids to the whole model: "
+                "0 for a document's image and prompt, 1 for its answer."
             )
-        if fresh and self.outermost:
+        if self.outermost:
             for kind, limit in self.rope_limits:
                 require_one_rope(packed_batch, kind, limit)
-        if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
+        if "perm_mask" in self.names and arguments.get("perm_mask") is None:  # XLNet's
             arguments["perm_mask"] = (~packed_batch.document_mask().to_tensor()[:, 0]).float()
-        return packed_batch, packed_batch if fresh else None
+        if compiled:
+            parts = self.module.modules()
+            packed_batch.recomputed = any(getattr(part, "gradient_checkpointing", False) for part in parts)
 
-    def positions(self, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
-        """(B, T) int64: the place of each token in its document, as the model counts places."""
-        if self.padding_place is None:
-            return packed_batch.positions()
-        return from_padding(packed_batch, ids, self.padding_place)
+    def _give_positions(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
+        """Count the positions of a call in each document, also if it continues a cache with such positions."""
+        if not packed_batch.cached and packed_batch.tells_documents:
+            if self.padding_place is None:
+                arguments["position_ids"] = packed_batch.positions()
+            else:
+                arguments["position_ids"] = from_padding(packed_batch, arguments.get("input_ids"), self.padding_place)
+            packed_batch.counted = True
+        elif getattr(cache_of(arguments), COUNTED, False) and packed_batch.attention_mask is not None:
+            arguments["position_ids"] = packed_batch.continued_positions()
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
         """Whether recurrent layers, which keep one state for a row, run on each document by itself, without a cache."""
-        rows, row_length = packed_batch.tokens
-        cached = packed_batch.cached
+        (rows, row_length), cached, mask = packed_batch.tokens, packed_batch.cached, packed_batch.attention_mask
         if cached and packed_batch.boundaries is None and (row_length == 1 or packed_batch.position_ids is None):
             return False
-        if cached and packed_batch.attention_mask is not None:
-            packed_batch = packed_batch.replace(attention_mask=packed_batch.attention_mask[:, -row_length:])
+        if cached and mask is not None:
+            packed_batch = packed_batch.replace(attention_mask=mask[:, -row_length:])
         _, length = packed_batch.lengths()
         whole = length.numel() == rows and bool((length == row_length).all())  # nothing packed, nothing padded
         padded = length.numel() <= rows
@@ -320,22 +342,15 @@ class BaseForward(Pipeline):
         keeps_state = padded and (cached or arguments.get("use_cache"))
         if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
             raise ValueError(
-                f"with use_cache=True the recurrent layers of {type(self.module).__name__} would read the padding on "
-                "the left into their state, as they do in stock transformers. Pass use_cache=False, pad on the right, "
-                "or generate from prompts of one length at a time."
+                f"with use_cache=True the recurrent layers of {self.name} would read the padding on the left into "
+                "their state, as they do in stock transformers. Pass use_cache=False, pad on the right, or generate "
+                "from prompts of one length at a time."
             )
         return not whole and not cached and not keeps_state
 
 
-def _padding_place(module: Any) -> int:
-    """The row for padding in a table of absolute positions: the padding token's id, or another row of the table."""
-    place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
-    return (module.config.pad_token_id or 0) if place is None else place
-
-
-def _is_empty(arguments: dict[str, Any]) -> bool:
+def _is_empty(cache: Any) -> bool:
     """Whether the cache of a call is known to be empty. A cache of fixed size keeps its count on the device."""
-    cache = cache_of(arguments)
     if cache is None:
         return True
     try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import LOCK, applied_to, put_on, restore
-from tritonpack.patches.choose_modules import Options, choose_modules, tokens_enter
+from tritonpack.patches.choose_modules import Options, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.parts import PackingContext, Refusal
 
@@ -99,8 +100,8 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        modules, lease = choose_modules(model, Options()), object()
-        whole = put_on(model, modules, Options(), lease, by_name=True)
+        lease = object()
+        whole = put_on(model, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
         # Calls are refused, and not the construction, because the model may be a part of one that can be packed.
         for module in model.modules():
@@ -114,12 +115,10 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
 @cache
 def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
     """Whether a model's file has attention that isn't looked up by name, or is looked up in a table of classes."""
-    home = sys.modules.get(kind.__module__)
-    try:
-        tables = "_ATTENTION_CLASSES[" in inspect.getsource(home) if home is not None else False
-    except (OSError, TypeError):
-        tables = False
-    return tables or not kind._can_set_attn_implementation()
+    with suppress(OSError, TypeError, KeyError):  # a class without a file
+        if "_ATTENTION_CLASSES[" in inspect.getsource(sys.modules[kind.__module__]):
+            return True
+    return not kind._can_set_attn_implementation()
 
 
 def _refused(model: PreTrainedModel) -> list[Refusal]:

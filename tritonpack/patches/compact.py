@@ -7,7 +7,6 @@ runs on the row, too; any other head gets states that were laid back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
-from tritonpack.patches.call_arguments import PACKING
-from tritonpack.patches.families import OF_OTHERS, is_of_tokens, row_shapes
+from tritonpack.patches.families import OF_OTHERS, is_of_tokens
 from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.parse_inputs import PACKING
 from tritonpack.patches.placement import Placement, Row
 from tritonpack.patches.targets import IGNORED, before_documents
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
@@ -76,52 +75,45 @@ class Compaction:
         self.share_prefixes, self.longest = share_prefixes, longest
         self.saved = Saved()
 
-    def __call__(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None = None) -> PackedBatch:
+    def __call__(
+        self,
+        packed_batch: PackedBatch,
+        arguments: dict[str, Any],
+        shifts: bool | None = None,
+        labels: Tensor | None = None,
+    ) -> PackedBatch:
         """Replace the arguments of a call by those of one row, and return its packing.
 
         Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
         cache or is one rank's part of a batch, if it has no padding and nothing to share, or if an argument belongs
-        neither to tokens nor to images.
+        neither to tokens nor to images. Labels of a causal head on padding are refused.
 
         Args:
-            packed_batch: the packing of the batch.
-            arguments: of the call.
-            head: whether a causal head, which runs on the row, shifts its labels; None for a base model.
-
-        Raises:
-            ValueError: labels of a causal head on padding.
+            shifts: whether the causal head that runs on the row shifts its labels; None for a base model.
+            labels: those that the head's loss reads.
         """
-        total = packed_batch.tokens.numel()
         packed_batch.compacted = True
-        row = self._row(packed_batch, arguments, head) if self._may_replace(packed_batch, arguments, head) else None
+        row = None
+        if self._may_replace(packed_batch, arguments, shifts is not None):
+            row = self._row(packed_batch, arguments, shifts, labels)
+        computed = total = packed_batch.tokens.numel()
+        if row is not None:
+            computed = (row.shared or row.placement).source.shape[0]
+        self.saved.add(total, computed)
         if row is None:
-            self.saved.add(total, total)
             return packed_batch
-        last = row.placement if row.shared is None else row.shared
-        self.saved.add(total, last.source.shape[0])
         starts, live = packed_batch.runs()
-        positions = packed_batch.position_ids
-        _take_all(row.placement, arguments)
-        return PackedBatch(
-            None if live is None else row.placement.take(live).int(),
-            None if positions is None else row.placement.take(positions),
-            row.placement.take(starts),
-            torch.Size((1, row.placement.source.shape[0])),
-            packed_batch.device,
-            packed_batch.serving,
-            row=row,
-        )
+        mask = None if live is None else row.placement.take(live).int()
+        return _moved(packed_batch, row.placement, arguments, row, mask, row.placement.take(starts))
 
-    def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None) -> bool:
+    def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], is_head: bool) -> bool:
         """Whether one row can take the place of the batch: each argument is of tokens or of images."""
         tokens = packed_batch.tokens
-        if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
+        apart = packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None
+        too_long = self.longest is not None and tokens[1] > self.longest
+        if apart or too_long or packed_batch.shape != tokens or arguments.get("use_cache"):
             return False
-        if packed_batch.shape != tokens or (self.longest is not None and tokens[1] > self.longest):
-            return False
-        if arguments.get("use_cache"):
-            return False
-        ordinary, own = (ORDINARY, PACKING) if head is None else (ORDINARY[:1], (*PACKING, *OF_HEADS))
+        ordinary, own = (ORDINARY[:1], (*PACKING, *OF_HEADS)) if is_head else (ORDINARY, PACKING)
         for name, value in arguments.items():
             if not isinstance(value, Tensor):
                 continue
@@ -134,7 +126,9 @@ class Compaction:
                 return False
         return arguments.get("input_ids") is None or arguments["input_ids"].shape == tokens
 
-    def _row(self, packed_batch: PackedBatch, arguments: dict[str, Any], head: bool | None) -> Row | None:
+    def _row(
+        self, packed_batch: PackedBatch, arguments: dict[str, Any], shifts: bool | None, labels: Tensor | None
+    ) -> Row | None:
         """The row of a batch; None if it stays as it is. This is the one place that waits for the device."""
         starts, live = packed_batch.runs()
         channels = _channels(packed_batch, arguments) if self.share_prefixes else []
@@ -144,12 +138,12 @@ class Compaction:
         live = torch.ones_like(starts) if live is None else live
         flags = REAL * live + BEGINS * starts + BEFORE * before_documents(live)
         length, keep = tokens[1], min(arguments.get("logits_to_keep") or tokens[1], tokens[1])
-        given = None if head is None else labels_of(arguments)
-        targets = [] if given is None else [pad(given, (length - keep, 0), value=IGNORED)]
-        table = torch.stack([x.to(device).long().flatten() for x in (flags, *targets, *channels)]).cpu().numpy()
+        targets = [] if labels is None else [pad(labels.to(device), (length - keep, 0), value=IGNORED)]
+        table = torch.stack((flags, *targets, *channels)).flatten(1).long().cpu().numpy()
         predicts = (table[0] & (REAL | BEFORE)) != 0
         runs = predicts
-        if targets and head:  # padding keeps a label that a document's last token predicts, such as a token for the end
+        if targets and shifts:
+            # Padding keeps a label that a document's last token predicts, such as a token for the end.
             runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (np.arange(len(predicts)) % length > 0))
         source = runs.nonzero()[0]
         shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
@@ -160,14 +154,14 @@ class Compaction:
         if shared is not None:
             at, real, copied, ends = (_on(device, one) for one in shared)
             row = replace(row, shared=Placement(torch.Size((1, len(source))), at, real, copied), ends=ends[None])
-        if head is None:
+        if shifts is None:
             return row
         shown = source % length >= length - keep
         kept = source[shown]
         if targets:
-            labels = _labels_of(kept, table[1], predicts, (length, keep), head)
+            kept_labels = _labels_of(kept, table[1], predicts, (length, keep), shifts)
             for name in LABELS & arguments.keys():
-                arguments[name] = _on(arguments[name].device, labels)[None]
+                arguments[name] = _on(arguments[name].device, kept_labels)[None]
         if keep < length:
             arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])
         elif "logits_to_keep" in arguments:
@@ -179,27 +173,35 @@ class Compaction:
 def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> PackedBatch:
     """Replace the arguments of a row by those of the shorter one in which documents share tokens."""
     assert row.shared is not None
-    positions = packed_batch.position_ids
-    _take_all(row.shared, arguments)
-    return PackedBatch(
-        None,
-        None if positions is None else row.shared.take(positions),
-        None,
-        torch.Size((1, row.shared.source.shape[0])),
-        packed_batch.device,
-        packed_batch.serving,
-        tree_ends=row.ends,
-        row=row,
-    )
+    return _moved(packed_batch, row.shared, arguments, row, ends=row.ends)
+
+
+def _moved(
+    packed_batch: PackedBatch,
+    placement: Placement,
+    arguments: dict[str, Any],
+    row: Row,
+    mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> PackedBatch:
+    """Replace the arguments of a batch's tokens by those of a row's, and return the row's packing."""
+    for name, value in list(arguments.items()):
+        if name in PACKING:
+            del arguments[name]
+        elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
+            arguments[name] = placement.take(value)
+    arguments.pop("cache_position", None)
+    batch, positions = packed_batch, packed_batch.position_ids
+    positions = None if positions is None else placement.take(positions)
+    tokens = torch.Size((1, placement.source.shape[0]))
+    return PackedBatch(mask, positions, starts, tokens, batch.device, batch.serving, tree_ends=ends, row=row)
 
 
 def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
     """The output of a causal head that ran on a row, as that of the batch.
 
-    Args:
-        output: by name.
-        row: where its tokens lie.
-        later: whether logits are laid back when they are read: a training step doesn't read them.
+    Logits are laid back `later`, when they are read, in a training step, which doesn't read them.
     """
     assert row is not None
     assert row.logits is not None
@@ -209,10 +211,9 @@ def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
         return output
     if not later:
         return type(output)(**{**output, "logits": row.logits.lay_back(logits)})
+    values = {"loss": None, "logits": None, **output}  # the loss comes first in a tuple
     kind: Any = type(output)
-    return _class_of(kind)(**{"loss": output.get("loss"), "logits": LaidBack(row.logits, logits), **{
-        name: value for name, value in output.items() if name not in ("loss", "logits")
-    }})  # fmt: skip
+    return _class_of(kind)(**{**values, "logits": LaidBack(row.logits, logits)})
 
 
 class LaidBack(TensorLike):
@@ -267,11 +268,9 @@ def _class_of(kind: Any) -> Any:
 
 
 def _share(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...] | None:
-    """Where the tokens of a row lie in a tree: (source, real, copied, ends), None if it isn't worthwhile.
+    """Where the M tokens of a row lie in a tree: (source, real, copied, ends), None if it isn't worthwhile.
 
-    Args:
-        flags: (M,) of the row's tokens.
-        channels: (n, M), the numbers of each token that must be equal for two tokens to be one.
+    `channels`, (n, M), are the numbers of each token that must be equal for two tokens to be one.
     """
     real, padding = (flags & REAL).nonzero()[0], (flags & REAL == 0).nonzero()[0]
     begins = (flags[real] & BEGINS).nonzero()[0]
@@ -287,12 +286,6 @@ def _share(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArr
     )
 
 
-def labels_of(arguments: Mapping[str, Any]) -> Any:
-    """The labels that the loss of a causal head reads; None without."""
-    shifted = arguments.get("shift_labels")
-    return arguments.get("labels") if shifted is None else shifted
-
-
 def _labels_of(
     kept: NDArray[np.int64],
     labels: NDArray[np.int64],
@@ -300,7 +293,7 @@ def _labels_of(
     columns: tuple[int, int],
     shifted: bool,
 ) -> NDArray[np.int64]:
-    """The labels of the tokens that have logits, for a loss along the row.
+    """The labels of the tokens that have logits, for a loss along the row. Labels on padding are refused.
 
     A loss that shifts labels predicts each from the token before it in the row. Where that isn't the token before it in
     the batch, the label is left out, as in the batch.
@@ -311,9 +304,6 @@ def _labels_of(
         predicts: (B * T,), which tokens aren't padding.
         columns: T, and how many last ones of them have logits.
         shifted: whether the loss shifts labels.
-
-    Raises:
-        ValueError: a label that would be predicted from padding, which isn't computed.
     """
     length, keep = columns
     by = kept - shifted
@@ -342,23 +332,13 @@ def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tens
     a call with embeddings, with images, or with numbers that aren't integers."""
     if arguments.get("input_ids") is None:
         return []
-    found = []
+    found, tokens = [], packed_batch.tokens
     for name, value in arguments.items():
         if not isinstance(value, Tensor) or name in (*PACKING, *OF_ROWS) or value.ndim == 0:
             continue
         if value.is_floating_point() or OF_OTHERS.fullmatch(name):
             return []
-        several = value.shape[:2] not in row_shapes(packed_batch.tokens)  # positions of n kinds, (n, B, T)
+        several = value.shape[:2] not in (tokens, (1, tokens[1]))  # positions of n kinds, (n, B, T)
         rows = value if several else value.reshape(*value.shape[:2], -1).unbind(-1)
-        found += [one.expand(packed_batch.tokens) for one in rows]
+        found += [one.to(packed_batch.device).expand(tokens) for one in rows]
     return found
-
-
-def _take_all(placement: Placement, arguments: dict[str, Any]) -> None:
-    """Replace the arguments of a batch's tokens by those of a row's."""
-    for name, value in list(arguments.items()):
-        if name in PACKING:
-            del arguments[name]
-        elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
-            arguments[name] = placement.take(value)
-    arguments.pop("cache_position", None)

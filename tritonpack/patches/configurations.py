@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
@@ -59,11 +59,6 @@ def codebooks_of(model: nn.Module) -> int:
     return max((config.num_codebooks for config in configs if config.model_type in CODEBOOKS), default=1)
 
 
-def common_to_codebooks(ids: Tensor) -> Tensor:
-    """Return (B, T) ids that all codebooks of a token share in (B, T, n) ids, as for padding; -1 where they differ."""
-    return torch.where((ids == ids[..., :1]).all(-1), ids[..., 0], -1)
-
-
 def is_bidirectional(config: Any) -> bool:
     """Whether a configuration makes a decoder see both directions."""
     return getattr(text_config(config), "use_bidirectional_attention", None) is True
@@ -73,8 +68,7 @@ def rope_kinds(rope: Any) -> list[dict[str, Any]]:
     """The parameters of rotary embeddings, one dict for each kind of layer."""
     if not isinstance(rope, dict):
         return []
-    inner = [kind for kind in rope.values() if isinstance(kind, dict)]
-    return inner or [rope]
+    return [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
 
 
 def rope_limits(config: Any) -> list[tuple[str, int]]:

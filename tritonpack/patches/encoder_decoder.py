@@ -1,4 +1,8 @@
-"""The forward of a model that holds an encoder and a decoder: documents are told apart on both sides."""
+"""The forward of a model that holds an encoder and a decoder, and the mask of cross-attention.
+
+The n-th document of a row of the decoder belongs to the n-th document of the same row of the encoder. A query sees one
+interval of the encoder's tokens, so cross-attention takes the same masks as self-attention (docs/math.md, section 1).
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,28 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.base_forward import BaseForward
-from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, cache_of, tokens_of
-from tritonpack.patches.configurations import codebooks_of, common_to_codebooks, pad_token_of
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.patches.configurations import codebooks_of, pad_token_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
-from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
+from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.targets import IGNORED, POSITIONS, check_padding_labels, take_spans, warn_of_first_labels
+from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans, warn_of_first_labels
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
+
+TELL_BOTH = (
+    "Tell documents apart on both sides: the encoder's by a numbered attention_mask, cu_seq_lens_k, seq_idx or "
+    "position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or "
+    "decoder_position_ids"
+)
 
 
 class EncoderDecoderForward(Pipeline):
@@ -31,7 +42,7 @@ class EncoderDecoderForward(Pipeline):
     last token of a document would move into the next one, so each document is shifted by itself.
     """
 
-    def __init__(self, module: PreTrainedModel, context: PackingContext, base: BaseForward) -> None:
+    def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any) -> None:
         super().__init__(module, context, base)
         self.serving, self.books = base.serving, codebooks_of(module)
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
@@ -44,8 +55,7 @@ class EncoderDecoderForward(Pipeline):
         for name in (*LENGTHS, *told):
             if name not in self.names:
                 arguments.pop(name, None)
-        source, _ = tokens_of(arguments)
-        target, _ = tokens_of(arguments, "decoder_")
+        (source, _), (target, _) = tokens_of(arguments), tokens_of(arguments, "decoder_")
         unshifted = self._unshifted(arguments) if target is None else None
         if unshifted is not None and unshifted is arguments.get("input_ids"):
             return self._run_shared(arguments, told)
@@ -60,17 +70,15 @@ class EncoderDecoderForward(Pipeline):
             if unshifted is None:
                 raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
             target = unshifted
-        packed_batch = None
-        if target is not None:
-            packed_batch = self._hand(arguments, "decoder", TARGET, told, target)
-            if unshifted is not None and packed_batch is not None:
+        packed_batch = None if target is None else self._hand(arguments, "decoder", TARGET, told, target)
+        if packed_batch is not None:
+            if unshifted is not None:
                 shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, packed_batch)
                 if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
                     real = (shifted != self.module.config.pad_token_id).int()
                     arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
-            if packed_batch is not None:
-                check_padding_labels(self.module, arguments, packed_batch)
+            check_padding_labels(self.module, arguments, packed_batch)
         return self._run_own(arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
@@ -89,7 +97,14 @@ class EncoderDecoderForward(Pipeline):
         if self.one_result:
             self.require_result_of_each(packed_batch)
             if self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
-                self._require_no_padding_behind(packed_batch)
+                full = packed_batch.not_padding()[:, -1].all()
+                message = (
+                    f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
+                )
+                if torch.compiler.is_compiling():
+                    torch._assert_async(full, message)
+                else:
+                    require(full, message)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
@@ -97,36 +112,20 @@ class EncoderDecoderForward(Pipeline):
         return self._run_own(arguments, packed_batch)
 
     def _run_own(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """Run the module's own forward, with the losses of documents.
-
-        Args:
-            arguments: of the call.
-            packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
-        """
-        spans = None
+        """Run the module's own forward, with the losses of the documents of the tokens that have logits, if any."""
+        add_loss = None
         if packed_batch is not None:
             if self.mixed_loss and arguments.get("labels") is not None:
                 self.require_no_mixed_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
+            add_loss = take_spans(arguments, packed_batch, self)
         output = self.inner(**arguments)
-        return output if spans is None else spans.add_loss(output, self.name)
-
-    def _require_no_padding_behind(self, packed_batch: PackedBatch) -> None:
-        """Refuse rows that are padded on the right, whose scores would be read from padding."""
-        full = packed_batch.not_padding()[:, -1].all()
-        message = f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
-        if torch.compiler.is_compiling():
-            torch._assert_async(full, message)
-        else:
-            require(full, message)
+        return output if add_loss is None else add_loss(output)
 
     def _hand(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor
     ) -> PackedBatch | None:
-        """Put the packing of one side into the arguments, and return it.
-
-        None if no argument marks documents of this side, or if generate() has made its mask already.
-        """
+        """Put the packing of one side into the arguments, and return it; None if no argument marks its documents, or
+        if generate() has made its mask already."""
         mask = told[names["attention_mask"]]
         made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
         if made or all(told[name] is None for name in names.values()):
@@ -136,7 +135,10 @@ class EncoderDecoderForward(Pipeline):
         books = self.books if side == "decoder" else 1
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
         if ids is not None and books > 1:
-            ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))
+            books_of = ids.unflatten(
+                0, (-1, books)
+            )  # -1 where the codebooks of a token differ; padding is alike in all
+            ids = torch.where((books_of == books_of[:, :1]).all(1), books_of[:, 0], -1)
         pad = pad_token_of(self.module.config, side)
         try:
             packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
@@ -177,7 +179,15 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
     The module's own function says what the first token is.
     """
     starts, _ = packed_batch.runs()
-    rows, wraps = _shifted_rows(module, ids)
+    shift = getattr(sys.modules[type(module).__module__], "shift_tokens_right", None)
+    wraps = shift is not None and len(inspect.signature(shift).parameters) == 2  # a row's last token becomes its first
+    methods = ("prepare_decoder_input_ids_from_labels", "_shift_right")
+    if method := next((name for name in methods if hasattr(module, name)), None):
+        rows = getattr(module, method)(ids)
+    else:
+        assert shift is not None, type(module).__name__
+        config = module.config
+        rows = shift(ids, config.pad_token_id, *(() if wraps else (config.decoder_start_token_id,)))
     if not wraps:
         return torch.where(starts, rows[:, :1], rows)
     # The last token of a document, its language, becomes the first one. Ignored labels don't count, as in the module.
@@ -190,14 +200,94 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
     return torch.where(starts, tokens.flatten()[last].view(ids.shape), rows)
 
 
-def _shifted_rows(module: Any, ids: Tensor) -> tuple[Tensor, bool]:
-    """The rows as the module shifts them, and whether a row's last token becomes its first (else all begin alike)."""
-    shift = getattr(sys.modules[type(module).__module__], "shift_tokens_right", None)
-    wraps = shift is not None and len(inspect.signature(shift).parameters) == 2
-    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
-        if hasattr(module, name):
-            return getattr(module, name)(ids), wraps
-    assert shift is not None, type(module).__name__
-    config = module.config
-    more = (config.pad_token_id,) if wraps else (config.pad_token_id, config.decoder_start_token_id)
-    return shift(ids, *more), wraps
+def cross_attention_mask(
+    arguments: dict[str, Any], packed_batch: PackedBatch | None, names: list[str], serving: Serving
+) -> IntervalMask:
+    """The mask of a decoder's cross-attention.
+
+    Args:
+        arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
+            integers, 0 for padding, that may number documents.
+        packed_batch: the packing of the decoder's tokens; None if these continue a cache.
+        names: the names of the arguments that the decoder takes.
+    """
+    states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
+    if isinstance(mask, IntervalMask):  # of the module around this one
+        return mask
+    if "encoder_attention_mask" not in names:
+        raise UnsupportedModelError(
+            "this decoder takes encoder_hidden_states and no encoder_attention_mask, so nothing can tell its "
+            "cross-attention which documents belong together. Unpatch the model."
+        )
+    tokens = torch.Size(states.shape[:2])
+    if not isinstance(mask, PackedBatch):
+        if mask is not None and mask.ndim != 2:
+            raise ValueError(
+                f"encoder_attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of more than two "
+                "dimensions itself. Number documents in a mask of shape (batch, keys)."
+            )
+        mask = make_packed_batch({"attention_mask": mask}, tokens, states.device, serving)
+    length = tokens_of(arguments)[1][1]
+    shape = torch.Size((tokens[0], 1, length, tokens[1]))
+    return IntervalMask(_cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
+
+
+def _cross_mask(decoder: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:
+    """The mask of `length` queries to a row of the decoder: each sees the keys of the document that belongs to its own.
+
+    Without a packing of the decoder each row holds one document, whose beginning is in a cache.
+    """
+    queries = decoder
+    if queries is None:
+        tokens = torch.Size((keys.tokens[0], length))
+        queries = PackedBatch(None, None, None, tokens, keys.device, keys.serving)
+    counts, live, number = (x.to(keys.device) for x in _documents(queries))
+    key_counts, key_live, key_number = _documents(keys)
+
+    def message() -> str:
+        row = int((counts != key_counts).nonzero()[0])
+        here, there = int(counts[row]), int(key_counts[row])
+        differ = f"row {row} has {here} documents in the decoder and {there} in the encoder"
+        if decoder is not None:
+            return f"{differ}. {TELL_BOTH}."
+        return (
+            f"a row that continues a cache must have one document on the encoder's side; {differ}. Generate from one "
+            "document to a row."
+        )
+
+    require((counts == key_counts).all(), message)
+    columns = length + keys.tokens[1] + 1  # more than any document's number
+    row = torch.arange(keys.tokens[0], device=keys.device)[:, None] * columns
+    wanted, had = (row + number).flatten(), (row + key_number).flatten()
+    begin = torch.searchsorted(had, wanted)
+    end = torch.searchsorted(had, wanted, right=True)  # past the padding that follows a document
+    before = nn.functional.pad(key_live.flatten().cumsum(0), (1, 0))
+    stop = begin + before[end] - before[begin]
+    _require_same_numbers(queries, keys, begin, live)
+    start = torch.where(live.flatten(), begin, stop)
+    return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), keys.tokens.numel())
+
+
+def _documents(packed_batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """How many documents each row holds, (B,), which tokens are not padding, (B, T) bool, and the number of each
+    token's document in its row, (B, T) int64 from 1. Padding has the number of the document before it."""
+    live = packed_batch.not_padding()
+    starts = packed_batch.runs()[0] & live
+    return starts.sum(1), live, starts.cumsum(1)
+
+
+def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor, live: Tensor) -> None:
+    """If masks number the documents of both sides, require one number for documents that belong together."""
+    masks = queries.attention_mask, keys.attention_mask
+    if masks[0] is None or masks[1] is None:
+        return
+    numbers, key_numbers = masks[0].to(keys.device), masks[1].flatten()
+    found = key_numbers[begin.clamp(max=key_numbers.shape[0] - 1)].view(numbers.shape)
+    differ = (numbers != found) & live & (numbers.max() > 1) & (key_numbers.max() > 1)
+    require(
+        ~differ.any(),
+        lambda: (
+            f"document {int(numbers[differ][0])} of the decoder's mask would meet document {int(found[differ][0])} of "
+            "the encoder's. Give both documents of a pair the same number, and every document a partner."
+        ),
+    )

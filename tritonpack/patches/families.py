@@ -150,16 +150,11 @@ OF_DOCUMENTS = re.compile(
 )
 
 
-def row_shapes(tokens: torch.Size) -> tuple[torch.Size, torch.Size]:
-    """The first two sizes of values of (B, T) tokens: (B, T), or (1, T) for one row that holds for all."""
-    return tokens, torch.Size((1, tokens[1]))
-
-
 def is_of_tokens(name: str, value: Tensor, tokens: torch.Size) -> bool:
     """Whether an argument has a value for each of (B, T) tokens: (B, T, ...), (1, T, ...), or n positions (n, B, T)."""
     if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
         return False
     if name == "labels" and value.is_floating_point():  # scores
         return False
-    shapes = row_shapes(tokens)
+    shapes = (tokens, (1, tokens[1]))
     return value.shape[:2] in shapes or ("position_ids" in name and value.shape[1:] in shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -61,18 +61,15 @@ def takes_tokens_and_mask(module: nn.Module) -> bool:
     return tokens and "attention_mask" in parameters and not holds_both_sides(module)
 
 
-def uses_interface(kind: Any) -> bool:
-    """Whether layers of a class take their attention from transformers' interface: its name is in their code."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and INTERFACE in code.co_names
-
-
 def takes_dense_mask(module: PreTrainedModel) -> bool:
     """Whether the attention of a module lies outside of transformers' interface, so that it gets a dense mask.
 
-    Some of the types in `DENSE` use the interface in newer versions of transformers.
+    Some of the types in `DENSE` use the interface in newer versions of transformers: its name is in their code.
     """
-    return module.config.model_type in DENSE and not any(uses_interface(type(layer)) for layer in _inside(module))
+    if module.config.model_type not in DENSE:
+        return False
+    codes = (getattr(inspect.unwrap(type(layer).forward), "__code__", None) for layer in _inside(module))
+    return not any(code is not None and INTERFACE in code.co_names for code in codes)
 
 
 def holds_both_sides(module: nn.Module) -> bool:
@@ -93,12 +90,12 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 
 def foreign_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules that run code that isn't transformers' own, nor a wrapper's of `WRAPPERS`."""
-    genuine: Callable[[Any], bool] = cache(_is_genuine)  # of this call alone, because a class may get another forward
-    masks = cache(_makes_own_masks)
+    kinds = {type(one) for one in model.modules()}
+    genuine = {kind for kind in kinds if _is_genuine(kind) and _makes_own_masks(kind.__module__)}
     return [
         name
         for name, one in model.named_modules()
-        if not (genuine(type(one)) and masks(type(one).__module__) and _has_no_other(one))
+        if type(one) not in genuine or not _is_wrapper(one.__dict__.get("forward"))
     ]
 
 
@@ -107,7 +104,7 @@ def is_own(module: nn.Module, instance: Any = None) -> bool:
 
     `instance` is the forward that the module itself had before a patch; by default the one that it has.
     """
-    return _has_no_other(module, instance) and _is_genuine(type(module))
+    return _is_wrapper(instance or module.__dict__.get("forward")) and _is_genuine(type(module))
 
 
 def has_known_loss(model: Any) -> bool:
@@ -126,29 +123,18 @@ def _makes_own_masks(home: str) -> bool:
     return all(package_of(function) in WRAPPERS for function in functions if isinstance(function, FunctionType))
 
 
-def _has_no_other(module: nn.Module, instance: Any = None) -> bool:
-    """Whether a module has no forward of its instance, or one of `WRAPPERS`."""
-    instance = instance or module.__dict__.get("forward")
-    return instance is None or _is_wrapper(instance)
-
-
 def _is_genuine(kind: Any) -> bool:
     """Whether the forward of a class is the one in its definition, in one of `WRAPPERS`."""
+    innermost = inspect.unwrap(kind.forward)
+    if not _is_wrapper(kind.forward) or package_of(innermost) != "transformers":
+        return _is_wrapper(kind.forward)
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
-    return _was_defined_in(owner, kind.forward)
-
-
-@cache
-def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
-    innermost = inspect.unwrap(forward)
-    if not _is_wrapper(forward) or package_of(innermost) != "transformers":
-        return _is_wrapper(forward)
     home, _, _ = innermost.__qualname__.rpartition(".")  # another class if its forward was put here
     return "<locals>" in home or home in {base.__qualname__ for base in owner.__mro__}
 
 
 def _is_wrapper(forward: Any) -> bool:
-    """Whether a function, and all functions that it wraps, or replaces by a patch (`own`), come from `WRAPPERS`."""
+    """Whether a function, and all functions that it wraps, or replaces by a patch (`own`), are of `WRAPPERS`."""
     while forward is not None:
         if package_of(forward) not in WRAPPERS:
             return False

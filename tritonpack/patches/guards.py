@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -12,63 +11,51 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import document_starts
-from tritonpack.patches.call_arguments import OFFSETS, TREE
+from tritonpack.patches.parse_inputs import OFFSETS, TREE
 from tritonpack.patches.parts import InstanceForward
 
 WHOLE_BATCH = "There every rank passes the whole batch. Or call tritonpack.unpatch(model)."
 
 
-def _is_from(function: Any, home: str) -> bool:
-    return isinstance(function, FunctionType) and function.__module__.startswith(home)
+# Modules of functions that shard rows, or keys, over ranks: each rank would see its own tokens alone.
+ULYSSES = "deepspeed.runtime.sequence_parallel"
+CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
+
+ULYSSES_SHARDS = (
+    "DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {!r} in this process. "
+    "It shards rows without telling a patched model, and drops the mask that keeps documents apart. Leave out sp_size "
+    "and the registration of Ulysses, and share batches with tritonpack.SequenceParallel(model, group, "
+    f"exchange='ulysses', layout='contiguous'), also under DeepSpeed's ZeRO. {WHOLE_BATCH}"
+)
+
+CONTEXT_PARALLEL_SHARDS = (
+    "torch's context parallelism (context_parallel, accelerate's and Trainer's cp_size) has sharded this batch. Only "
+    "torch's scaled_dot_product_attention without a mask then sees the keys of other ranks, and a patched model needs "
+    "the mask that keeps documents apart. Leave out cp_size, and share batches with "
+    f"tritonpack.SequenceParallel(model, group, exchange='ring', layout='zigzag'). {WHOLE_BATCH}"
+)
 
 
-def require_attention_kept(name: str, own: Callable[..., Any]) -> None:
-    """Refuse a call whose attention another library has replaced, such as to shard rows over ranks.
-
-    DeepSpeed's Ulysses replaces attention functions of transformers, torch's context parallelism the one of torch. Each
-    rank would then see its own tokens alone.
-
-    Args:
-        name: of the patched model's attention.
-        own: the function of this name.
-
-    Raises:
-        UnsupportedModelError: the message names what was found and the remedy.
-    """
-    for one, function in ALL_ATTENTION_FUNCTIONS.items():
-        if isinstance(function, FunctionType) and function.__module__.startswith("deepspeed.runtime.sequence_parallel"):
-            raise UnsupportedModelError(
-                f"DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {one!r} "
-                "in this process. It shards rows without telling a patched model, and drops the mask that keeps "
-                "documents apart. Leave out sp_size and the registration of Ulysses, and share batches with "
-                "tritonpack.SequenceParallel(model, group, exchange='ulysses', layout='contiguous'), also under "
-                f"DeepSpeed's ZeRO. {WHOLE_BATCH}"
-            )
-    if _is_from(nn.functional.scaled_dot_product_attention, "torch.distributed.tensor.experimental"):
-        raise UnsupportedModelError(
-            "torch's context parallelism (context_parallel, accelerate's and Trainer's cp_size) has sharded this "
-            "batch. Only torch's scaled_dot_product_attention without a mask then sees the keys of other ranks, and a "
-            "patched model needs the mask that keeps documents apart. Leave out cp_size, and share batches with "
-            f"tritonpack.SequenceParallel(model, group, exchange='ring', layout='zigzag'). {WHOLE_BATCH}"
-        )
+def refuse_other_attention(name: str) -> None:
+    """Raise an error that says what has replaced the attention function of a patched model's name."""
     found = ALL_ATTENTION_FUNCTIONS.get(name)
     if found is None:  # such as in a process that unpickled a patched model
         raise UnsupportedModelError(
             f"the attention function {name!r} isn't registered in this process; call tritonpack.register() once "
             "before the model runs."
         )
-    if found is not own:
-        home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}"
-        raise UnsupportedModelError(
-            f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
-            "apart. Remove that replacement, or call tritonpack.unpatch(model)."
-        )
+    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}"
+    raise UnsupportedModelError(
+        f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
+        "apart. Remove that replacement, or call tritonpack.unpatch(model)."
+    )
 
 
 def require_masks_kept(module: nn.Module) -> None:
     """Refuse a model, or a layer of one, whose mask accelerate's context parallelism removes."""
     for layer in module.modules():
-        if any(_is_from(hook, "accelerate.big_modeling") for hook in layer._forward_pre_hooks.values()):
+        hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, FunctionType)]
+        if any(hook.__module__.startswith("accelerate.big_modeling") for hook in hooks):
             raise UnsupportedModelError(
                 f"accelerate's context parallelism (cp_size) removes the mask of {type(layer).__name__}, which keeps "
                 "documents apart. Build the model anew, prepare it without cp_size, and share batches with "
@@ -90,12 +77,9 @@ class VirtualTokens(InstanceForward):
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        adapter = self.module.active_peft_config
-        if getattr(adapter, "is_prompt_learning", False):
-            self._require_one_document_a_row(adapter, self.bound(args, kwargs))
-        return self.inner(*args, **kwargs)
-
-    def _require_one_document_a_row(self, adapter: Any, arguments: dict[str, Any]) -> None:
+        adapter, arguments = self.module.active_peft_config, self.bound(args, kwargs)
+        if not getattr(adapter, "is_prompt_learning", False):
+            return self.inner(*args, **kwargs)
         count, kind = getattr(adapter, "num_virtual_tokens", "several"), getattr(adapter, "peft_type", "PEFT's")
         message = (
             f"marks several documents in a row, and {self.name} puts {count} virtual tokens "
@@ -108,8 +92,7 @@ class VirtualTokens(InstanceForward):
                 raise UnsupportedModelError(f"{name} {message}")
         for side in ("", "decoder_"):
             mask, positions = arguments.get(f"{side}attention_mask"), arguments.get(f"{side}position_ids")
-            if not isinstance(mask, Tensor) or mask.ndim != 2:
-                mask = None
+            mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
             if mask is not None:
                 require((mask <= 1).all(), f"{side}attention_mask {message}")
             if isinstance(positions, Tensor):
@@ -117,3 +100,4 @@ class VirtualTokens(InstanceForward):
                 if mask is not None and mask.shape[1] == begins.shape[1] + 1:
                     begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
                 require(~begins.any(), f"{side}position_ids {message}")
+        return self.inner(*args, **kwargs)

@@ -24,8 +24,8 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.families import UNLIKE_BY_SDPA, WITHIN_TOKENS
 from tritonpack.patches.guards import require_masks_kept
 from tritonpack.patches.layers.positions import TEMPERATURES, temperature
-from tritonpack.patches.mask_spec import read_mask_spec
-from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
+from tritonpack.patches.mask_spec import CAUSAL, read_mask_spec
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, added
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
 
 NO_WEIGHTS = "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
@@ -37,13 +37,6 @@ NAMES = {
     "eager": "tritonpack_eager",
     "dense": "tritonpack_dense",
 }
-
-
-def stock_name(module: PreTrainedModel, before: str | None) -> str:
-    """The name that a module's attention had before its patch, or transformers' default if that was our name."""
-    if before is None or before in NAMES.values():
-        return "sdpa" if takes_sdpa(module) else "eager"
-    return before
 
 
 def takes_sdpa(module: PreTrainedModel) -> bool:
@@ -83,20 +76,16 @@ def make_mask(
     """transformers' mask function: makes the `attention_mask` of all layers of one kind."""
     if isinstance(attention_mask, OpenMask):
         return attention_mask
-    if isinstance(attention_mask, IntervalMask):
-        return served(attention_mask, dtype)
-    spec = read_mask_spec(mask_function, local_size, config, flags, q_length)
-    if isinstance(attention_mask, PackedBatch):
-        mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, spec)
-        return served(mask, dtype)
-    shape = torch.Size((batch_size, 1, q_length, kv_length))
-    if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache changes it in place before layers claim the mask
-    return OpenMask(attention_mask, shape, q_offset, kv_offset, spec, torch.device(device))
-
-
-def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:
-    """A mask in the form that layers take: layers outside of the interface add a dense one to their scores."""
+    mask = attention_mask
+    if not isinstance(mask, IntervalMask):
+        plain = mask_function is causal_mask_function
+        spec = CAUSAL if plain else read_mask_spec(mask_function, local_size, config, flags, q_length)
+        if not isinstance(mask, PackedBatch):
+            shape = torch.Size((batch_size, 1, q_length, kv_length))
+            # A static cache changes its offset in place before layers claim the mask.
+            offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+            return OpenMask(mask, shape, offset, kv_offset, spec, torch.device(device))
+        mask = mask.interval_mask(kv_length, q_offset, kv_offset, spec)
     return mask.dense(dtype) if mask.serving.attention == "dense" else mask
 
 
@@ -121,9 +110,9 @@ def interval_attention_forward(
         raise UnsupportedModelError(NO_WEIGHTS)
     if attention_mask is None and not takes_tokens(module):
         return attend_in_tower(module, query, key, value, dropout, scaling, **kwargs), None
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("sinks")
+    softcap, indices, position_bias = kwargs.get("softcap"), kwargs.get("indices"), kwargs.get("position_bias")
+    sinks = kwargs.get("sinks")
     sinks = kwargs.get("s_aux") if sinks is None else sinks
-    indices, position_bias = kwargs.get("indices"), kwargs.get("position_bias")
     if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:
         if softcap or kwargs.get("block_indices") is not None:
             raise UnsupportedModelError(
@@ -158,46 +147,32 @@ def interval_attention_forward(
 
 
 def attend_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    indices: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """transformers' sdpa, with the dense mask of the documents."""
-    query, position_bias = _tuned(module, query, position_bias, attention_mask)
+    indices, bias = kwargs.pop("indices", None), kwargs.pop("position_bias", None)
+    query, bias = _tuned(module, query, bias, attention_mask)
     mask = _dense(module, attention_mask, key, torch.bool, kwargs, "sdpa")
-    if indices is not None or position_bias is not None:
-        dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-        return dense_attention_forward(query, key, value, mask, indices, position_bias, None, dropout, scaling), None
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    if indices is None and bias is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+    return dense_attention_forward(query, key, value, mask, indices, bias, None, dropout, scaling), None
 
 
 def attend_eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    indices: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    if attends_within_tokens(module):
+    indices, bias = kwargs.pop("indices", None), kwargs.pop("position_bias", None)
+    if type(module).__name__ in WITHIN_TOKENS:
         return own(module, query, key, value, None, **kwargs)
-    query, position_bias = _tuned(module, query, position_bias, attention_mask)
+    query, bias = _tuned(module, query, bias, attention_mask)
     mask = _dense(module, attention_mask, key, query.dtype, kwargs, "eager")
     if indices is not None:
         mask = mask.masked_fill(~_chosen(indices, mask), torch.finfo(mask.dtype).min)
-    if position_bias is not None:
-        kwargs["position_bias"] = position_bias
+    if bias is not None:
+        kwargs["position_bias"] = bias
     return own(module, query, key, value, mask, **kwargs)
 
 
@@ -235,9 +210,8 @@ def dense_attention_forward(
         key, value = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
     if mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
-    grouped = query.shape[1] != key.shape[1]
     attention = nn.functional.scaled_dot_product_attention
-    out = attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
+    out = attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2).contiguous()
 
 
@@ -263,30 +237,17 @@ def _dense(
     """The mask as a tensor: bool, or additive of another dtype. The model may have made a tensor of it already."""
     if not isinstance(mask, Tensor):
         return _claimed(module, mask, key, arguments, attention).dense(dtype)
-    if mask.dtype != torch.bool or dtype == torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask if mask.dtype != torch.bool or dtype == torch.bool else added(mask, dtype)
 
 
 def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any], attention: str) -> IntervalMask:
-    """The mask of the documents for a layer's keys (B, H_kv, K, D)."""
-    found = (
-        mask.for_keys(key.shape[2])
-        if isinstance(mask, IntervalMask)
-        else _claim_open(module, mask, arguments, attention)
-    )
-    if found.shape[3] != key.shape[2]:
-        raise ValueError(
-            f"the mask is for {found.shape[2]} queries and {found.shape[3]} keys but attention got {key.shape[2]} "
-            f"keys: {type(module).__name__} changes its keys between mask and attention. Layers that run several times "
-            "may write to one cache: pass use_cache=False. Otherwise unpatch the model."
-        )
-    return found
+    """The mask of the documents for a layer's keys (B, H_kv, K, D), also of a call whose documents are known only now.
 
-
-def _claim_open(module: nn.Module, mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
-    """The mask of a call whose documents are known only now."""
-    if not isinstance(mask, OpenMask):
+    That is a call whose mask generate() has made, or of a model that has our name and isn't patched.
+    """
+    if isinstance(mask, IntervalMask):
+        found = mask.for_keys(key.shape[2])
+    elif not isinstance(mask, OpenMask):
         require_masks_kept(module)
         given = "no mask" if mask is None else f"a {type(mask).__name__}"
         raise ValueError(
@@ -294,14 +255,22 @@ def _claim_open(module: nn.Module, mask: Any, arguments: dict[str, Any], attenti
             "aren't supported: mark documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and "
             "call the model, not its layers."
         )
-    if takes_tokens(module) and not mask.claimed:
+    elif takes_tokens(module) and not mask.claimed:
         raise OpenMaskError(
             f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
             f"documents would not be told apart. {SHARED_CONFIG} Models that are loaded with "
             "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "
             "that is written into a configuration later has no effect."
         )
-    return mask.claim(arguments, Serving(attention, "auto"))
+    else:
+        found = mask.claim(arguments, Serving(attention, "auto"))
+    if found.shape[3] != key.shape[2]:
+        raise ValueError(
+            f"the mask is for {found.shape[2]} queries and {found.shape[3]} keys but attention got {key.shape[2]} "
+            f"keys: {type(module).__name__} changes its keys between mask and attention. Layers that run several times "
+            "may write to one cache: pass use_cache=False. Otherwise unpatch the model."
+        )
+    return found
 
 
 # The attention function of each of our names.
@@ -324,12 +293,7 @@ def takes_tokens(module: nn.Module) -> bool:
     """
     config = getattr(module, "config", None)
     of_text = config is None or getattr(config, "vocab_size", None) is not None
-    return of_text and not attends_within_tokens(module)
-
-
-def attends_within_tokens(module: nn.Module) -> bool:
-    """Whether an attention layer attends among the states of one token, which needs no mask."""
-    return type(module).__name__ in WITHIN_TOKENS
+    return of_text and type(module).__name__ not in WITHIN_TOKENS
 
 
 def attend_in_tower(

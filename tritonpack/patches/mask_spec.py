@@ -77,27 +77,18 @@ def read_mask_spec(
     if chunked:
         return MaskSpec.of((-1, 0), local_size)
     if plain and local_size is not None and not composed:
-        window = (local_size, local_size) if bidirectional else (local_size - 1, 0)
-        _require_window(mask_function, window)
+        left, right = window = (local_size, local_size) if bidirectional else (local_size - 1, 0)
+        if not torch.compiler.is_compiling():  # compare them at the keys on both sides of the window's two ends
+            zero = torch.zeros((), dtype=torch.long, device="cpu")
+            gaps = torch.tensor([-left - 1, -left, 0, right, right + 1], device="cpu")
+            seen = mask_function(zero, zero, zero + left + 1, gaps + left + 1)
+            if not torch.equal(seen, (gaps >= -left) & (gaps <= right)):
+                raise ValueError(
+                    f"this model's mask function isn't the window {window} (keys to the left, to the right) of its "
+                    "arguments, so tritonpack can't tell what its layers see. Unpatch the model."
+                )
         return MaskSpec.of(window)
     return MaskSpec(EVERY_KEY, mask_function)
-
-
-def _require_window(mask_function: MaskFunction, window: Window) -> None:
-    """Compare a mask function with a window, at the keys on both sides of the window's two ends."""
-    if torch.compiler.is_compiling():
-        return
-    left, right = window
-    zero = torch.zeros((), dtype=torch.long, device="cpu")
-    gaps = torch.tensor([-left - 1, -left, 0, right, right + 1], device="cpu")
-    query = zero + left + 1
-    require(
-        (mask_function(zero, zero, query, query + gaps) == ((gaps >= -left) & (gaps <= right))).all(),
-        lambda: (
-            f"this model's mask function isn't the window {window} (keys to the left, to the right) of its arguments, "
-            "so tritonpack can't tell what its layers see. Unpatch the model."
-        ),
-    )
 
 
 def overlay_intervals(
@@ -111,10 +102,7 @@ def overlay_intervals(
         begin, end: (B, T) int64, the bounds of the keys that it may see at most; equal if it may see none.
 
     Returns:
-        start and stop, (B, T) int64.
-
-    Raises:
-        ValueError: the keys that a query sees are not one interval around its own place (not checked in graphs).
+        start and stop, (B, T) int64. They must be one interval around the query's own place (not checked in graphs).
     """
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     head = torch.zeros((), dtype=torch.long, device=rows.device)
@@ -138,21 +126,19 @@ def overlay_intervals(
     start = torch.where(live, furthest(begin - 1), begin)
     stop = torch.where(live, furthest(end) + 1, begin)
     if not torch.compiler.is_compiling():
-        _require_intervals(overlay, rows, (begin, end), (start, stop), num_keys)
+        _require_intervals(overlay, (batch, head, rows, begin, end, start, stop), num_keys)
     return start, stop
 
 
-def _require_intervals(
-    overlay: MaskFunction, rows: Tensor, bounds: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], num_keys: int
-) -> None:
+def _require_intervals(overlay: MaskFunction, found: tuple[Tensor, ...], num_keys: int) -> None:
     """Compare intervals with the function itself, pair by pair. Stock transformers computes as much for such masks."""
-    keys = torch.arange(num_keys, device=rows.device)
-    batch = torch.arange(rows.shape[0], device=rows.device)[:, None, None]
-    head = torch.zeros((), dtype=torch.long, device=rows.device)
-    equal = torch.ones((), dtype=torch.bool, device=rows.device)
-    for first in range(0, rows.shape[1], ROWS_AT_ONCE):
-        query, begin, end, start, stop = (x[:, first : first + ROWS_AT_ONCE, None] for x in (rows, *bounds, *found))
-        dense = overlay(batch, head, query, keys) & (keys >= begin) & (keys < end)
+    batch, head, *of_queries = found
+    keys = torch.arange(num_keys, device=head.device)
+    equal = torch.ones((), dtype=torch.bool, device=head.device)
+    for first in range(0, batch.shape[1], ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        number, query, begin, end, start, stop = (x[:, some, None] for x in (batch, *of_queries))
+        dense = overlay(number, head, query, keys) & (keys >= begin) & (keys < end)
         equal &= (dense == ((keys >= start) & (keys < stop))).all()
     require(
         equal,

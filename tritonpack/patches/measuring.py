@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, logging
 
 from tritonpack import notices
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.configurations import special_tokens
 from tritonpack.patches.families import PROMPT_TYPES
+from tritonpack.patches.parse_inputs import CACHES
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,12 @@ def first_moved(model: nn.Module, run: Callable[[Batch], Any], before: Batch, af
     """The first module that lets documents meet: in two calls, with batches that agree in the documents `kept`, its
     inputs for these agree and its output doesn't. Empty if there is none."""
     kept = list(kept)
-    seen: list[dict[str, tuple[list[Tensor], list[Tensor]]]] = []
+    seen: list[dict[str, list[list[Tensor]]]] = []
 
     def note(name: str, batch: Batch, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        sides = []
-        for values in ([args, kwargs], [output]):
-            cuts = (cut(x, batch) for _, x in tensors_in(values))
-            sides.append([parts[i].detach() for parts in cuts if parts is not None for i in kept])
-        seen[-1].setdefault(name, (sides[0], sides[1]))
+        cuts = ([cut(x, batch) for _, x in tensors_in(values)] for values in ([args, kwargs], [output]))
+        sides = [[parts[i].detach() for parts in side if parts is not None for i in kept] for side in cuts]
+        seen[-1].setdefault(name, sides)
 
     for batch in (before, after):
         seen.append({})
@@ -215,11 +213,9 @@ def first_moved(model: nn.Module, run: Callable[[Batch], Any], before: Batch, af
         finally:
             for handle in handles:
                 handle.remove()
-    for name, (inputs, outputs) in seen[0].items():
-        others = seen[1].get(name, (inputs, outputs))
-        same = [
-            len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip((inputs, outputs), others, strict=True)
-        ]
+    for name, sides in seen[0].items():
+        others = seen[1].get(name, sides)
+        same = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(sides, others, strict=True)]
         if same == [True, False]:
             return f"{name or 'the model itself'} ({type(model.get_submodule(name)).__name__})"
     return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from tritonpack.masks.block_diagonal import (
     mask_from_tree_ends,
 )
 from tritonpack.masks.intervals import visible_keys
-from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
-
-if TYPE_CHECKING:
-    from tritonpack.patches.placement import Row
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -38,21 +35,16 @@ ATTENTIONS = ("tritonpack", "sdpa", "eager")
 class Serving:
     """Which attention implementation runs.
 
-    `attention` is "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-    attention, or "dense" for layers outside of its interface, which take dense masks. `backend` is for the kernels.
-    `require_in_force` raises after the model was unpatched.
+    Attributes:
+        attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
+            attention, or "dense" for layers outside of its interface, which take dense masks.
+        backend: of the kernels.
+        require_in_force: raises after the model was unpatched.
     """
 
     attention: str
     backend: Backend
     require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
-
-
-class DocumentLayer(Protocol):
-    """The forward of a layer that needs all tokens of each document."""
-
-    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """The output for rows of whole documents."""
 
 
 class IntervalMask(TensorLike):
@@ -102,9 +94,8 @@ class IntervalMask(TensorLike):
         for known, tensor in self.kept:
             if known == dtype:
                 return tensor
-        tensor = self.to_tensor() if dtype == torch.bool else self.to_tensor(dtype, additive=True)
-        self.kept.append((dtype, tensor))
-        return tensor
+        self.kept.append((dtype, self.to_addend(dtype)))
+        return self.kept[-1][1]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
@@ -115,7 +106,7 @@ class IntervalMask(TensorLike):
         return self.replace(mask=self.mask.to(device))
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask, for a model that adds the mask to its scores."""
+        """The mask to be added to scores of this dtype; bool for other dtypes."""
         return self.to_tensor(dtype, additive=True) if dtype.is_floating_point else self.to_tensor()
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -126,7 +117,10 @@ class IntervalMask(TensorLike):
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
         if self.mask.is_tree:
-            return self._tree_to_tensor(dtype, additive)
+            places = torch.arange(batch * keys, device=self.device).view(batch, keys)
+            seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in places])[:, None]
+            seen |= torch.eye(keys, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
+            return added(seen, dtype) if additive else seen.to(dtype)
         base = torch.arange(batch, device=self.device, dtype=torch.int32)[:, None] * keys
         start, stop = (x.view(batch, queries) - base for x in (self.mask.key_start, self.mask.key_stop))
         if queries == keys:
@@ -136,15 +130,6 @@ class IntervalMask(TensorLike):
         # One row for each query. Its keys are those of its own row of the batch.
         rows = BlockDiagonalMask(start, stop, keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
-
-    def _tree_to_tensor(self, dtype: torch.dtype, additive: bool) -> Tensor:
-        batch, _, length, _ = self.shape
-        rows = torch.arange(batch * length, device=self.device).view(batch, length)
-        seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in rows])
-        seen |= torch.eye(length, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
-        if additive:
-            return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
-        return seen.to(dtype)[:, None]
 
 
 class PackedBatch(TensorLike):
@@ -160,7 +145,7 @@ class PackedBatch(TensorLike):
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         tree_ends: (B, T) integers, where the subtree of each token ends, counted from the begin of its row, if the rows
             hold trees; else None. It may lie in host memory, where masks of trees are made in less time.
-        row: where the tokens of the user's batch lie in this one row, if it was made of them; else None.
+        row: a `Row`, where the tokens of the user's batch lie in this one row, if it was made of them; else None.
         causal: whether a causal mask of pairs of tokens told the documents, so that no layer may see later tokens.
         shared: whether it is one rank's part of a batch.
         tells_documents: whether anything in the call can tell several documents of a row apart.
@@ -189,7 +174,7 @@ class PackedBatch(TensorLike):
         cached: bool = False,
         filler: Tensor | None = None,
         tree_ends: Tensor | None = None,
-        row: Row | None = None,
+        row: Any = None,
         causal: bool = False,
         counted: bool = False,
     ) -> None:
@@ -248,8 +233,7 @@ class PackedBatch(TensorLike):
         if self.causal and spec.overlay is None and spec.reach.right != 0:
             raise ValueError(
                 "attention_mask is a causal mask of pairs, and layers of this model see both directions. Mark "
-                "documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask with the number of each "
-                "token's document."
+                "documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask that numbers them."
             )
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
@@ -259,7 +243,14 @@ class PackedBatch(TensorLike):
         for known, interval_mask in self.kept:  # a list, because a graph that hashes a size fits only this size
             if known == key:
                 return interval_mask
-        mask = self.documents(spec) if fresh else self._cached(num_keys, query_offset, key_offset, spec)
+        if not fresh:
+            mask = self._cached(num_keys, query_offset, key_offset, spec)
+        elif self.tree_ends is not None:
+            mask = self._tree(self.tree_ends, spec)
+        elif spec.overlay is not None:
+            mask = self._overlaid(spec.overlay)
+        else:
+            mask = mask_from_runs(*self.runs(), spec.reach)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
         interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, spec)
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
@@ -270,65 +261,57 @@ class PackedBatch(TensorLike):
         """The mask with which every token sees its whole document."""
         return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
-    def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
-        """The mask if queries and keys are the same tokens: every row is cut into its documents."""
-        if self.tree_ends is not None:
-            return self._tree(spec)
-        starts, live = self.runs()
-        if spec.overlay is None:
-            return mask_from_runs(starts, live, spec.reach)
-        whole = mask_from_runs(starts, live, WHOLE_DOCUMENT.reach)
-        rows, base = self._rows(0), self._base(self.tokens[1])
+    def _overlaid(self, overlay: MaskFunction) -> BlockDiagonalMask:
+        whole = mask_from_runs(*self.runs(), WHOLE_DOCUMENT.reach)
+        base = self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
-        bounds = overlay_intervals(spec.overlay, rows, begin.long(), end.long(), self.tokens[1])
+        bounds = overlay_intervals(overlay, self._rows(0), begin.long(), end.long(), self.tokens[1])
         start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
         return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
-    def _tree(self, spec: MaskSpec) -> BlockDiagonalMask:
-        assert self.tree_ends is not None
+    def _tree(self, ends: Tensor, spec: MaskSpec) -> BlockDiagonalMask:
         if spec.reach.right != 0 or spec.overlay is not None:
             raise UnsupportedModelError(
                 "in a tree each token sees the tokens before it, and a layer of this model "
                 + ("composes a mask of its own" if spec.overlay is not None else "also sees the tokens after it")
                 + ". Give it sequences without common beginnings: without tree_ends, and without share_prefixes."
             )
-        mask = mask_from_tree_ends(self.tree_ends, spec.reach)
+        mask = mask_from_tree_ends(ends, spec.reach)
         return mask if mask.device == self.device else mask.to(self.device)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
         if self._kept_runs is None:
-            self._kept_runs = self._find_runs()
+            starts, live = self.boundaries, None
+            if self.tree_ends is not None:
+                live = self.not_padding()
+                starts = changes(live) | (live & (self.positions() == 0))
+            elif starts is None and self.position_ids is not None:
+                starts = self.position_starts()
+            elif starts is None:
+                starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
+                starts[:, :1] = True
+            if self.attention_mask is not None:
+                ids, begins, live = self.attention_mask, starts, self.attention_mask != 0
+                if ids.shape != self.tokens:
+                    raise ValueError(
+                        f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; "
+                        "without a cache they must be the same."
+                    )
+                pieces = changes(ids)
+                seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
+                torn = pieces & ~begins & live & (ids <= seen_before)
+                require(
+                    ~torn.any(),
+                    lambda: (
+                        f"attention_mask has padding inside a document{shown(torn, ids, begins)}. Padding may lie "
+                        "before, between and after documents; number documents in ascending order, or let position_ids "
+                        "restart where one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
+                    ),
+                )
+                starts = begins | pieces
+            self._kept_runs = starts, live
         return self._kept_runs
-
-    def _find_runs(self) -> tuple[Tensor, Tensor | None]:
-        if self.tree_ends is not None:
-            live = self.not_padding()
-            return changes(live) | (live & (self.positions() == 0)), live
-        starts = self.boundaries
-        if starts is None:
-            starts = self._position_starts()
-        if self.attention_mask is None:
-            return starts, None
-        ids = self.attention_mask
-        if ids.shape != self.tokens:
-            raise ValueError(
-                f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; without a "
-                "cache they must be the same. Four-dimensional masks are not supported by a patched model: mark "
-                "documents by position_ids."
-            )
-        pieces = changes(ids)
-        seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
-        torn = pieces & ~starts & (ids != 0) & (ids <= seen_before)
-        require(
-            ~torn.any(),
-            lambda: (
-                f"attention_mask has padding inside a document{shown(torn, ids, starts)}. Padding may lie before, "
-                "between and after documents; number documents in ascending order, or let position_ids restart where "
-                "one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
-            ),
-        )
-        return starts | pieces, ids != 0
 
     def positions(self) -> Tensor:
         """(B, T) int64, each token's place within its document, counted from 0; in a tree its depth."""
@@ -337,7 +320,7 @@ class PackedBatch(TensorLike):
             assert depth is not None
             return depth.view(self.tokens).long()
         starts, _ = self.runs()
-        rows = self._rows(0)
+        rows = torch.arange(self.tokens[1], device=self.device)
         return rows - torch.where(starts, rows, 0).cummax(1).values
 
     def continued_positions(self) -> Tensor:
@@ -349,11 +332,7 @@ class PackedBatch(TensorLike):
         return places[:, -self.tokens[1] :].clamp(min=0)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device.
-
-        Raises:
-            UnsupportedModelError: the rows hold trees, whose tokens don't lie one document after the other.
-        """
+        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device."""
         if self.tree_ends is not None:
             raise UnsupportedModelError(
                 "a part of this model runs on each document by itself, and the documents of a tree share tokens. Give "
@@ -379,7 +358,7 @@ class PackedBatch(TensorLike):
             self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
         return self.kept_boundaries
 
-    def run_on_documents(self, layer: DocumentLayer, arguments: dict[str, Any]) -> Any:
+    def run_on_documents(self, layer: Any, arguments: dict[str, Any]) -> Any:
         """The result of a layer that needs all tokens of each document."""
         return layer.run(arguments, self)
 
@@ -408,7 +387,7 @@ class PackedBatch(TensorLike):
         rows = self._rows(query_offset)  # counted with the cache
         begin = begin.expand_as(rows)
         if self.position_ids is not None:
-            starts = self._position_starts()
+            starts = self.position_starts()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
@@ -430,11 +409,9 @@ class PackedBatch(TensorLike):
     def _base(self, num_keys: int) -> Tensor:
         return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
 
-    def _position_starts(self) -> Tensor:
-        if self.position_ids is None:
-            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
-            starts[:, :1] = True
-            return starts
+    def position_starts(self) -> Tensor:
+        """(B, T) bool: where the position ids of the call, which it must have, don't ascend by one."""
+        assert self.position_ids is not None
         starts = document_starts(self.position_ids)
         if starts.shape[1] != self.tokens[1] or starts.shape[0] not in (1, self.tokens[0]):
             raise ValueError(
@@ -442,6 +419,11 @@ class PackedBatch(TensorLike):
                 f"{tuple(self.tokens)}."
             )
         return starts.expand(self.tokens).clone()
+
+
+def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask to be added to scores, of one that says which keys are seen."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def first_tokens(attention_mask: Tensor) -> Tensor:

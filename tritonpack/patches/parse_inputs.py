@@ -1,33 +1,158 @@
-"""Reads where documents begin from the arguments of a forward pass. Contradicting arguments are refused.
-
-A mask of pairs of tokens, (B, 1, T, T), is read if it is block-diagonal and causal: LLaMA-Factory's `neat_packing`
-passes such masks. Which documents a row holds is read, nothing else: windows, chunks and images that see all of
-themselves come from the model, as for each document alone.
-"""
+"""Reads where documents begin from the arguments of a call. Contradicting arguments, and near misses, are refused."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonpack.checks import describe, mask_as_numbers, require
+from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers, mask_as_numbers, require
 from tritonpack.masks.block_diagonal import changes
-from tritonpack.patches.call_arguments import TREE
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
+from tritonpack.patches.pair_masks import number_documents
 from tritonpack.patches.tensor_like import TensorLike
+
+# The arguments that tell documents apart.
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+TREE = "tree_ends"
+OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
+TELLING = (*OF_TOKENS, *OFFSETS, TREE)
+
+# The arguments that tell documents apart in an encoder and in a decoder, by the names that `make_packed_batch` reads.
+SOURCE = {**{name: name for name in OF_TOKENS}, "cu_seq_lens_q": "cu_seq_lens_k"}
+TARGET = {**{name: f"decoder_{name}" for name in OF_TOKENS}, "cu_seq_lens_q": "cu_seq_lens_q"}
+
+# The arguments that pass a cache. Since transformers 5.24 "cache" replaces "past_key_values" and "cache_params".
+CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
+
+# Set on a cache whose first tokens had positions that a patch counted in each document, not the model along the row.
+COUNTED = "tritonpack_counted"
+
+# The arguments that say how a row is packed. They mean nothing for a row with one document.
+PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
+
+MASK_FORM = (
+    "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the document, "
+    "for tokens"
+)
+NUMBER_FORM = "an integer tensor, int32 or int64, with the number of each token's document, of the shape of the tokens"
+
+OFFSETS_FORM = (
+    "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last the "
+    "number of tokens"
+)
+TREE_FORM = (
+    "an integer tensor of the shape of the tokens, int32 or int64, the place after the last token below each token in "
+    "its row"
+)
+POSITIONS_FORM = "an integer tensor of shape (B, T), or (T,) for one row"
+
+# What the arguments that tell documents apart must be.
+FORMS = {
+    **dict.fromkeys(OFFSETS, OFFSETS_FORM),
+    **dict.fromkeys(("seq_idx", "decoder_seq_idx"), NUMBER_FORM),
+    TREE: TREE_FORM,
+    **dict.fromkeys(("attention_mask", "decoder_attention_mask"), MASK_FORM),
+    **dict.fromkeys(("position_ids", "decoder_position_ids"), POSITIONS_FORM),
+}
+
+
+def cache_of(values: Mapping[str, Any]) -> Any:
+    """The cache among the arguments or the outputs of a call, under any of its names; None without one."""
+    for name, value in values.items():
+        if name in CACHES and value is not None:
+            return value
+    return None
+
+
+def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:
+    """The tokens of a call and their shape (B, T): ids, or embeddings (B, T, n); None and () if there are none.
+
+    `side` is "decoder_" for the decoder's tokens.
+    """
+    ids, embeds = arguments.get(f"{side}input_ids"), arguments.get(f"{side}inputs_embeds")
+    if ids is not None:
+        return ids, ids.shape
+    return embeds, torch.Size() if embeds is None else embeds.shape[:-1]
+
+
+def in_form(arguments: dict[str, Any], model: str = "", known: Collection[str] | None = None) -> dict[str, Any]:
+    """The arguments of a call, with position ids (T,) as one row (1, T).
+
+    Arguments that tell documents apart in another form than `FORMS` says are refused.
+
+    Args:
+        arguments: by name; those that are None are ignored.
+        model: the name of the model's class.
+        known: the names in the model's own signature, if names that nothing reads are refused, too.
+    """
+    for name, value in list(arguments.items()):
+        form = FORMS.get(name)
+        if value is None:
+            continue
+        if form is None:
+            if known is not None and name not in known and (meant := meant_by(name)):
+                raise ValueError(
+                    f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by "
+                    f"it. Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
+                )
+            continue
+        if form is MASK_FORM:
+            tensor = isinstance(value, Tensor) and value.ndim > 1 and value.dtype in (*MASKS, *FLOAT_MASKS)
+            fits = tensor or isinstance(value, (TensorLike, dict))
+        elif form is POSITIONS_FORM:
+            fits = isinstance(value, Tensor)
+            if fits and value.ndim == 1:
+                arguments[name] = value[None]
+        else:
+            fits = holds_numbers(value) and (form is not OFFSETS_FORM or value.ndim == 1)
+        if not fits:
+            raise ValueError(f"{name} must be {form}; got {describe(value)}.")
+    mask = arguments.get("attention_mask")
+    if known is not None and arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
+            f"{OFFSETS_FORM}."
+        )
+    if known is not None and isinstance(mask, dict) and not any(isinstance(x, TensorLike) for x in mask.values()):
+        raise ValueError(
+            f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
+            "masks of its layers itself. Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional "
+            "mask, or unpatch the model to use masks of your own."
+        )
+    return arguments
+
+
+# Names that other libraries use, and misspellings: the argument to pass instead.
+MEANT = {
+    r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
+    r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
+    r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
+    r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
+    r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
+    r"pos(i?tion)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
+    r"(sub)?tree_?(ends?|parents?|out|mask|ids)|parents?(_ids)?|tout": "tree_ends",
+    r"(att?e?nt?io?n|attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_?masks?": "attention_mask",
+}
+
+
+@cache
+def meant_by(name: str) -> str | None:
+    """The argument that a name is probably meant for; None for a name that is read, and for an unrelated name."""
+    if name in TELLING:
+        return None
+    return next((meant for pattern, meant in MEANT.items() if re.fullmatch(pattern, name.lower())), None)
+
 
 SHARED_CONFIG = (
     "Its configuration object may be shared with a patched model, which writes the name there: build this model from "
     "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model)."
-)
-
-
-BEFORE_ROWS = (
-    "If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie before rows."
 )
 
 
@@ -86,46 +211,38 @@ def make_packed_batch(
     `seq_idx` changes ((B, T) document numbers), else where `position_ids` do not ascend by one. A two-dimensional
     `attention_mask` marks padding by 0, and may number documents. Without a mask, `pad_token` tells what is padding
     (see `PackedBatch.not_padding`). `tree_ends` say that rows hold trees, whose position ids are depths. If it
-    `reads_pairs`, a causal mask of pairs of tokens tells documents and padding, too.
+    `reads_pairs`, the mask is a causal one of pairs of tokens, which tells documents and padding.
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
     """
-    mask = arguments.get("attention_mask")
-    pairs = reads_pairs and is_pair_mask(mask)
-    if pairs:
-        mask = number_documents(mask, tokens).to(device)
-    elif mask is not None:
-        mask = mask_as_numbers(mask, "attention_mask").to(device)
-    position_ids = arguments.get("position_ids")
+    mask, position_ids, ends = arguments.get("attention_mask"), arguments.get("position_ids"), arguments.get(TREE)
+    if mask is not None:
+        numbers = number_documents(mask, tokens) if reads_pairs else mask_as_numbers(mask, "attention_mask")
+        mask = numbers.to(device)
     if position_ids is not None:
         position_ids = position_ids.to(device)
-    told = _boundaries(arguments, tokens, device)
-    ids = arguments.get("input_ids")
-    filler = None
+    marked = arguments.get("cu_seq_lens_q") is not None or arguments.get("seq_idx") is not None
+    told = _boundaries(arguments, tokens, device) if marked else {}
+    if ends is not None:
+        if given := [*told, *([] if mask is None else ["attention_mask"])]:
+            raise ValueError(
+                f"tree_ends and {' and '.join(given)} both say which tokens a token sees. Leave {given[0]} out: in "
+                "tree_ends a token outside every tree has its own place, and a document is a tree without branches."
+            )
+        if ends.shape != tokens:
+            raise ValueError(f"tree_ends has shape {tuple(ends.shape)} but the tokens have {tuple(tokens)}.")
+        return PackedBatch(None, position_ids, None, tokens, device, serving, tree_ends=ends)
+    ids, filler = arguments.get("input_ids"), None
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
     boundaries = next(iter(told.values()), None)
-    ends = arguments.get(TREE)
-    if ends is not None:
-        _require_tree(ends, tokens, {**told, "attention_mask": mask})
-        return PackedBatch(None, position_ids, None, tokens, device, serving, tree_ends=ends)
-    packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler, causal=pairs)
+    packed_batch = PackedBatch(
+        mask, position_ids, boundaries, tokens, device, serving, filler=filler, causal=reads_pairs
+    )
     if (mask is not None) + (position_ids is not None) + len(told) > 1:
         _require_agreement(packed_batch, told)
     return packed_batch
-
-
-def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | None]) -> None:
-    """Refuse ends of subtrees beside other arguments that tell documents apart. The mask checks their values."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"tree_ends and {' and '.join(given)} both say which tokens a token sees. Leave {given[0]} out: in "
-            "tree_ends a token outside every tree has its own place, and a document is a tree without branches."
-        )
-    if ends.shape != tokens:
-        raise ValueError(f"tree_ends has shape {tuple(ends.shape)} but the tokens have {tuple(tokens)}.")
 
 
 def require_depths(packed_batch: PackedBatch) -> None:
@@ -140,18 +257,16 @@ def require_depths(packed_batch: PackedBatch) -> None:
     rise = stream - stream[mask.key_start]  # from the first token of the tree
     wrong = rise != depth
 
-    def message() -> str:
-        where = ""
-        if wrong.device.type == "cpu":
-            place = int(wrong.nonzero()[0])
-            where = f" at token {place} of the flattened rows, {int(rise[place])} for a depth of {int(depth[place])}"
-        return (
-            f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise "
-            "by 1 from a token to each token right below it. Pass mask.diagonal or the position_ids of "
-            "tritonpack.pack_tree, or leave position_ids out."
-        )
-
-    require(~wrong.any(), message)
+    where = ""
+    if wrong.device.type == "cpu" and bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        where = f" at token {place} of the flattened rows, {int(rise[place])} for a depth of {int(depth[place])}"
+    require(
+        ~wrong.any(),
+        f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise by 1 "
+        "from a token to each token right below it. Pass mask.diagonal or the position_ids of tritonpack.pack_tree, or "
+        "leave position_ids out.",
+    )
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
@@ -163,37 +278,36 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
     live = everywhere if mask is None else mask != 0
     if len(told) == 2:
         one, other = told.items()
-        _require_same(one, other, live)
+        _require_same(one, other, live, other[1].int())
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
-        starts = packed_batch._position_starts()
+        starts = packed_batch.position_starts()
         zeros = (positions == 0).expand(packed_batch.tokens)
         tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
         filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros
         starts[:, :1] = True
-        for name, boundaries in list(told.items())[:1]:
-            _require_same((name, boundaries), ("position_ids", starts), live & ~filled, positions)
+        for first in list(told.items())[:1]:
+            _require_same(first, ("position_ids", starts), live & ~filled, positions)
         told = {**told, "position_ids": starts}
     if mask is not None and told:
         # Padding ends a document by itself. A mask of 0 and 1 numbers none, unless it was made of pairs.
         inside = live & torch.cat([torch.zeros_like(live[:, :1]), live[:, :-1]], dim=1)
         if not packed_batch.causal:
             inside = inside & (mask > 1).any()
-        name, boundaries = next(iter(told.items()))
-        where = inside & ~filled if name == "position_ids" else inside
-        _require_same(("attention_mask", changes(mask)), (name, boundaries), where, mask)
+        first = next(iter(told.items()))
+        where = inside & ~filled if first[0] == "position_ids" else inside
+        _require_same(("attention_mask", changes(mask)), first, where, mask)
 
 
-def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor | None = None) -> None:
+def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor) -> None:
     """Refuse two arguments, each with its name and where documents begin by it, that differ on some tokens.
 
     Args:
         where: (B, T) bool, the tokens to compare.
-        ids: the numbers to show in the message, (B, T) or one row for all; by default where documents begin by `other`.
+        ids: the numbers to show in the message, (B, T) or one row for all.
     """
     (name, starts), (other_name, other_starts) = one, other
-    differ = (starts != other_starts) & where
-    numbers = other_starts.int() if ids is None else ids.expand(starts.shape)
+    differ, ids = (starts != other_starts) & where, ids.expand(starts.shape)
     repeat = (
         "Let positions restart where a document begins"
         if "position_ids" in (name, other_name)
@@ -202,7 +316,7 @@ def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Ten
     require(
         ~differ.any(),
         lambda: (
-            f"{name} and {other_name} contradict each other{shown(differ, numbers, starts)}: by {name} documents begin "
+            f"{name} and {other_name} contradict each other{shown(differ, ids, starts)}: by {name} documents begin "
             f"at {_places(starts)}, by {other_name} at {_places(other_starts)}. {repeat}, or leave one of the two out."
         ),
     )
@@ -217,10 +331,14 @@ def _places(starts: Tensor) -> str:
 
 def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
     """Where documents begin, as (B, T) bool, by the names of the arguments that are offsets or numbers."""
-    cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
-    seq_idx = arguments.get("seq_idx")
+    cu_q, cu_k, seq_idx = (arguments.get(name) for name in (*OFFSETS, "seq_idx"))
     told = {}
-    virtual = "" if arguments.get("input_ids") is not None else f" {BEFORE_ROWS}"
+    virtual = (
+        ""
+        if arguments.get("input_ids") is not None
+        else " If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie "
+        "before rows."
+    )
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
@@ -248,95 +366,3 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
     for starts in told.values():
         starts[:, :1] = True
     return told
-
-
-ROWS_AT_ONCE = 1024  # of the comparison with the documents that were read
-
-# Addends up to here give weights of exactly 0: float16's minimum, to which an overflow of larger ones is clamped.
-HIDDEN = torch.finfo(torch.float16).min
-
-REMEDY = (
-    "Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask with the number of each token's "
-    "document, or unpatch the model to use a mask of your own."
-)
-
-
-def is_pair_mask(mask: Any) -> bool:
-    """Whether an attention mask is a tensor with a value for each pair of tokens, and none that a patch has made."""
-    return isinstance(mask, Tensor) and not isinstance(mask, TensorLike) and mask.ndim == 4
-
-
-@torch.compiler.disable  # a graph would leave out the check
-def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
-    """The number of each token's document in its row from 1, and 0 for padding, as (B, T) int32.
-
-    A token that sees no key is padding. The mask is compared with that of the documents pair by pair: in host memory at
-    once, on an accelerator by an assertion there, which doesn't wait.
-
-    Args:
-        mask: (B or 1, 1, T, T), True or 0 where a query sees a key, False or -65504 or less where it doesn't.
-        tokens: (B, T).
-
-    Raises:
-        ValueError: another shape or dtype, a cache, or a mask that isn't block-diagonal and causal; the message names
-            the row and the pair.
-    """
-    rows, length = tokens
-    if mask.shape not in ((rows, 1, length, length), (1, 1, length, length)):
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}. A patched model reads documents from a mask of pairs of "
-            f"shape {(rows, 1, length, length)}: one for all heads, and without keys of a cache. {REMEDY}"
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            "a mask of pairs must be bool, True where a token sees another, or floating point, to be added to scores; "
-            f"got attention_mask {describe(mask)}. Convert it with mask.bool() if 1 stands for a pair that is seen."
-        )
-    if mask.dtype != torch.bool:
-        known = (mask == 0) | (mask <= HIDDEN)
-        require(
-            known.all(),
-            lambda: (
-                "attention_mask holds addends other than 0 and the smallest numbers (at most -65504)"
-                f"{_first(mask, ~known)}. A patched model adds no bias to scores. {REMEDY}"
-            ),
-        )
-    seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
-    count = seen.sum(-1)
-    live = count > 0
-    starts = live & (count == 1)  # the first token of a document sees itself alone
-    places = torch.arange(length, device=mask.device)
-    begin = torch.where(starts, places, -1).cummax(1).values
-    for first in range(0, length, ROWS_AT_ONCE):
-        some = slice(first, first + ROWS_AT_ONCE)
-        expected = live[:, some, None] & (places >= begin[:, some, None]) & (places <= places[some, None])
-        differ = seen[:, some] != expected
-        require(~differ.any(), lambda first=first, differ=differ: _message(differ, seen, begin, first))  # type: ignore[misc]
-    return torch.where(live, starts.cumsum(1), 0).to(torch.int32).expand(rows, length)
-
-
-def _first(mask: Tensor, wrong: Tensor) -> str:
-    if wrong.device.type != "cpu":
-        return ""
-    row, _, query, key = wrong.nonzero()[0].tolist()
-    return f": {mask[row, 0, query, key].item():g} in row {row} for token {query} and token {key}"
-
-
-def _message(differ: Tensor, seen: Tensor, begin: Tensor, first: int) -> str:
-    where = ""
-    if differ.device.type == "cpu":
-        row, query, key = differ.nonzero()[0].tolist()
-        query += first
-        verb = "sees" if seen[row, query, key] else "doesn't see"
-        where = f": in row {row} token {query} {verb} token {key}"
-        start = int(begin[row, query])
-        where += (
-            f", and its document begins at token {start}"
-            if start >= 0
-            else ", and no token before it sees itself alone, as the first token of a document does"
-        )
-    return (
-        f"attention_mask isn't block-diagonal and causal{where}. From a mask of pairs a patched model reads documents, "
-        "in which each token sees exactly itself and the tokens before it, and padding, which sees nothing. Windows "
-        f"and images come from the model. {REMEDY}"
-    )

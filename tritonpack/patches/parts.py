@@ -35,8 +35,7 @@ class Call:
 
 
 class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.call = Call()
+    call = Call()
 
 
 class PackingContext:
@@ -107,11 +106,9 @@ class Part:
         """Whether the module is not in memory any more, because another one took its place in the model."""
         return self._module() is None
 
-    def install(self) -> None:
-        raise NotImplementedError
+    def install(self) -> None: ...
 
-    def remove(self) -> None:
-        raise NotImplementedError
+    def remove(self) -> None: ...
 
 
 class InstanceForward(Part):
@@ -146,10 +143,10 @@ class InstanceForward(Part):
 
     def remove(self) -> None:
         forward = self.module.__dict__.get(self.attribute)
-        if forward is self and self.own is None:
+        if forward is self:
             del self.module.__dict__[self.attribute]
-        elif forward is self:
-            self.module.__dict__[self.attribute] = self.own
+            if self.own is not None:
+                self.module.__dict__[self.attribute] = self.own
         elif self.installed:
             self.wrapper = forward
         self.installed = False
@@ -194,8 +191,7 @@ class InstanceForward(Part):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs) if self.installed else self.inner(*args, **kwargs)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    def call(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Refusal(InstanceForward):
@@ -226,9 +222,6 @@ class AttentionName(Part):
 
     Models may share a configuration. It gets its own name back when the last of these models is unpatched.
 
-    Args:
-        name: the new name.
-
     Attributes:
         before: the name that the configuration had before any patch.
         installed: whether the configuration has the other name because of this object.
@@ -236,45 +229,36 @@ class AttentionName(Part):
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
-        self._name = name
+        self.name = name
         self.before: str | None = None
+        self.config: Any = None  # kept as long as it has the name
         self.installed = False
 
     def install(self) -> None:
-        config = self.module.config
-        key = id(config)
-        entry = _names.get(key)
-        if entry is None:
-            reference = weakref.ref(config, lambda _: _names.pop(key, None))
-            entry = reference, weakref.WeakSet(), config._attn_implementation_internal
-        _, holders, before = entry
+        self.config = self.module.config
+        holders, before = _names.get(id(self.config), (None, None))
+        if not holders:
+            holders, before = weakref.WeakSet(), self.config._attn_implementation_internal
+            _names[id(self.config)] = holders, before
         self.before, self.installed = before, True
-        _names[key] = entry
         holders.add(self)
-        config._attn_implementation_internal = self._name
+        self.config._attn_implementation_internal = self.name
 
     def remove(self) -> None:
         if not self.installed:
             return
-        config: Any = self._config()
-        _, holders, before = _names.get(id(config), (None, set(), self.before))  # a copy's configuration has none
+        holders, before = _names.get(id(self.config), (weakref.WeakSet(), self.before))  # a copy has no holders
         holders.discard(self)
-        if config is not None and all(other.gone for other in holders):
-            config._attn_implementation_internal = before
-            _names.pop(id(config), None)
-        self.installed = False
-
-    def _config(self) -> Any:
-        """The configuration, also if the module is gone; None if the configuration is gone too."""
-        if not self.gone:
-            return self.module.config
-        return next((reference() for reference, holders, _ in list(_names.values()) if self in holders), None)
+        if all(other.gone for other in holders):
+            self.config._attn_implementation_internal = before
+            _names.pop(id(self.config), None)
+        self.config, self.installed = None, False
 
 
-# {id of a configuration: the configuration, the patched modules that need the other name, and the name from before}.
-# By identity, because configurations compare by value. An entry ends with its configuration, because another one may
-# get the same address. Models are patched one after the other (`applied_patch.py`), so this needs no lock.
-_names: dict[int, tuple[weakref.ref[Any], weakref.WeakSet[AttentionName], str | None]] = {}
+# {id of a configuration: the parts that gave it another name, which keep it in memory, and the name from before}. By
+# identity, because configurations compare by value. Models are patched one after the other (`applied_patch.py`), so
+# this needs no lock.
+_names: dict[int, tuple[weakref.WeakSet[AttentionName], str | None]] = {}
 
 
 # The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
@@ -328,14 +312,12 @@ class Checkpoints(Part):
                 if own is not None and not isinstance(own, Checkpoint):
                     holder.__dict__[attribute] = Checkpoint(own, self.context)
 
+    def remove(self) -> None:
+        for module in self.module.modules():
+            for attribute in ATTRIBUTES:
+                if isinstance(held := module.__dict__.get(attribute), Checkpoint):
+                    module.__dict__[attribute] = held.own
+
     def _find(self) -> list[nn.Module]:
         modules = self.module.modules()
         return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]
-
-
-def release_checkpoint(module: nn.Module) -> None:
-    """Give a module its own checkpointing function back."""
-    for attribute in ATTRIBUTES:
-        held = module.__dict__.get(attribute)
-        if isinstance(held, Checkpoint):
-            module.__dict__[attribute] = held.own

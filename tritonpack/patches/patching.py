@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
@@ -19,7 +18,7 @@ from tritonpack.patches.applied_patch import (
     to_the_end,
 )
 from tritonpack.patches.by_name import register
-from tritonpack.patches.choose_modules import Options, choose_modules
+from tritonpack.patches.choose_modules import Options
 from tritonpack.patches.compact import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.report import Report
@@ -59,8 +58,7 @@ class Patch:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried; the message says why.
             ValueError: the model has no weights yet, or this patch was undone.
         """
-        if self._lease not in self._applied.leases:
-            raise ValueError("this patch was undone; call tritonpack.patch(model) again and prove() on the new handle.")
+        self._require_lease("prove() on the new handle")
         self._applied.proof.settle()
 
     def unpatch(self) -> None:
@@ -68,14 +66,15 @@ class Patch:
         leave(self._applied, self._lease)
 
     def __enter__(self) -> Patch:
-        if self._lease not in self._applied.leases:
-            raise ValueError("this patch was undone; call tritonpack.patch(model) again and enter the new handle.")
+        self._require_lease("enter the new handle")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.unpatch()
+
+    def _require_lease(self, remedy: str) -> None:
+        if self._lease not in self._applied.leases:
+            raise ValueError(f"this patch was undone; call tritonpack.patch(model) again and {remedy}.")
 
     def __repr__(self) -> str:
         return f"Patch({self.report})"
@@ -140,9 +139,9 @@ def patch(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
-    modules, lease = choose_modules(model, asked), object()
+    lease = object()
     try:
-        return Patch(model, put_on(model, modules, asked, lease), lease)
+        return Patch(model, put_on(model, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out
         to_the_end(lambda: _leave_all(model, lease))
         raise
@@ -170,11 +169,7 @@ def _leave_all(model: nn.Module, lease: object) -> None:
 
 
 def _require_model(model: object) -> None:
-    """Refuse an argument that is not a model.
-
-    Raises:
-        ValueError: with what was given: a name, a class, a configuration, a trainer, or something else.
-    """
+    """Refuse an argument that is not a model, with a remedy for what was given."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, str):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +21,23 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import PACKING, TELLING, TREE, cache_of, in_form, require_read, tokens_of
-from tritonpack.patches.compact import labels_of, lay_back_head
+from tritonpack.patches.compact import lay_back_head
 from tritonpack.patches.configurations import text_config
-from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
 from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import OpenMaskError, is_pair_mask, make_packed_batch
+from tritonpack.patches.parse_inputs import (
+    PACKING,
+    TELLING,
+    TREE,
+    OpenMaskError,
+    in_form,
+    make_packed_batch,
+    tokens_of,
+)
 from tritonpack.patches.parts import Call, InstanceForward, PackingContext
+from tritonpack.patches.placement import Documents, require_one_document_a_row
 from tritonpack.patches.report import holds
 from tritonpack.patches.targets import POSITIONS, check_labels, check_padding_labels, shifts_labels, take_spans
 
@@ -79,26 +87,29 @@ class Pipeline(InstanceForward):
         self.takes_return_dict = takes_any or "return_dict" in self.names
         self.known = frozenset((*self.names, *self.base.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is self.base.module)
+        self.part_at_path = attrgetter(self.path)
         self.part = type(self.base.module).__name__
         self.computes_each_token = self.path != "" and _computes_each_token(module, self.path.partition(".")[0])
         self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passing = self.proof.passing
-        if not self.installed or (passing is not None and passing == threading.get_ident()):
+        proof = self.proof
+        if not self.installed or (proof.passing is not None and proof.passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
-        arguments, compiled = in_form(self.bound(args, kwargs)), torch.compiler.is_compiling()
-        if self.path and not compiled:
-            self._require_parts()
-        if self.context.current.told is not None:  # inside of a call that has read the documents
-            packed_batch = self.read(arguments)
+        inside = self.context.current.told is not None  # inside of a call that has read the documents
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        arguments = in_form(given) if inside else in_form(given, self.name, self.known)
+        compiled = torch.compiler.is_compiling()
+        if self.path and not compiled and self.part_at_path(self.module) is not self.base._module():
+            self._require_part()
+        if inside:
+            packed_batch = self.base.read(arguments, self)
             if packed_batch is not None and self.one_result:
                 self.require_result_of_each(packed_batch)
             return self.run_packed(arguments, packed_batch)
-        trees = self.proof.shares or arguments.get(TREE) is not None
+        trees = proof.shares or arguments.get(TREE) is not None
         if compiled or not self.proven[trees]:
-            self.proof.require(self, arguments, trees)
-        require_read(arguments, self.known, self.name)
+            proof.require(self, arguments, trees)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
             raise UnsupportedModelError(NO_WEIGHTS)
         wanted = arguments.get("return_dict")
@@ -110,7 +121,7 @@ class Pipeline(InstanceForward):
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call, whose outputs have names."""
-        packed_batch = self.read(arguments)
+        packed_batch = self.base.read(arguments, self)
         try:
             if packed_batch is None:
                 return self.run_packed(arguments, None)
@@ -120,7 +131,7 @@ class Pipeline(InstanceForward):
                 check_labels(self.module, arguments, packed_batch)
                 if self.mixed_loss:
                     self.require_no_mixed_loss(packed_batch)
-            spans = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
+            add_loss = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
                 row, within = self._compact(packed_batch, arguments)
@@ -134,7 +145,7 @@ class Pipeline(InstanceForward):
             output = lay_back_head(output, row.row, trains and not _needs_logits(self.module))
         if not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return output if add_loss is None else add_loss(output)
 
     def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the model on documents that were read; None if masks are made already, or the model refuses the call."""
@@ -154,66 +165,44 @@ class Pipeline(InstanceForward):
         finally:
             self.context.enter(outer)
 
-    def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        """The packing of a call; None if its masks are made already, or if its rows are not two-dimensional."""
-        mask = arguments.get("attention_mask")
-        if isinstance(mask, PackedBatch):
-            return mask
-        if len(tokens_of(arguments)[1]) == 3:
-            if self.has_choices:
-                self._require_one_document_a_choice(arguments)
-            return None  # choices, or columns of codebooks
-        # Beside a cache a mask of pairs is generate()'s, which the base claims.
-        pairs = is_pair_mask(mask) and cache_of(arguments) is None
-        made = mask is not None and not pairs and (not isinstance(mask, Tensor) or mask.ndim != 2)
-        return None if made else self.base.read(arguments)
-
     def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
         """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
-        assert self.base.compaction is not None
-        if not self._runs_on_rows(arguments, packed_batch):
+        labels = arguments.get("shift_labels")
+        labels = arguments.get("labels") if labels is None else labels
+        if not self._runs_on_rows(arguments, packed_batch, labels):
             check_padding_labels(self.module, arguments, packed_batch, refuse=True)
             return packed_batch, arguments
-        within = dict(arguments)
-        return self.base.compaction(packed_batch, within, shifts_labels(self.module, arguments)), within
+        within, shifts = dict(arguments), shifts_labels(self.module, arguments)
+        return self.base.compaction(packed_batch, within, shifts, labels), within
 
-    def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> bool:
+    def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch, labels: Any) -> bool:
         """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""
-        if not self.computes_each_token or torch.compiler.is_compiling() or self._has_hooks():
+        if not self.computes_each_token or torch.compiler.is_compiling() or all_modules._global_forward_hooks:
             return False
+        part = self.module
+        for name in self.path.split("."):
+            part = getattr(part, name)
+            if part._forward_hooks:  # of users, which see the batch
+                return False
         function, own = getattr(self.inner, "__func__", self.inner), type(self.module).forward
         if inspect.unwrap(function) is not inspect.unwrap(own) or not _is_harmless(function):
             return False
         if "." in self.path and any(OF_OTHERS.fullmatch(name) and arguments[name] is not None for name in arguments):
             return False
         keep, (rows, length) = arguments.get("logits_to_keep"), packed_batch.tokens
-        labels, loss = labels_of(arguments), self.module.loss_function
         if isinstance(keep, Tensor):
             return False
         if labels is None:
             return True
+        loss, shape = self.module.loss_function, (rows, min(keep or length, length))
         causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
-        fits = (
-            isinstance(labels, Tensor)
-            and labels.shape == (rows, min(keep or length, length))
-            and labels.dtype == torch.int64
-        )
+        fits = isinstance(labels, Tensor) and labels.shape == shape and labels.dtype == torch.int64
         return causal and fits and "ignore_index" not in arguments
 
-    def _has_hooks(self) -> bool:
-        """Whether forward hooks of users run after the models inside: they see the batch."""
-        part, hooked = self.module, bool(all_modules._global_forward_hooks)
-        for name in self.path.split("."):
-            part = getattr(part, name)
-            hooked = hooked or bool(part._forward_hooks)
-        return hooked
-
-    def _require_parts(self) -> None:
-        """Refuse a call if the patched module was replaced since. It may be wrapped."""
-        part, base = self.module, self.base._module()
-        for name in self.path.split("."):
-            part = getattr(part, name, None)
-        if base is None or (part is not base and not holds(self.module, base)):
+    def _require_part(self) -> None:
+        """Refuse a call if another module lies where the patched one was, unless it wraps that one."""
+        base = self.base._module()
+        if base is None or not holds(self.part_at_path(self.module), base):
             raise UnsupportedModelError(
                 f"{self.name} was patched with a {self.part} as its {self.path}, which was replaced since, and nothing "
                 "tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model that the "
@@ -235,15 +224,14 @@ class Pipeline(InstanceForward):
         if not packed_batch.shared and not continued:
             require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
 
-    def _require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
+    def require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
         """Refuse packed rows in multiple choice, whose tokens are (B, choices, T)."""
         tokens, shape = tokens_of(arguments)
         assert tokens is not None
         given = {name: x for name in (*TELLING, "input_ids") if isinstance(x := arguments.get(name), Tensor)}
         told = {name: x.flatten(0, 1) if x.shape == shape else x for name, x in given.items()}
         rows = torch.Size((shape[0] * shape[1], shape[2]))
-        packed_batch = make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token)
-        require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
+        self.require_result_of_each(make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token))
 
     def require_no_mixed_loss(self, packed_batch: PackedBatch) -> None:
         """Refuse labels of packed rows in a model whose own loss mixes documents."""
@@ -255,32 +243,27 @@ class Pipeline(InstanceForward):
         )
 
     def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> None:
-        """Raise an error that names the argument by which a call has probably failed."""
+        """Raise an error that names the arguments by which a call has probably failed."""
         if torch.compiler.is_compiling():
             return
-        if isinstance(error, OpenMaskError):
-            self._refuse_appended(_beside_tokens(arguments), error)
-        if packed_batch is None or packed_batch.cached:
-            return
-        labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
-        labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
-        if not (labelled or sizes_differ) or (documents := Documents.of(packed_batch)) is None:
-            return
-        count, rows = len(documents), packed_batch.tokens[0]
-        if labelled and arguments["labels"].shape == (count,):
-            raise ValueError(
-                f"{self.name} failed with labels of shape ({count},), one for each of {count} documents: it isn't "
-                f"known to give one result a document, and its rows hold {count} in {rows}. Pass padded rows, with one "
-                "document in each."
-            ) from error
-        names = [n for n in _beside_tokens(arguments) if arguments[n].shape[:1] == (count,) != (rows,)]
-        if sizes_differ:
-            self._refuse_appended(names, error)
-
-    def _refuse_appended(self, names: list[str], error: Exception) -> None:
-        """Raise an error that names the arguments that the model appends to its tokens, if there are any."""
-        if names:
-            named = " and ".join(names)
+        appended = _beside_tokens(arguments) if isinstance(error, OpenMaskError) else []
+        if not appended and packed_batch is not None and not packed_batch.cached:
+            labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
+            labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
+            documents = Documents.of(packed_batch) if labelled or sizes_differ else None
+            if documents is None:
+                return
+            count, rows = len(documents), packed_batch.tokens[0]
+            if labelled and arguments["labels"].shape == (count,):
+                raise ValueError(
+                    f"{self.name} failed with labels of shape ({count},), one for each of {count} documents: it isn't "
+                    f"known to give one result a document, and its rows hold {count} in {rows}. Pass padded rows, with "
+                    "one document in each."
+                ) from error
+            beside = _beside_tokens(arguments) if sizes_differ else []
+            appended = [name for name in beside if arguments[name].shape[:1] == (count,) != (rows,)]
+        if appended:
+            named = " and ".join(appended)
             raise ValueError(
                 f"{self.name} appends {named} to its tokens, and a patched model can't tell which document each "
                 f"belongs to. Leave {named} out, or pass padded rows to the unpatched model."

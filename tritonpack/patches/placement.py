@@ -1,16 +1,111 @@
-"""Where the tokens of a padded batch lie in the one row that the model runs in its place."""
+"""Where tokens lie in other rows: documents of packed rows in rows of their own, a padded batch in one row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tritonpack.patches.families import OF_DOCUMENTS, row_shapes
+from tritonpack.checks import require
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.families import OF_DOCUMENTS
+from tritonpack.patches.packed_batch import PackedBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of packed rows, in order: row after row, in each row from its first to its last token.
+
+    Attributes:
+        tokens: (B, T), the shape of the packed rows.
+        places: (documents, longest) int64, where tokens lie in the flattened rows; 0 for padding.
+        inside: (documents, longest) bool, which of these places are tokens; the others are padding.
+        packed: whether a row holds several documents.
+    """
+
+    tokens: torch.Size
+    places: Tensor
+    inside: Tensor
+    packed: bool = True
+
+    @classmethod
+    def of(cls, packed_batch: PackedBatch, *, always: bool = False) -> Documents | None:
+        """The documents of rows without a cache, without padding. Waits for the device.
+
+        None if no row holds several, unless `always`.
+        """
+        if not packed_batch.tells_documents and not always:
+            return None
+        begin, length = packed_batch.lengths()
+        rows = begin // packed_batch.tokens[1]
+        packed = bool((rows[1:] == rows[:-1]).any())
+        if not length.numel() or not (packed or always):
+            return None
+        steps = torch.arange(int(length.max()), device="cpu").expand(len(length), -1)
+        inside = steps < length[:, None]
+        places = torch.where(inside, begin[:, None] + steps, 0)
+        device = packed_batch.device
+        return cls(packed_batch.tokens, places.to(device), inside.to(device), packed)
+
+    @property
+    def rows(self) -> Tensor:
+        """(documents,) int64, the row that each document lies in."""
+        return self.places.amax(1) // self.tokens[1]
+
+    def __len__(self) -> int:
+        return self.places.shape[0]
+
+    def cut(self, values: Tensor, fill: float = 0) -> Tensor:
+        """Cut values (B, T, ...) or (1, T, ...) into (documents, longest, ...), with `fill` for padding."""
+        flat = values.expand(*self.tokens, *values.shape[2:]).flatten(0, 1)
+        outside = ~self.inside.view(*self.inside.shape, *[1] * (values.ndim - 2)).to(values.device)
+        return flat[self.places.to(values.device)].masked_fill(outside, fill)
+
+
+def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
+    """Lay values (documents, longest, ...) of several batches back into rows (B, T, ...), with zeros elsewhere."""
+    found = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
+    flat = found.new_zeros((batches[0].tokens.numel(), *found.shape[1:]))
+    flat[torch.cat([batch.places[batch.inside] for batch in batches])] = found
+    return flat.unflatten(0, batches[0].tokens)
+
+
+def batches_of(packed_batch: PackedBatch) -> list[Documents]:
+    """The documents of a packing in batches of similar lengths: the longest is below twice the shortest.
+
+    They are found once for all layers. Waits for the device.
+    """
+    if not packed_batch.kept_batches and (every := Documents.of(packed_batch, always=True)) is not None:
+        lengths = every.inside.sum(1)
+        digits = lengths.log2().floor()
+        for some in (digits == one for one in digits.unique()):
+            places, inside = (x[some, : int(lengths[some].max())] for x in (every.places, every.inside))
+            packed_batch.kept_batches.append(replace(every, places=places, inside=inside))
+    return packed_batch.kept_batches
+
+
+def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_graphs: bool = False) -> None:
+    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
+
+    In graphs of torch.compile nothing is checked, unless `in_graphs` asks for an assertion there, too.
+    """
+    if not packed_batch.tells_documents:
+        return
+    documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)
+    alone = (documents <= 1).all()
+    if in_graphs and torch.compiler.is_compiling():
+        torch._assert_async(alone, message)
+        return
+    try:
+        require(
+            alone, lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else "")
+        )
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +126,7 @@ class Placement:
 
     def take(self, values: Tensor) -> Tensor:
         """Values (B, T, ...) or (1, T, ...) of the tokens in the row: (1, N, ...). Of n kinds (n, B, T): (n, 1, N)."""
-        if values.shape[:2] not in row_shapes(self.tokens):
+        if values.shape[:2] not in (self.tokens, (1, self.tokens[1])):
             return torch.stack([self.take(one) for one in values])
         values = values.expand(*self.tokens, *values.shape[2:])
         return values.flatten(0, 1)[self.source.to(values.device)][None]

@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import TREE, tokens_of
+from tritonpack.patches import measuring
 from tritonpack.patches.configurations import rope_limits, text_config
 from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
 from tritonpack.patches.forwards import (
@@ -31,22 +31,8 @@ from tritonpack.patches.forwards import (
     is_shown,
     without_wrappers,
 )
-from tritonpack.patches.interface import stock_name, use_eager_if_sdpa_differs
-from tritonpack.patches.measuring import (
-    Batch,
-    apart,
-    as_prompts,
-    cut,
-    draw,
-    first_moved,
-    half_the_digits,
-    lay_out,
-    logits_of_head,
-    no_trace,
-    ordinary_tokens,
-    parts_in,
-    rounding_of,
-)
+from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
+from tritonpack.patches.parse_inputs import TREE, tokens_of
 from tritonpack.patches.report import holds, layer_windows
 from tritonpack.patches.targets import IGNORED, shifts_labels
 
@@ -58,7 +44,7 @@ MOST_ROUNDING = 0.2  # between two shapes of a call: a scale of quantized layers
 
 _LOCK = threading.RLock()  # one proof at a time: for a moment the model runs unpatched
 
-Form = Callable[[Sequence[Tensor]], Batch]  # lays out documents (1, n)
+Form = Callable[[Sequence[Tensor]], measuring.Batch]  # lays out documents (1, n)
 Parts = Mapping[str, list[Tensor] | Tensor]  # each output, cut into documents if it has a part for each
 
 
@@ -103,12 +89,7 @@ class Proof:
             self._prove(head, head, trees, tokens.device)
 
     def settle(self) -> None:
-        """Prove the heads now.
-
-        Raises:
-            UnsupportedModelError: as in `require`.
-            ValueError: the model has no weights yet.
-        """
+        """Prove the heads now."""
         outer = [head for head in self.applied.heads if not head.one_result]
         for head in self.applied.heads:
             if any(other is not head and holds(other.module, head.module) for other in outer):
@@ -152,11 +133,7 @@ class Proof:
 
 
 def refuse_layers_in_trees(model: nn.Module) -> None:
-    """Refuse a model with a layer that mixes documents that share the tokens that they begin with.
-
-    Raises:
-        UnsupportedModelError: the message names the layer.
-    """
+    """Refuse a model with a layer that mixes documents that share the tokens that they begin with."""
     for path, layer in model.named_modules():
         if why := REFUSED_IN_TREES.get(type(layer).__name__):
             raise UnsupportedModelError(
@@ -172,30 +149,32 @@ def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: 
         UnsupportedModelError: `why` it was tried, and what was found.
     """
     saved = None if applied.compaction is None else vars(applied.compaction.saved).copy()
+    remedy = "Train it on padded rows, unpatched"
     try:
-        with no_trace(head.module), torch.no_grad():
+        with measuring.no_trace(head.module), torch.no_grad():
             trial = _Trial(applied, head, run, device)
             if trees:
                 trial.require_tree()
             else:
                 trial.require_rows()
                 # Causal losses are tried too: Moshi of transformers 5.16 shifts labels before its loss shifts them.
-                shifted = shifts_labels(head.module, {})
-                known = head.one_result or (has_known_loss(head.module) and not shifted)
+                known = head.one_result or (has_known_loss(head.module) and not shifts_labels(head.module, {}))
                 head.mixed_loss = "" if known else trial.why_loss_mixes()
     except torch.OutOfMemoryError:
         raise
     except (LeakError, UnsupportedModelError) as error:
-        remedy = "Train it on padded rows, unpatched; tritonpack.testing.check_isolation shows where documents meet."
-        if trees:
-            remedy = "Leave share_prefixes and tree_ends out; unpad removes padding alone."
+        more = (
+            "Leave share_prefixes and tree_ends out; unpad removes padding alone."
+            if trees
+            else f"{remedy}; tritonpack.testing.check_isolation shows where documents meet."
+        )
         raise UnsupportedModelError(
-            f"{why}, and on a few tokens its packed documents don't stay apart: {str(error).rstrip('.')}. {remedy}"
+            f"{why}, and on a few tokens its packed documents don't stay apart: {str(error).rstrip('.')}. {more}"
         ) from error
     except Exception as error:  # a model's own code may raise anything
         raise UnsupportedModelError(
             f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: "
-            f"{one_line(error)}. Train it on padded rows, unpatched."
+            f"{one_line(error)}. {remedy}."
         ) from error
     finally:
         if saved is not None:
@@ -210,36 +189,36 @@ class _Trial:
         self.model: Any = head.module
         self.both = holds_both_sides(self.model) and not head.name.endswith(HEADS_SHIFT)
         text = text_config(self.model.config)
-        self.tokens = ordinary_tokens(self.model, getattr(text, "vocab_size", None))
+        self.tokens = measuring.ordinary_tokens(self.model, getattr(text, "vocab_size", None))
         reach = max([w or 0 for w in layer_windows(text)] + [getattr(text, "attention_chunk_size", None) or 0])
         limits = [limit - 1 for _, limit in rope_limits(text)]  # beyond them rotary embeddings change
         self.long = min([max(LONG, reach + 3) if reach <= LONGEST_REACH else LONG, *limits])
 
     def draw(self, *lengths: int, seed: int = 1) -> list[Tensor]:
-        documents = draw(self.tokens, lengths, seed)
+        documents = measuring.draw(self.tokens, lengths, seed)
         if self.head.one_result and holds_both_sides(self.model):
             for document in documents:
                 document[:, -1] = self.model.config.eos_token_id  # where such a head reads a document's scores
         return documents
 
-    def lay(self, form: Form, documents: Sequence[Tensor]) -> Batch:
+    def lay(self, form: Form, documents: Sequence[Tensor]) -> measuring.Batch:
         """Documents in a form. An encoder's are two tokens longer, and all tokens of the decoder's seed them."""
         batch = form(documents)
         if not self.both:
             return batch
         seeds = [int((d * torch.arange(1, d.shape[1] + 1, device="cpu")).sum()) for d in documents]
         lengths = [document.shape[1] + 2 for document in documents]
-        sources = [draw(self.tokens, (n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
+        sources = [measuring.draw(self.tokens, (n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
         return replace(batch, source=form(sources))
 
-    def call(self, batch: Batch, **more: Tensor) -> Any:
+    def call(self, batch: measuring.Batch, **more: Tensor) -> Any:
         """Run the head, with the same random numbers in every call."""
         given = {"input_ids": batch.ids, **batch.arguments}
         if batch.source is not None:
             given = {"input_ids": batch.source.ids, **batch.source.arguments, "decoder_input_ids": batch.ids}
             given |= {f"decoder_{name}": x for name, x in batch.arguments.items()}
         given = {name: x.to(self.device) for name, x in (given | more).items()}
-        given |= as_prompts(self.model, given["input_ids"])
+        given |= measuring.as_prompts(self.model, given["input_ids"])
         if self.head.name.endswith("ForMultipleChoice"):
             given = {name: x[:, None] for name, x in given.items()}
         torch.manual_seed(0)
@@ -247,7 +226,7 @@ class _Trial:
 
     def parts(self, form: Form, documents: Sequence[Tensor]) -> Parts:
         batch = self.lay(form, documents)
-        return parts_in(self.call(batch), batch)
+        return measuring.parts_in(self.call(batch), batch)
 
     def require_rows(self) -> None:
         """Try packed rows, or padded rows in a head with one result for each row.
@@ -291,7 +270,7 @@ class _Trial:
             raise ValueError("it gives no value for each token or document")
         patched = self.parts(_rows, [document])
         size, name = _difference(stock, patched, 0)
-        if size > half_the_digits(_dtype(stock)):
+        if size > measuring.half_the_digits(_dtype(stock)):
             raise LeakError(f"{name} of a document alone differs by {size:.0e} from the unpatched model's")
         return patched
 
@@ -300,9 +279,8 @@ class _Trial:
         seen, name = _difference(alone, rows, 1)
         if seen > MOST_ROUNDING:
             raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")
-        rounding = max(8 * seen, rounding_of(_dtype(alone)))
         size, name = _difference(alone, found, 1)
-        if size > rounding:
+        if size > max(8 * seen, measuring.rounding_of(_dtype(alone))):
             raise LeakError(f"{name} of a document{_SAYS[form]} differs by {size:.0e} from that of the document alone")
 
     def require_unmoved(
@@ -315,7 +293,9 @@ class _Trial:
         """
         moved, name = _moved(found, self.parts(form, changed))
         if moved > ROUNDING and not any(moved <= 4 * in_rows for in_rows in moves_in_rows):
-            layer = first_moved(self.model, self.call, self.lay(form, documents), self.lay(form, changed), [1])
+            layer = measuring.first_moved(
+                self.model, self.call, self.lay(form, documents), self.lay(form, changed), [1]
+            )
             where = layer or "no layer's output alone"
             raise LeakError(
                 f"{name} of a document{_SAYS[form]} moves by {moved:.0e} with another one, first in {where}"
@@ -337,21 +317,21 @@ class _Trial:
         except Exception as error:  # a model's own code may raise anything
             return f"with labels it fails: {one_line(error)}"
         dtype = packed_loss.dtype if not packed else packed[0][0][0].dtype
-        if rows_loss.numel() != 1 or apart([rows_loss], [packed_loss]) > rounding_of(dtype):
+        if rows_loss.numel() != 1 or measuring.apart([rows_loss], [packed_loss]) > measuring.rounding_of(dtype):
             losses = packed_loss.tolist(), rows_loss.tolist()
             return "it was {}, and with the documents in rows of their own {}".format(*losses)
         for (_, alone), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
-            if (size := apart(alone, found)) > 4 * half_the_digits(dtype):
+            if (size := measuring.apart(alone, found)) > 4 * measuring.half_the_digits(dtype):
                 return f"its gradients by a document's logits differ by {size:.0e} from those in a row of its own"
-            by_logits = 8 * apart(logits[1:2], others_logits[1:2])  # experts may round them in another way
-            if (size := apart(found[1:2], others[1:2])) > max(ROUNDING, by_logits):
+            by_logits = 8 * measuring.apart(logits[1:2], others_logits[1:2])  # experts may round them in another way
+            if (size := measuring.apart(found[1:2], others[1:2])) > max(ROUNDING, by_logits):
                 return f"its gradients by a document's logits move by {size:.0e} if the other documents are exchanged"
         return ""
 
     def loss(self, form: Form, documents: Sequence[Tensor]) -> tuple[list[tuple[list[Tensor], list[Tensor]]], Tensor]:
         """The logits of each document with their gradients, for each call of the head, and the model's own loss."""
         batch = self.lay(form, documents)
-        output = parts_in(self.call(batch), batch)
+        output = measuring.parts_in(self.call(batch), batch)
         main = output.get("logits", next(iter(output.values())))[0]
         labels = torch.full_like(batch.ids, IGNORED)
         for number, ((row, place), document) in enumerate(zip(batch.spans, documents, strict=True)):
@@ -361,53 +341,52 @@ class _Trial:
                 labels[row, (place.start + place.stop) // 2 : place.stop] = IGNORED
         if main.ndim < 2:
             labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
-        with logits_of_head(self.model) as logits:
+        with measuring.logits_of_head(self.model) as logits:
             called = self.call(batch, labels=labels)
         loss = called["loss"] if isinstance(called, Mapping) else called[0]
         found = []
         for one in logits if loss.requires_grad else []:
             (gradient,) = torch.autograd.grad(loss, one, torch.ones_like(loss), True, allow_unused=True)
-            parts = cut(one.detach(), batch)
+            parts = measuring.cut(one.detach(), batch)
             if gradient is not None and parts is not None:
-                found.append((parts, cut(gradient, batch) or []))
+                found.append((parts, measuring.cut(gradient, batch) or []))
         return found, loss.detach().flatten()
 
 
-def _rows(documents: Sequence[Tensor]) -> Batch:
-    """Documents of one length in rows of their own, with nothing but their tokens."""
-    return replace(lay_out([[i] for i in range(len(documents))], documents), arguments={})
+def _form(rows: Callable[[int], Any], *arguments: str, more: int = 0) -> Form:
+    """A form of n documents: how they lie in rows, which may be padded by `more` tokens, and the arguments it has."""
+
+    def form(documents: Sequence[Tensor]) -> measuring.Batch:
+        batch = measuring.lay_out(rows(len(documents)), documents, more=more)
+        return replace(batch, arguments={name: batch.arguments[name] for name in arguments})
+
+    return form
 
 
-def _packed(documents: Sequence[Tensor]) -> Batch:
-    """One row, told by position ids."""
-    batch = lay_out([range(len(documents))], documents)
-    return replace(batch, arguments={"position_ids": batch.arguments["position_ids"]})
+_rows = _form(lambda n: [[i] for i in range(n)])  # of one length
+_padded = _form(lambda n: [[i] for i in range(n)], "attention_mask")
+_packed = _form(lambda n: [range(n)], "position_ids")
 
 
-def _numbered(documents: Sequence[Tensor]) -> Batch:
+def _numbered(documents: Sequence[Tensor]) -> measuring.Batch:
     """Two rows with padding, told by a mask that numbers documents."""
-    last = len(documents) - 1
-    batch = lay_out([range(last), [last]], documents, more=PADDING)
+    batch = _form(lambda n: [range(n - 1), [n - 1]], "attention_mask", more=PADDING)(documents)
     for number, place in enumerate(batch.spans, 1):
         batch.arguments["attention_mask"][place] = number
-    return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
+    return batch
 
 
-def _padded(documents: Sequence[Tensor]) -> Batch:
-    """One document in each row, with padding on the right."""
-    batch = lay_out([[i] for i in range(len(documents))], documents)
-    return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
-
-
-def _tree(documents: Sequence[Tensor]) -> Batch:
+def _tree(documents: Sequence[Tensor]) -> measuring.Batch:
     """One row in which the second and the third document follow on the first; these are the documents then."""
     stem, first, second = documents
-    sizes = [x.numel() for x in documents]
-    a, b, c = sizes[0], sizes[0] + sizes[1], sum(sizes)
+    a = stem.numel()
+    b, c = a + first.numel(), a + first.numel() + second.numel()
     ends = torch.tensor([c] * a + [b] * (b - a) + [c] * (c - b), device="cpu")[None]
     depths = torch.cat([torch.arange(b, device="cpu"), torch.arange(a, a + c - b, device="cpu")])[None]
     both = torch.cat([torch.arange(a, device="cpu"), torch.arange(b, c, device="cpu")])
-    return Batch(torch.cat([stem, first, second], 1), [(0, slice(b)), (0, both)], {TREE: ends, "position_ids": depths})
+    return measuring.Batch(
+        torch.cat([stem, first, second], 1), [(0, slice(b)), (0, both)], {TREE: ends, "position_ids": depths}
+    )
 
 
 _SAYS: dict[Form, str] = {
@@ -428,18 +407,17 @@ def unpatched(applied: Any) -> Iterator[None]:
     for part in reversed(parts):
         part.remove()
     applied.proof.passing = threading.get_ident()
-    configs = {id(m.config): m for m in applied.model.modules() if isinstance(m, PreTrainedModel)}.values()
-    names = [(module.config, module.config._attn_implementation_internal) for module in configs]
+    models = {id(m.config): m for m in applied.model.modules() if isinstance(m, PreTrainedModel)}.values()
+    names = [(module, module.config._attn_implementation_internal) for module in models]
     try:
-        for module in configs:
-            module.config._attn_implementation_internal = stock_name(
-                module, module.config._attn_implementation_internal
-            )
+        for module, name in names:
+            if name in (None, *NAMES.values()):
+                module.config._attn_implementation_internal = "sdpa" if takes_sdpa(module) else "eager"
         use_eager_if_sdpa_differs(applied.model)
         yield
     finally:
-        for config, name in names:
-            config._attn_implementation_internal = name
+        for module, name in names:
+            module.config._attn_implementation_internal = name
         applied.proof.passing = None
         for part in parts:
             part.install()
@@ -462,7 +440,7 @@ def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
         if not isinstance(parts, list):
             continue
         if isinstance(got, list):
-            worst = max(worst, (apart(parts[:1], got[place : place + 1]), name))
+            worst = max(worst, (measuring.apart(parts[:1], got[place : place + 1]), name))
         elif got is None or not torch.equal(got.flatten(), parts[0].flatten()):
             shape = "is missing" if got is None else f"has shape {tuple(got.shape)}"
             raise LeakError(f"{name} {shape} for several documents in a row")
@@ -471,7 +449,7 @@ def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
 
 def _moved(before: Parts, after: Parts) -> tuple[float, str]:
     """How far the outputs of the second document are apart in two calls; 0.0 means that all bits are equal."""
-    sizes = ((apart([x[1]], [after[name][1]]), name) for name, x in before.items() if isinstance(x, list))
+    sizes = ((measuring.apart([x[1]], [after[name][1]]), name) for name, x in before.items() if isinstance(x, list))
     return max(sizes, default=(0.0, ""))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tritonpack.backends import Backend, resolve_backend
+from tritonpack.patches.configurations import text_config
 from tritonpack.patches.families import MIXERS, POSITION_TABLES
+from tritonpack.patches.forwards import takes_dense_mask
 
 NO_ATTENTION = "no attention"
 
@@ -52,25 +55,32 @@ class Report:
 
     def on_device(self, model: nn.Module) -> Report:
         """This report, with what computes attention on the device on which the model lies."""
-        if not any(_attends(type(module).__name__) for module in model.modules()):
-            return replace(self, runs=NO_ATTENTION)
-        if self.attention != "tritonpack":
-            return replace(self, runs="its own attention" if self.attention == "dense" else self.attention)
-        weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-        if weight is None or weight.device.type == "meta":
-            return replace(self, runs=self.backend)
-        try:
-            like = torch.empty(1, 1, 16, dtype=weight.dtype, device=weight.device)
-            found = resolve_backend(cast("Backend", self.backend), like)
-        except ValueError:  # no backend runs there; the first call says why
-            found = self.backend
-        return replace(self, runs=found if found == self.backend else f"{found} (auto, on {weight.device})")
+        runs = "its own attention" if self.attention == "dense" else self.attention
+        kinds = {type(module).__name__ for module in model.modules()} - MIXERS
+        if not any("Attention" in name or "Attn" in name for name in kinds):
+            runs = NO_ATTENTION
+        elif self.attention == "tritonpack":
+            runs = self.backend
+            weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+            if weight is not None and weight.device.type != "meta":
+                like = torch.empty(1, 1, 16, dtype=weight.dtype, device=weight.device)
+                with suppress(ValueError):  # no backend runs there; the first call says why
+                    found = resolve_backend(cast("Backend", self.backend), like)
+                    runs = found if found == self.backend else f"{found} (auto, on {weight.device})"
+        return replace(self, runs=runs)
 
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
         sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else ""
         parts = [f"{self.model_type}: {self.layers} layer{'' if self.layers == 1 else 's'}", sliding, *self.features]
-        lines = [", ".join(filter(None, parts)) + f"; {self._runs()}"]
+        if self.runs == NO_ATTENTION:
+            runs = f"{NO_ATTENTION} in its layers"
+        elif self.attention == "tritonpack":
+            runs = f"backend {self.runs or self.backend}, in place of {self.replaced}"
+        else:
+            own = "its own attention" if self.attention == "dense" else self.attention
+            runs = f"{own} with a dense mask, O(T^2) memory, in place of {self.replaced}"
+        lines = [f"{', '.join(filter(None, parts))}; {runs}"]
         for what, names in (
             ("run document by document", self.by_document),
             ("positions counted per document", self.positions),
@@ -81,57 +91,32 @@ class Report:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
         return "\n".join(lines)
 
-    def _runs(self) -> str:
-        if self.runs == NO_ATTENTION:
-            return f"{NO_ATTENTION} in its layers"
-        own = "its own attention" if self.attention == "dense" else self.attention
-        runs = (
-            f"backend {self.runs or self.backend}"
-            if self.attention == "tritonpack"
-            else f"{own} with a dense mask, O(T^2) memory"
-        )
-        return f"{runs}, in place of {self.replaced}"
 
-
-def make_report(
-    model: nn.Module,
-    patched: Sequence[PreTrainedModel],
-    attention: str,
-    backend: str,
-    replaced: str | None,
-    once: Set[type],
-) -> Report:
-    """The report of a patch of some modules of a model.
-
-    `once` are classes of mixing layers that run on whole rows: they keep documents apart when they get boundaries.
-    """
+def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], layers: Sequence[Any], asked: Any) -> Report:
+    """The report of a patch of some modules of a model, with these forwards of layers, and the options of `patch`."""
     config = patched[-1].config
+    width = getattr(text_config(config), "hidden_size", 0)
+    mixers = [forward for forward in layers if forward.name in MIXERS]
+    # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
+    once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
+    copies = ("copies of common beginnings",) if asked.share_prefixes else ()
     windows = layer_windows(config)
     modules = dict(model.named_modules())
-    others = [
-        name
-        for name, module in modules.items()
-        if isinstance(module, PreTrainedModel) and not any(holds(module, inner) for inner in patched)
-    ]
+    kinds = {name: type(module) for name, module in modules.items()}
+    models = [name for name, module in modules.items() if isinstance(module, PreTrainedModel)]
     return Report(
         model_type=config.model_type,
-        attention=attention,
-        backend=backend,
         layers=len(windows),
         windows=windows,
         features=_features(config, patched[-1]),
-        by_document=tuple(
-            name for name, one in modules.items() if type(one).__name__ in MIXERS and type(one) not in once
-        ),
-        positions=tuple(name for name, one in modules.items() if type(one).__name__ in POSITION_TABLES),
-        left=tuple(others),
-        replaced=replaced,
+        by_document=tuple(name for name, kind in kinds.items() if kind.__name__ in MIXERS and kind not in once),
+        positions=tuple(name for name, kind in kinds.items() if kind.__name__ in POSITION_TABLES),
+        left=tuple(name for name in models if not any(holds(modules[name], inner) for inner in patched)),
+        replaced=config._attn_implementation_internal,
+        attention="dense" if takes_dense_mask(patched[-1]) else asked.attention,
+        backend=asked.backend,
+        saves=("padding", *copies) if asked.unpad or asked.share_prefixes else (),
     )
-
-
-def _attends(name: str) -> bool:
-    """Whether the name of a class is that of a layer with attention."""
-    return ("Attention" in name or "Attn" in name) and name not in MIXERS
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -149,20 +134,19 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:
     """The features of attention besides a plain softmax."""
-    found = []
-    if getattr(config, "attn_logit_softcapping", None):
-        found.append(f"softcap {config.attn_logit_softcapping:g}")
-    if any(name.endswith(("sinks", "sink_bias", "attention_sink")) for name, _ in decoder.named_parameters()):
-        found.append("sinks")
-    if getattr(config, "attention_chunk_size", None):
-        found.append(f"chunks of {config.attention_chunk_size}")
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        found.append("ALiBi")
-    if getattr(config, "index_topk", None):
-        found.append(f"{config.index_topk} keys chosen by an indexer")
-    if getattr(config, "is_causal", True) is False:
-        found.append("bidirectional")
-    return tuple(found)
+    softcap, chunk, topk = (
+        getattr(config, name, None) for name in ("attn_logit_softcapping", "attention_chunk_size", "index_topk")
+    )
+    sinks = ("sinks", "sink_bias", "attention_sink")
+    found = {
+        f"softcap {softcap or 0:g}": softcap,
+        "sinks": any(name.endswith(sinks) for name, _ in decoder.named_parameters()),
+        f"chunks of {chunk}": chunk,
+        "ALiBi": getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"),
+        f"{topk} keys chosen by an indexer": topk,
+        "bidirectional": getattr(config, "is_causal", True) is False,
+    }
+    return tuple(name for name, has in found.items() if has)
 
 
 def holds(outer: nn.Module, inner: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -19,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from tritonpack import notices
-from tritonpack.patches.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import holds_both_sides, is_own
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.placement import Documents, require_one_document_a_row
 
 IGNORED = -100
 KEY = "first-label"
@@ -34,18 +33,17 @@ OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree.
-
-    Raises:
-        ValueError: labels of a tree without `shift_labels`: the next token in the row may be of another branch.
-    """
-    if packed_batch.tree_ends is not None and shifts_labels(model, arguments):
+    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree."""
+    shifts = shifts_labels(model, arguments)
+    if packed_batch.tree_ends is not None and shifts:
         raise ValueError(
             "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
             "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
         )
-    warn_of_first_labels(model, arguments, packed_batch)
-    check_padding_labels(model, arguments, packed_batch)
+    if not notices.is_said(KEY if shifts else KEY_LOST):
+        warn_of_first_labels(model, arguments, packed_batch)
+    if packed_batch.attention_mask is not None:
+        check_padding_labels(model, arguments, packed_batch)
 
 
 def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
@@ -54,15 +52,12 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
 
     Labels on an accelerator are not checked, because reading them would wait for it.
     """
-    labels = arguments.get("labels")
+    labels, name = arguments.get("labels"), type(model).__name__
     if not _can_read(labels, packed_batch):
-        return
-    shifts, name = shifts_labels(model, arguments), type(model).__name__
-    if notices.is_said(KEY if shifts else KEY_LOST) or not (shifts or predicts_own_tokens(model)):
         return
     tokens, ignored = packed_batch.not_padding(), labels == IGNORED
     first = packed_batch.runs()[0] & tokens
-    if shifts:
+    if shifts_labels(model, arguments):
         # Nothing predicts the first token of a row, and padding before a document is no other document.
         unmasked = first[:, 1:] & ~ignored[:, 1:] & tokens[:, :-1]
         if bool(unmasked.any()):
@@ -73,32 +68,29 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
                 f"{int(labels[row, place + 1])}. {name} then learns to predict that token from the document before. "
                 f"Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
             )
-        return
-    documents = int(first.sum())
-    # A collator for causal models leaves out only the first labels. Those for masked language modelling lack others.
-    if documents > 1 and bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all()):
-        notices.say_once(
-            KEY_LOST,
-            f"the first label of each of the {documents} documents is {IGNORED}. {name} predicts each token itself and "
-            "not the next one, so these labels are lost to its loss. Use "
-            "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
-        )
+    elif predicts_own_tokens(model):
+        # A collator for causal models leaves out only the first labels. Those for masked language modelling lack more.
+        only_first = bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all())
+        if only_first and (documents := int(first.sum())) > 1:
+            notices.say_once(
+                KEY_LOST,
+                f"the first label of each of the {documents} documents is {IGNORED}. {name} predicts each token itself "
+                "and not the next one, so these labels are lost to its loss. Use "
+                "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
+            )
 
 
 def check_padding_labels(
     model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch, *, refuse: bool = False
 ) -> None:
-    """Warn once if a loss predicts labels from padding, and refuse them if the mask seems to number documents from 0.
+    """Warn once if a loss predicts labels from padding, or `refuse` them.
 
     Padding sees no token in a patched model, so such a loss isn't the one of stock transformers. Padding right before a
     document is left out: a causal loss predicts the document's first token from it. Labels on an accelerator are not
     checked, because reading them would wait for it.
 
-    Args:
-        refuse: whether labels on padding are refused in any case.
-
     Raises:
-        ValueError: a mask with numbers above 1, and labels where it is 0.
+        ValueError: a mask with numbers above 1, and labels where it is 0: it seems to number documents from 0.
     """
     labels, mask = arguments.get("labels"), packed_batch.attention_mask
     if not _can_read(labels, packed_batch) or mask is None or mask.shape != packed_batch.tokens:
@@ -106,8 +98,7 @@ def check_padding_labels(
     numbered = not packed_batch.causal and bool((mask > 1).any())
     if notices.is_said(KEY_PADDING) and not numbered and not refuse:
         return
-    live = mask != 0
-    wanted = arguments.get("shift_labels")
+    live, wanted = mask != 0, arguments.get("shift_labels")
     if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:
         if not bool(((labels != IGNORED) & ~live).any()):
             return
@@ -117,24 +108,22 @@ def check_padding_labels(
     if not bool(lost.any()):
         return
     row, place = lost.nonzero()[0].tolist()
-    what = (
-        f"the label {int(wanted[row, place])} in row {row} is predicted at token {place}, which attention_mask says is"
-    )
+    label = f"the label {int(wanted[row, place])} in row {row}"
+    what = f"{label} is predicted at token {place}, which attention_mask says is padding"
     if numbered:
         raise ValueError(
-            f"{what} padding, by the number 0. Number documents from 1: pass attention_mask + 1 if it counts from 0. "
-            f"Otherwise set labels of padding to {IGNORED}."
+            f"{what}, by the number 0. Number documents from 1: pass attention_mask + 1 if it counts from 0. Otherwise "
+            f"set labels of padding to {IGNORED}."
         )
     if refuse:
         raise ValueError(
-            f"{what} padding, and padding isn't computed. Set labels of padding to {IGNORED}, as collators of "
-            "transformers do."
+            f"{what}, and padding isn't computed. Set labels of padding to {IGNORED}, as collators of transformers do."
         )
     notices.say_once(
         KEY_PADDING,
-        f"{what} padding. Padding sees no document in a patched model, so this loss is neither that of the documents "
-        f"nor that of stock transformers, which predicts such labels, too. Set labels of padding to {IGNORED}, as "
-        "collators of transformers do. If 0 numbers a document, count from 1.",
+        f"{what}. Padding sees no document in a patched model, so this loss is neither that of the documents nor that "
+        f"of stock transformers, which predicts such labels, too. Set labels of padding to {IGNORED}, as collators of "
+        "transformers do. If 0 numbers a document, count from 1.",
     )
 
 
@@ -179,44 +168,14 @@ POSITIONS = {*PLACES}
 SEARCHING = frozenset({"cls_index", "question_positions"})
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """The spans to find in packed documents. They replace the head's `start_positions` and `end_positions`.
-
-    Attributes:
-        documents: the documents of the packed rows.
-        start: (documents,) int64, the first token of each span, counted from its document's first token. For an ignored
-            span it is the longest document's length.
-        end: (documents,) int64, the last token of each span, counted in the same way.
-        loss: takes (documents, longest) logits, as transformers' `ForQuestionAnsweringLoss` does.
-    """
-
-    documents: Documents
-    start: Tensor
-    end: Tensor
-    loss: Callable[..., Tensor]
-
-    def add_loss(self, output: Any, model: str) -> Any:
-        """The output with its loss: the mean, over documents, of the loss of each document in a call of its own.
-
-        A position outside of its document is ignored, and a negative position counts as 0.
-        """
-        logits = [output.get(name) for name in ("start_logits", "end_logits")]
-        if any(not isinstance(x, Tensor) or x.shape != self.documents.tokens for x in logits):
-            raise ValueError(
-                f"{model} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
-                "document can't be computed. Pass padded rows, with one document in each."
-            )
-        start, end = (self.documents.cut(x, fill=-math.inf) for x in logits)
-        loss = self.loss(start, end, self.start.to(start.device), self.end.to(end.device))
-        return type(output)(**{**output, "loss": loss})  # a new one: the loss comes first in a tuple
-
-
-def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward) -> Spans | None:
+def take_spans(
+    arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward
+) -> Callable[[Any], Any] | None:
     """Remove the positions of spans from the arguments of a call whose rows hold several documents, or padding.
 
     Positions count from the first token of their document. If each document has a row of its own, they count from the
-    first token of the row, as the head counts.
+    first token of the row, as the head counts. A position outside of its document is ignored, and a negative one counts
+    as 0.
 
     Args:
         arguments: the call's arguments by name; changed in place.
@@ -224,13 +183,14 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: In
         forward: the patched forward of the model that is called.
 
     Returns:
-        None if the head computes the loss itself: the call has no positions, or its rows hold one document each and
-        either no padding or a head whose loss is not known.
+        The function that adds the loss to the output: the mean, over documents, of the loss of each document in a call
+        of its own. None if the head computes the loss itself: the call has no positions, or its rows hold one document
+        each and either no padding or a head whose loss is not known.
     """
     given = {name: x for name in PLACES if (x := arguments.get(name)) is not None}
+    head, name = forward.module, forward.name
     if not given:
         return None
-    head, instance, name = forward.module, forward.own, forward.name
     if packed_batch.cached or packed_batch.shared:
         if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
             why, remedy = ("use a cache for that", "Leave the cache out")
@@ -245,7 +205,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: In
     documents = Documents.of(packed_batch, always=packed_batch.tells_documents)
     if documents is None:
         return None
-    known = is_own(head, instance) and SEARCHING.isdisjoint(inspect.signature(type(head).forward).parameters)
+    known = is_own(head, forward.own) and SEARCHING.isdisjoint(inspect.signature(type(head).forward).parameters)
     if not documents.packed and (not known or len(given) == 1 or bool(documents.inside.all())):
         return None
     if not known:
@@ -253,7 +213,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: In
             f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
             "documents included. Pass padded rows, with one document in each."
         )
-    for missing in {*POSITIONS} - {*given}:
+    for missing in POSITIONS - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
     count = len(documents) if documents.packed else packed_batch.tokens[0]
     for key, value in given.items():
@@ -264,7 +224,22 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, forward: In
             )
         del arguments[key]
     start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in PLACES)
-    return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
+    loss, total = ForQuestionAnsweringLoss, arguments.get("num_items_in_batch")
+    if "loss_function" in inspect.unwrap(type(head).forward).__code__.co_names:  # users may replace it
+        loss = head.loss_function if total is None else partial(head.loss_function, num_items_in_batch=total)
+
+    def add_loss(output: Any) -> Any:
+        logits = [output.get(name) for name in ("start_logits", "end_logits")]
+        if any(not isinstance(x, Tensor) or x.shape != documents.tokens for x in logits):
+            raise ValueError(
+                f"{name} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
+                "document can't be computed. Pass padded rows, with one document in each."
+            )
+        of_start, of_end = (documents.cut(x, fill=-math.inf) for x in logits)
+        found = loss(of_start, of_end, start.to(of_start.device), end.to(of_end.device))
+        return type(output)(**{**output, "loss": found})  # a new one: the loss comes first in a tuple
+
+    return add_loss
 
 
 def _in_documents(documents: Documents, places: Tensor) -> Tensor:
@@ -277,14 +252,3 @@ def _in_documents(documents: Documents, places: Tensor) -> Tensor:
         places = places[documents.rows] - documents.places[:, 0] % documents.tokens[1]
     inside = (places >= 0) & (places < documents.inside.sum(1))
     return torch.where(inside, places, documents.inside.shape[1])
-
-
-def _loss_of(head: Any, count: Any) -> Callable[..., Tensor]:
-    """The function of a head's loss: its `loss_function`, which users may replace, if its forward calls that.
-
-    Such a function divides the sum of losses by `count`, `num_items_in_batch`; None stands for the mean.
-    """
-    names = inspect.unwrap(type(head).forward).__code__.co_names
-    if "loss_function" not in names:
-        return ForQuestionAnsweringLoss
-    return head.loss_function if count is None else partial(head.loss_function, num_items_in_batch=count)

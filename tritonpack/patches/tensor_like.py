@@ -108,11 +108,7 @@ def _keeps_all(part: Any, size: int) -> bool:
 
 def _forward(name: str) -> Any:
     function = getattr(operator, name)
-
-    def method(self: TensorLike, *others: Any) -> Any:
-        return function(self.to_tensor(), *map(as_tensor, others))
-
-    return method
+    return lambda self, *others: function(self.to_tensor(), *map(as_tensor, others))
 
 
 for _name in ("sub", "mul", "and_", "or_", "xor", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"):

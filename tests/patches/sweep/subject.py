@@ -17,9 +17,9 @@ from tests.patches.sweep.forms import alone, end_to_end
 from tests.small_copies.outputs import Output, UnlikeError, outputs_alone, parts_of
 from tests.small_copies.packed_forms import Batch, with_choices
 from tests.small_copies.subject import codebooks_of, exchanged, rows_for_codebooks, side_by_side
-from tritonpack.patches.call_arguments import CACHES
 from tritonpack.patches.configurations import is_config, special_tokens
 from tritonpack.patches.measuring import draw
+from tritonpack.patches.parse_inputs import CACHES
 
 # The least number of tokens in documents of a few model types.
 SHORTEST = {"canine": 5, "funnel": 4, "longformer": 4}

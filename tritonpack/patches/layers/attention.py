@@ -62,10 +62,9 @@ class DocumentMask(InstanceForward):
         mask = packed_batch.document_mask()
         if given is not None and given.ndim == 4:
             arguments[self.argument] = mask.to_tensor(given.dtype, additive=True)
-        elif given is not None and given.ndim == 3:  # causal already
-            arguments[self.argument] = mask.to_tensor()[:, 0].tril()
         else:
-            arguments[self.argument] = mask.to_tensor()[:, 0]
+            causal = given is not None and given.ndim == 3
+            arguments[self.argument] = mask.to_tensor()[:, 0].tril() if causal else mask.to_tensor()[:, 0]
         return self.inner(**arguments)
 
 

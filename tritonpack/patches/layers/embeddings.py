@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward, PackingContext
+from tritonpack.patches.placement import Documents
 
 
 class DocumentEmbeddings(InstanceForward):
@@ -90,8 +90,7 @@ class DocumentPooler(InstanceForward):
         states, packed_batch = arguments[self.names[0]], self.context.current.packed_batch
         if packed_batch is not None and isinstance(states, Tensor) and states.shape[:2] == packed_batch.tokens:
             documents = Documents.of(packed_batch)
-            if documents is not None:
-                arguments[self.names[0]] = documents.cut(states)
+            arguments[self.names[0]] = states if documents is None else documents.cut(states)
         return self.inner(**arguments)
 
 
@@ -104,7 +103,7 @@ class PooledModel(InstanceForward):
             documents = Documents.of(packed_batch)
             if documents is not None:
                 first = documents.cut(output["last_hidden_state"])[:, 0]
-                activation = getattr(self.module, ACTIVATIONS[type(self.module).__name__])
+                activation = getattr(self.module, ACTIVATIONS[self.name])
                 output["pooler_output"] = activation(self.module.pooler(first))
         return output
 

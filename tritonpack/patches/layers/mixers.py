@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tritonpack.patches.call_arguments import CACHES
-from tritonpack.patches.document_places import Documents, batches_of, lay_back
 from tritonpack.patches.measuring import apart, half_the_digits
 from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.parse_inputs import CACHES
 from tritonpack.patches.parts import InstanceForward, PackingContext
-from tritonpack.patches.tensor_like import TensorLike, as_tensor
+from tritonpack.patches.placement import Documents, batches_of, lay_back
+from tritonpack.patches.tensor_like import as_tensor
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.
 ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "seq_idx", *CACHES}
@@ -45,7 +45,7 @@ class DocumentByDocument(InstanceForward):
         arguments = {name: x for name, x in self.bound(args, kwargs).items() if name not in ROW_KEYWORDS}
         arguments |= dict.fromkeys(arguments.keys() & (ROW_ARGUMENTS if apart else {"seq_idx"}))
         if packed_batch is None or not apart:
-            return self.inner(**tree_map(as_tensor, arguments, is_leaf=_is_ours))
+            return self.inner(**tree_map(as_tensor, arguments))
         if "use_cache" in arguments:
             arguments["use_cache"] = False
         return packed_batch.run_on_documents(self, arguments)
@@ -86,29 +86,23 @@ class DocumentByDocument(InstanceForward):
         """
         generator = torch.Generator(device="cpu").manual_seed(0)
         draws = torch.randn((1, 17, width), generator=generator, dtype=torch.float32, device="cpu")
-        first, second, other = draws.split((5, 7, 5), dim=1)
-        documents = [x.to(weight.device, weight.dtype) for x in (first, second)]
-        others = [(8 * other).to(weight.device, weight.dtype), documents[1]]
+        draws[:, 12:] *= 8
+        first, second, other = draws.to(weight.device, weight.dtype).split((5, 7, 5), dim=1)
         places = torch.cat([torch.arange(5, device="cpu"), torch.arange(7, device="cpu")])[None].to(weight.device)
-        packed_batch = PackedBatch(
-            None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto")
-        )
+        serving = Serving("tritonpack", "auto")
+        packed_batch = PackedBatch(None, places, None, torch.Size((1, 12)), weight.device, serving)
 
-        def run(documents: list[Tensor]) -> Sequence[Tensor]:
+        def run(*documents: Tensor) -> Sequence[Tensor]:
             packed = self._run_once(self.bound((torch.cat(documents, dim=1),), {}), packed_batch)
             return _first(packed).split([5, 7], dim=1)
 
         try:
-            alone = [_first(self.inner(**self.bound((x,), {}))) for x in documents]
-            found = run(documents)
-            differs, moved = apart(alone, found), apart(found[1:], run(others)[1:])
+            alone = [_first(self.inner(**self.bound((x,), {}))) for x in (first, second)]
+            found = run(first, second)
+            differs, moved = apart(alone, found), apart(found[1:], run(other, second)[1:])
         except Exception:  # a layer may raise anything where it can't
             return False
         return moved <= torch.finfo(weight.dtype).eps and differs <= half_the_digits(weight.dtype)
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, TensorLike)
 
 
 def _first(result: Any) -> Any:
@@ -127,7 +121,7 @@ def _cut(arguments: dict[str, Any], documents: Documents) -> dict[str, Any]:
 
 
 def _lay_back(batches: list[Documents], results: list[Any]) -> Any:
-    """The outputs of all batches in packed rows. States and weights of one batch belong to no row, so they are None."""
+    """The outputs of all batches in packed rows. States and weights of a batch belong to no row, so they are None."""
 
     def lay(*pieces: Any) -> Any:
         if not isinstance(pieces[0], Tensor) or pieces[0].shape[:2] != batches[0].inside.shape:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.document_places import Documents
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.placement import Documents, lay_back
 
 
 class LocalPositions(InstanceForward):
@@ -29,7 +28,7 @@ class LocalPositions(InstanceForward):
             ids = self.bound(args, kwargs).get("input_ids") if counts else None
             table, places = module.weights, from_padding(packed_batch, ids, getattr(module, "padding_idx", -1))
         found = nn.functional.embedding(places, table)
-        return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
+        return _Indexed(found) if self.name == "RoFormerSinusoidalPositionalEmbedding" else found
 
 
 def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) -> Tensor:
@@ -41,31 +40,20 @@ def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) ->
         return packed_batch.places() + padding + 1
     real = (ids != padding).long()
     if packed_batch.tree_ends is not None:
-        return (packed_batch.positions() + 1 - _above(1 - real, packed_batch.tree_ends)) * real + padding
+        filler = 1 - real  # on the path from the root of a tree to each token they are counted, that token included
+        above = nn.functional.pad(filler, (0, 1)).scatter_add(1, packed_batch.tree_ends.long(), -filler).cumsum(1)
+        return (packed_batch.positions() + 1 - above[:, :-1]) * real + padding
     count = real.cumsum(1)
     starts, _ = packed_batch.runs()
     before = torch.where(starts, count - real, 0).cummax(1).values
     return (count - before) * real + padding
 
 
-def _above(marked: Tensor, ends: Tensor) -> Tensor:
-    """(B, T) int64, how many marked tokens lie on the path from the root of a tree to each token, itself included.
-
-    Args:
-        marked: (B, T) int64, 0 or 1.
-        ends: (B, T), the place after the last token below each token.
-    """
-    steps = nn.functional.pad(marked, (0, 1))
-    return steps.scatter_add(1, ends.long(), -marked).cumsum(1)[:, :-1]
-
-
-# RoFormer adds the axes of batch and heads to its table's rows, by [None, None]. Ours have a batch already.
-ADDS_AXES = ("RoFormerSinusoidalPositionalEmbedding",)
-
-
-@dataclass(frozen=True)
 class _Indexed:
-    found: Tensor
+    """Rows of RoFormer's table, to which it adds the axes of batch and heads by [None, None]. Ours have a batch."""
+
+    def __init__(self, found: Tensor) -> None:
+        self.found = found
 
     def __getitem__(self, _: Any) -> Tensor:
         return self.found[:, None]
@@ -81,21 +69,20 @@ def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
         return None
     places = mask.packed_batch.places()
     in_row = torch.arange(places.shape[1], device=places.device).expand_as(places)
-    return (rule(module, places) / rule(module, in_row))[:, None, :, None]
+    return (rule(module, places.float() + 1) / rule(module, in_row.float() + 1))[:, None, :, None]
 
 
-def _llama4(module: Any, places: Tensor) -> Tensor:
+def _llama4(module: Any, counts: Tensor) -> Tensor:
     if module.use_rope or not module.attn_temperature_tuning:
-        return torch.ones(places.shape, dtype=torch.float32, device=places.device)
-    return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        return torch.ones_like(counts)
+    return torch.log1p(torch.floor(counts / module.floor_scale)) * module.attn_scale + 1.0
 
 
-def _inkling(module: Any, places: Tensor) -> Tensor:
+def _inkling(module: Any, counts: Tensor) -> Tensor:
     config = module.config
     if module.is_sliding or config.log_scaling_n_floor is None:
-        return torch.ones(places.shape, dtype=torch.float32, device=places.device)
-    beyond = ((places + 1).float() / config.log_scaling_n_floor).clamp(min=1.0)
-    return 1.0 + config.log_scaling_alpha * torch.log(beyond)
+        return torch.ones_like(counts)
+    return 1.0 + config.log_scaling_alpha * torch.log((counts / config.log_scaling_n_floor).clamp(min=1.0))
 
 
 # Attention layers whose queries are scaled by their place in the row, whatever position ids the model is given.
@@ -119,19 +106,17 @@ class DocumentPositions(InstanceForward):
         if not isinstance(packed_batch, PackedBatch):
             call = self.context.current
             packed_batch = call.packed_batch if call.running else call.told
-        if packed_batch is None or packed_batch.cached or ids is None or ids.shape != packed_batch.tokens:
-            return self.inner(**arguments)
-        documents = Documents.of(packed_batch)
+        documents = None
+        if packed_batch is not None and not packed_batch.cached and ids is not None:
+            documents = Documents.of(packed_batch) if ids.shape == packed_batch.tokens else None
         if documents is None:
             return self.inner(**arguments)
-        rows = {
-            name: documents.cut(value) if isinstance(value, Tensor) and value.shape[:2] == documents.tokens else value
-            for name, value in arguments.items()
-        }
-        rows["attention_mask"] = documents.inside.long()
-        positions, ahead = self.inner(**rows)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.shape[:2] == documents.tokens:
+                arguments[name] = documents.cut(value)
+        positions, ahead = self.inner(**{**arguments, "attention_mask": documents.inside.long()})
         last = torch.cat([documents.rows[1:] != documents.rows[:-1], documents.rows.new_ones(1, dtype=torch.bool)])
-        return torch.stack([documents.lay_back(one) for one in positions]), ahead[last]
+        return torch.stack([lay_back([documents], [one]) for one in positions]), ahead[last]
 
 
 def leave_positions_to_model(packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:

@@ -40,7 +40,12 @@ class NllbMoeRouter(InstanceForward):
         if packed_batch is None:  # one document in each row, which continues a cache
             return self.inner(hidden_states, None)
         starts, live = packed_batch.runs()
-        total, capacity = hidden_states.shape[0], self._capacity(hidden_states.shape[0])
+        module: Any = self.module
+        total, capacity = hidden_states.shape[0], module.expert_capacity
+        if not module.training and module.moe_eval_capacity_token_fraction > 0:
+            capacity = math.ceil(module.moe_eval_capacity_token_fraction * total)
+        elif capacity is None:
+            capacity = 2 * math.ceil(total / module.num_experts)
         if capacity < total:
             documents = starts if live is None else starts & live
             require(
@@ -52,12 +57,3 @@ class NllbMoeRouter(InstanceForward):
                 ),
             )
         return self.inner(hidden_states, None if live is None else ~live.flatten())
-
-    def _capacity(self, tokens: int) -> int:
-        """How many tokens an expert takes, as the router computes it."""
-        module: Any = self.module
-        if not module.training and module.moe_eval_capacity_token_fraction > 0:
-            return math.ceil(module.moe_eval_capacity_token_fraction * tokens)
-        if module.expert_capacity is None:
-            return 2 * math.ceil(tokens / module.num_experts)
-        return module.expert_capacity

@@ -1,0 +1,92 @@
+"""Reads documents from a mask of pairs of tokens, (B, 1, T, T), which LLaMA-Factory's `neat_packing` passes.
+
+Which documents a row holds is read, nothing else: windows, chunks and images that see all of themselves come from the
+model, as for each document alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonpack.checks import describe, require
+
+ROWS_AT_ONCE = 1024  # of the comparison with the documents that were read
+
+# Addends up to here give weights of exactly 0: float16's minimum, to which an overflow of larger ones is clamped.
+HIDDEN = torch.finfo(torch.float16).min
+
+REMEDY = (
+    "Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask with the number of each token's "
+    "document, or unpatch the model to use a mask of your own."
+)
+
+
+@torch.compiler.disable  # a graph would leave out the check
+def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
+    """The number of each token's document in its row from 1, and 0 for padding, as (B, T) int32.
+
+    A token that sees no key is padding. The mask is compared with that of the documents pair by pair: in host memory at
+    once, on an accelerator by an assertion there, which doesn't wait.
+
+    Args:
+        mask: (B or 1, 1, T, T), True or 0 where a query sees a key, False or -65504 or less where it doesn't.
+        tokens: (B, T).
+    """
+    rows, length = tokens
+    if mask.shape not in ((rows, 1, length, length), (1, 1, length, length)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}. A patched model reads documents from a mask of pairs of "
+            f"shape {(rows, 1, length, length)}: one for all heads, and without keys of a cache. {REMEDY}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "a mask of pairs must be bool, True where a token sees another, or floating point, to be added to scores; "
+            f"got attention_mask {describe(mask)}. Convert it with mask.bool() if 1 stands for a pair that is seen."
+        )
+    if mask.dtype != torch.bool:
+        known = (mask == 0) | (mask <= HIDDEN)
+        require(
+            known.all(),
+            lambda: (
+                "attention_mask holds addends other than 0 and the smallest numbers (at most -65504)"
+                f"{_first(mask, ~known)}. A patched model adds no bias to scores. {REMEDY}"
+            ),
+        )
+    seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+    count = seen.sum(-1)
+    live = count > 0
+    starts = live & (count == 1)  # the first token of a document sees itself alone
+    places = torch.arange(length, device=mask.device)
+    begin = torch.where(starts, places, -1).cummax(1).values
+    for first in range(0, length, ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        expected = live[:, some, None] & (places >= begin[:, some, None]) & (places <= places[some, None])
+        differ = seen[:, some] != expected
+        require(~differ.any(), lambda first=first, differ=differ: _message(differ, seen, begin, first))  # type: ignore[misc]
+    return torch.where(live, starts.cumsum(1), 0).to(torch.int32).expand(rows, length)
+
+
+def _first(mask: Tensor, wrong: Tensor) -> str:
+    if wrong.device.type != "cpu":
+        return ""
+    row, _, query, key = wrong.nonzero()[0].tolist()
+    return f": {mask[row, 0, query, key].item():g} in row {row} for token {query} and token {key}"
+
+
+def _message(differ: Tensor, seen: Tensor, begin: Tensor, first: int) -> str:
+    where = ""
+    if differ.device.type == "cpu":
+        row, query, key = differ.nonzero()[0].tolist()
+        query += first
+        verb, start = "sees" if seen[row, query, key] else "doesn't see", int(begin[row, query])
+        where = f": in row {row} token {query} {verb} token {key}, and " + (
+            f"its document begins at token {start}"
+            if start >= 0
+            else "no token before it sees itself alone, as the first token of a document does"
+        )
+    return (
+        f"attention_mask isn't block-diagonal and causal{where}. From a mask of pairs a patched model reads documents, "
+        "in which each token sees exactly itself and the tokens before it, and padding, which sees nothing. Windows "
+        f"and images come from the model. {REMEDY}"
+    )
