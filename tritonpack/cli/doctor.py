@@ -30,8 +30,8 @@ from tritonpack.cli.machine import installed_version, resolve_device
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.packing.lengths import count
 
-# The oldest version of each package that works, as in pyproject.toml; None where any does.
-OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": None, "numba": "0.61"}
+# The oldest version of each package that works, as in pyproject.toml.
+OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": "1.24", "numba": "0.61"}
 NEWEST_TRANSFORMERS = "5.24"  # the newest that the tests ran with
 
 _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
@@ -120,7 +120,7 @@ def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
     """Versions of the packages in OLDEST that are too old, untested or known not to work together."""
     for package, oldest in OLDEST.items():
         version = versions[package]
-        if version and oldest and _minor(version) < _minor(oldest):
+        if version and _minor(version) < _minor(oldest):
             remedy = f"tritonpack needs {oldest} or later (pip install -U '{package}>={oldest}')"
             yield Finding(package, "wrong", f"{version} is too old; {remedy}")
     transformers, triton, numpy = (versions[package] for package in ("transformers", "triton", "numpy"))
