@@ -64,6 +64,7 @@ def plan_steps(
     offered = np.empty(count, dtype=np.bool_)
     offer, left, sums = np.empty(resources, np.int64), np.zeros(resources, np.int64), np.empty((3, resources), np.int64)
     largest = np.int64(0)
+    # Loops, because numpy's sums, maxima and assignments of whole arrays take numba five seconds more to compile.
     for unit in range(count):
         rows_of[unit] = -1
         largest = max(largest, kinds[unit])
