@@ -155,14 +155,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "max_seqlen_k": LONGEST, "seqused_q": "none", "seqused_k": "none", "block_table": "none",
         },
     ),
-    "S_dmask": (
-        flash_attn.flash_attn_varlen_func,
-        {
-            **stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS, "dropout_p": 0.5,
-            "return_attn_probs": True,
-        },
-        {"dropout_p": "zero", "max_seqlen_q": LONGEST, "max_seqlen_k": LONGEST},
-    ),
     "flash_attn_varlen_qkvpacked_func": (
         flash_attn.flash_attn_varlen_qkvpacked_func,
         {"qkv": torch.randn(5, 3, 2, 16), "cu_seqlens": OFFSETS},

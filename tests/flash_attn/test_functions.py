@@ -195,30 +195,6 @@ class TestVarlen:
         out, _ = run(peer, call, q, k, v, cu, cu, **{"learnable_sink" if peer == "fa4" else "s_aux": sinks})
         assert_same(out, q, (k, v, sinks), dense(q, k, v, call, sinks=sinks)[0])
 
-    def test_dropout_agrees_with_s_dmask(self) -> None:
-        call = Call("dropout", (5, 0, 40), (7, 3, 33), window=(20, 20))
-        q, k, v = inputs(call)
-        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or ())
-        out, lse, dropped = fa2.flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, None, None, 0.3, return_attn_probs=True, window_size=(20, 20)
-        )
-        assert dropped.shape == (3, 4, 40, 33)
-        same_rows(lse, dense(q, k, v, call)[1], "fa2")
-        p = dropped.abs()
-        torch.testing.assert_close(p[2].sum(-1), torch.ones(4, 40, dtype=torch.float64))
-        assert not p[1].any()
-        assert not p[0, :, 5:].any()
-        share = float((dropped < 0).sum() / (dropped != 0).sum())
-        assert abs(share - 0.3) < 0.05
-        values = v[7 + 3 :].transpose(0, 1).repeat_interleave(2, 0)
-        torch.testing.assert_close(out[5:].transpose(0, 1), dropped[2].clamp(min=0) @ values / 0.7)
-
-    def test_s_dmask_wider_than_the_largest_head(self) -> None:
-        q, k = torch.randn(3, 2, 8), torch.randn(700, 1, 8)
-        cu_q, cu_k = offsets((3,)), offsets((700,))
-        _, _, dropped = fa2.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 700, 0.5, return_attn_probs=True)
-        torch.testing.assert_close(dropped.abs().sum(-1), torch.ones(1, 2, 3))
-
 
 class TestBatch:
     @pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4", "fa4-batch"])

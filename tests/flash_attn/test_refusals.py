@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonpack.flash_attn import fa2, fa3, fa4, spelling, torch_varlen_attn
+from tritonpack.flash_attn import adapter, fa2, fa3, fa4, torch_varlen_attn
 from tritonpack.flash_attn.bert_padding import pad_input, unpad_input
 
 T = torch.zeros(1)
@@ -21,7 +21,7 @@ UNSUPPORTED = [
     (name, parameter)
     for name, function in FUNCTIONS.items()
     for parameter in inspect.signature(function).parameters
-    if parameter in spelling.REMEDIES
+    if parameter in adapter.REMEDIES
 ]
 
 
@@ -44,7 +44,7 @@ def test_unsupported(name: str, parameter: str) -> None:
 
 
 def test_every_refusal_is_tested() -> None:
-    assert set(spelling.REMEDIES) == {parameter for _, parameter in UNSUPPORTED}
+    assert set(adapter.REMEDIES) == {parameter for _, parameter in UNSUPPORTED}
     assert len(UNSUPPORTED) == 28
 
 
@@ -97,6 +97,7 @@ WINDOW, SOFTCAP = (
         ("fa2", {"softmax_scale": -1.0}, "scale must be a positive"),
         ("fa2", {"dropout_p": 1.0}, "dropout_p must be"),
         ("fa2-batch", {"dropout_p": None}, "dropout_p must be .*; got None"),
+        ("fa2", {"dropout_p": 0.1, "return_attn_probs": True}, "can't be used with dropout_p above 0: tritonpack has no S_"),
         ("fa2-batch", {"dropout_p": "0.1", "return_attn_probs": True}, "dropout_p must be .*; got '0.1'"),
         ("fa2", {"backend": "cuda"}, "backend must be one of"),
         ("fa2", {"seqused_q": torch.tensor([1])}, "a length for each of the 2 documents"),

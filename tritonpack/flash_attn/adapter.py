@@ -1,16 +1,13 @@
-"""Functions with another library's signature, computed by `flash_attention` with our names."""
+"""Functions with another library's signature, which is text here, computed by `flash_attention` with our names."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from tritonpack.checks import describe
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # Name of another library -> our names. Arguments without one change no result and are ignored. Names that aren't here
 # are ours, too.
@@ -51,44 +48,34 @@ REMEDIES = {
 }
 
 
-def spelled(call: Callable[..., Any], **names: tuple[str, ...]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function of a signature with an empty body; `call` gets its arguments under our names.
+def adapted(name: str, parameters: str, call: Callable[..., Any], **names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function with these parameters, whose arguments `call` gets under our names.
 
     Args:
+        name: of the function.
+        parameters: as in a definition, such as "q, k, v, softmax_scale=None, *, backend='auto'".
         call: computes the result.
         **names: our names of single arguments, where they differ from `NAMES`.
 
     Raises:
+        TypeError: Python's own, for missing and unknown arguments.
         ValueError: an argument that isn't supported is given.
     """
     names = NAMES | names
+    theirs = inspect.signature(eval(f"lambda {parameters}: None")).parameters
+    bind = eval(f"lambda {parameters}: dict({', '.join(f'{one}={one}' for one in theirs)})")
+    bind.__name__ = bind.__qualname__ = name
+    bind.__module__, bind.__doc__ = call.__module__, f"{name}({parameters})\n\nSee {call.__module__}."
 
-    def decorate(signature: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(signature).parameters
-        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        order = tuple(parameters)
+    @wraps(bind)
+    def function(*args: Any, **keywords: Any) -> Any:
+        ours = {}
+        for one, value in bind(*args, **keywords).items():
+            if one not in REMEDIES:
+                ours.update(dict.fromkeys(names.get(one, (one,)), value))
+            elif value is not None:
+                what = f"{one} isn't supported by tritonpack.flash_attn; got {describe(value)}"
+                raise ValueError(f"{what}. Supported: {REMEDIES[one]}.")
+        return call(**ours)
 
-        @wraps(signature)
-        def function(*args: P.args, **keywords: P.kwargs) -> R:
-            signature(*args, **keywords)  # Python's errors for missing and unknown arguments
-            given = {**defaults, **dict(zip(order, args, strict=False)), **keywords}
-            ours = {}
-            for name, value in given.items():
-                if name not in REMEDIES:
-                    ours.update(dict.fromkeys(names.get(name, (name,)), value))
-                elif value is not None:
-                    what = f"{name} isn't supported by tritonpack.flash_attn; got {describe(value)}"
-                    raise ValueError(f"{what}. Supported: {REMEDIES[name]}.")
-            return call(**ours)
-
-        return function
-
-    return decorate
-
-
-def from_text(name: str, arguments: str, doc: str, call: Callable[..., Any], **names: tuple[str, ...]) -> Any:
-    """`spelled` for a signature that is given as text, such as "q, k, v, softmax_scale=None, *, backend='auto'"."""
-    signature = eval(f"lambda {arguments}: None")
-    signature.__name__ = signature.__qualname__ = name
-    signature.__module__, signature.__doc__ = call.__module__, f"{name}({arguments})\n\n{doc}"
-    return spelled(call, **names)(signature)
+    return function
