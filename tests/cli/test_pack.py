@@ -28,7 +28,7 @@ def error(capsys, tmp_path):
     def message(path, *options):
         out = tmp_path / "deep" / "out"
         found = refused(capsys, "pack", path, "--capacity", 10, "--out", out, *options)
-        assert not out.parent.exists()
+        assert not out.exists()
         return found
 
     return message
@@ -99,7 +99,7 @@ def test_summary_and_numbers(tmp_path, lines, capsys):
 
 
 def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, lines, monkeypatch):
-    command = ("pack", lines, "--capacity", 12, "--shard-mib", 1, "--out")
+    command = ("pack", lines, "--capacity", 12, "--out")
     out = tmp_path / "out"
     assert run(*command, tmp_path / "whole") == 0
 
@@ -216,11 +216,11 @@ def test_damaged_folder_of_save_to_disk(tmp_path, error):
     good = (path / "state.json").read_bytes()
     for content in (b"", b"[]", b'"a"', b"{}", b"\xff\xfe", b'{"_data_files": [{}]}', b"[" * 9999):
         (path / "state.json").write_bytes(content)
-        assert f"{path / 'state.json'} can't be read" in error(path)
+        assert f"{path} can't be read" in error(path)
     (path / "state.json").write_bytes(good)
     (data,) = path.glob("*.arrow")
     data.unlink()
-    assert f"{data} can't be read: " in error(path)
+    assert re.search(rf"{path} can't be read: .*{data.name}", error(path))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -299,5 +299,5 @@ def test_full_disk_is_an_error_of_output(tmp_path, lines, capsys, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, failing)
             assert run("pack", lines, "--capacity", 12, "--out", tmp_path / "out") == 1
-        words = r"error: output can't be written: \[Errno 28\] No space left on device; free space in"
+        words = r"error: \[Errno 28\] No space left on device; free space in"
         assert re.match(words, capsys.readouterr().err)
