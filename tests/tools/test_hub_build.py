@@ -36,7 +36,7 @@ def files(folder: Path) -> dict[str, bytes]:
 class TestFiles:
     def test_variants_differ_in_their_metadata_alone(self, repository: Path) -> None:
         assert {path.name for path in repository.iterdir()} == {
-            "CARD.md", "LICENSE", "build", "build.toml", "tests", "torch-ext",
+            ".gitignore", "CARD.md", "LICENSE", "build", "build.toml", "tests", "torch-ext",
         }  # fmt: skip
         variants = {path.name: files(path) for path in (repository / "build").iterdir()}
         assert variants.keys() == {"torch-cpu", "torch-cuda", "torch-rocm"}

@@ -65,7 +65,7 @@ def adapted(name: str, parameters: str, call: Callable[..., Any], **names: tuple
     theirs = inspect.signature(eval(f"lambda {parameters}: None")).parameters
     bind = eval(f"lambda {parameters}: dict({', '.join(f'{one}={one}' for one in theirs)})")
     bind.__name__ = bind.__qualname__ = name
-    bind.__module__, bind.__doc__ = call.__module__, f"{name}({parameters})\n\nSee {call.__module__}."
+    bind.__module__, bind.__doc__ = call.__module__, f"{name}({parameters})\n\n{call.__globals__['__doc__']}"
 
     @wraps(bind)
     def function(*args: Any, **keywords: Any) -> Any:

@@ -42,9 +42,9 @@ class IsolationReport:
         gradient_to_others: the largest gradient of a document's outputs in another document's embeddings, relative to
             the largest in its own.
         allowed: the limit of `packed_against_alone`: half the digits of the model's dtype, of float32 for float64,
-            because some models have a float32 softmax. The limit of the other two is 64 units in the last place, or half the
-            digits of the dtype where that is less. They are zero where no kernel's shape depends on the tokens, as it
-            does in a mixture of experts.
+            because some models have a float32 softmax. The limit of the other two is 64 units in the last place, or
+            half the digits of the dtype where that is less. They are zero where no kernel's shape depends on the
+            tokens, as it does in a mixture of experts.
     """
 
     lengths: tuple[int, ...]
