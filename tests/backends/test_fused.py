@@ -252,8 +252,8 @@ class TestPlan:
 
     def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made = []
-        plan = blocked.plan_of
-        monkeypatch.setattr(blocked, "plan_of", lambda *a, **k: made.append(a) or plan(*a, **k))
+        documents_of = fused.documents_of
+        monkeypatch.setattr(fused, "documents_of", lambda mask: made.append(mask) or documents_of(mask))
         inputs = make_inputs(BY_NAME["mixed"])
         for _ in range(3):
             run(inputs, "blocked")

@@ -42,13 +42,9 @@ FULL, MASKED = 3, 4
 class Block(NamedTuple):
     """The queries of a tile and some of the keys that they see; `masked` if a query doesn't see all of these keys."""
 
-    rows: slice
+    queries: slice
     keys: slice
     masked: bool
-
-    def rows_of(self, group: int) -> slice:
-        """The rows if each query has as many as a group of query heads shares a key head."""
-        return slice(self.rows.start * group, self.rows.stop * group)
 
 
 class Plan(NamedTuple):
@@ -56,8 +52,8 @@ class Plan(NamedTuple):
 
     Attributes:
         blocks: blocks, one tile after the other.
-        blind, unseen: (queries,) and (keys,) bool, the rows that see nothing and those that nothing sees; None if there
-            are no blocks.
+        blind, unseen: (queries, 1, 1) and (keys, 1, 1) bool, the rows that see nothing and those that nothing sees;
+            None if there are none.
         runs: calls of the fused kernel.
         one_run: whether a single run has all queries and all keys.
     """
@@ -114,16 +110,17 @@ def _forward_blocks(
         l_i.fill_(1.0)
     scratch, group = q.new_empty(q.shape[1] * BLOCK_ROWS * BLOCK_KEYS), q.shape[1] // k.shape[1]
     for block in plan.blocks:
-        rows = block.rows_of(group)
+        rows = slice(block.queries.start * group, block.queries.stop * group)
         m_old = m_i[:, rows]
-        scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, m, k]
+        scores, _ = _scores(qs[:, rows], ks, mask, block, options, scratch)  # [n, m, k]
         m_new = torch.maximum(m_old, scores.amax(-1, keepdim=True))
         # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are all exp(-inf) = 0.
         pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
         p = scores.sub_(pivot).mul_(LOG2E).exp2_()
         alpha = m_old.sub(pivot).mul_(LOG2E).exp2_()
         l_i[:, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
-        out[:, rows].mul_(alpha).add_(_drop(p, block, options) @ vs[:, block.keys])
+        kept = _dropped(p, block, options) if options.dropout_p else p
+        out[:, rows].mul_(alpha).add_(kept @ vs[:, block.keys])
         m_old.copy_(m_new)
     if sinks is not None and not mask.is_tree:
         l_i.masked_fill_((mask.key_start == mask.key_stop).repeat_interleave(group)[:, None], 0.0)
@@ -193,27 +190,32 @@ def _backward_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (T_q, H, D), dk (T_k, n, D) and dv (T_k, n, D_v) of the blocks; zeros in rows of no block."""
     qs, ks, vs = _rows_first(plan, q, k, v)
-    douts = _rows(_zeroed(dout, plan.blind), ks)
-    delta = (_rows(out, ks) * douts).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta -= _rows(_zeroed(dlse.T[..., None], plan.blind), ks)
+    delta = (out * dout).sum(-1) if dlse is None else (out * dout).sum(-1) - dlse.T
+    if plan.blind is not None:
+        dout, delta = dout.masked_fill(plan.blind, 0.0), delta.masked_fill(plan.blind[..., 0], 0.0)
+    douts, delta = _rows(dout, ks), _rows(delta, ks)[..., None]
     # Rows that see nothing have +inf, so that their probabilities are 0.
     lse = _rows(lse.masked_fill(lse == -math.inf, math.inf).T, ks)[..., None]
     dqs, dks, dvs = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
     scratch, group = q.new_empty(q.shape[1] * BLOCK_ROWS * BLOCK_KEYS), q.shape[1] // k.shape[1]
     scratch_dp = torch.empty_like(scratch)
     for block in plan.blocks:
-        rows, keys = block.rows_of(group), block.keys
-        scores, slope = _scores(qs, ks, mask, block, options, scratch)
+        rows, keys = slice(block.queries.start * group, block.queries.stop * group), block.keys
+        scores, slope = _scores(qs[:, rows], ks, mask, block, options, scratch)
         p = scores.sub_(lse[:, rows]).mul_(LOG2E).exp2_()  # [n, m, k]
-        dp = _drop(_times_into(scratch_dp, douts[:, rows], vs[:, keys].mT), block, options)
+        dp = _times_into(scratch_dp, douts[:, rows], vs[:, keys].mT)
+        if options.dropout_p:
+            dp = _dropped(dp, block, options)
         ds = dp.sub_(delta[:, rows]).mul_(p)
         if slope is not None:
             ds.mul_(slope)
-        dvs[:, keys] += _drop(p, block, options).mT @ douts[:, rows]
+        kept = _dropped(p, block, options) if options.dropout_p else p
+        dvs[:, keys] += kept.mT @ douts[:, rows]
         dks[:, keys] += ds.mT @ qs[:, rows]
         dqs[:, rows] += ds @ ks[:, keys]
-    return _tokens_first(dqs, q) * options.scale, dks.transpose(0, 1) * options.scale, dvs.transpose(0, 1)
+    dqs *= options.scale
+    dks *= options.scale
+    return _tokens_first(dqs, q), dks.transpose(0, 1), dvs.transpose(0, 1)
 
 
 def read_plan(
@@ -226,21 +228,22 @@ def read_plan(
 
 def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tensor | None) -> TileTables:
     if table is None:
-        rows = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant)
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
+        table = torch.tensor(_plan_rows(mask, fuse, pack_invariant), dtype=torch.int64, device="cpu").view(-1, 5)
     blocks, runs = [], []
     for row, row_end, key, key_end, kind in table.tolist():
         if kind < FULL:
             runs.append(fused.Run(row, row_end, key, key_end, kind))
         else:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
-    whole = (0, mask.num_queries, 0, mask.num_keys)
-    one_run = not blocks and len(runs) == 1 and runs[0][:4] == whole
-    blind, unseen = (side.key_start == side.key_stop for side in (mask, mask.transpose())) if blocks else (None, None)
-    return TileTables(None, None, None, table, Plan(blocks, blind, unseen, runs, one_run))
+    one_run = not blocks and len(runs) == 1 and runs[0][:4] == (0, mask.num_queries, 0, mask.num_keys)
+    hidden = []
+    for side in (mask, mask.transpose()):
+        sees_nothing = (side.key_start == side.key_stop)[:, None, None]
+        hidden.append(sees_nothing if bool(sees_nothing.any()) else None)
+    return TileTables(None, None, None, table, Plan(blocks, *hidden, runs, one_run))
 
 
-def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
+def _plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
     """The plan of a mask: row, row_end, key, key_end and kind of each block and each run.
 
     Args:
@@ -305,7 +308,8 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
     tiles, first, last_end = [], 0, 0  # the open tile has the documents that lie in rows [first, last_end)
     for begin, end, _, _, kind in documents:
         if first == last_end or kind != fused.OTHER or pack_invariant or end - first > BLOCK_ROWS:
-            tiles.append((first, last_end))
+            if first < last_end:
+                tiles.append((first, last_end))
             first = last_end = begin
         if kind != fused.OTHER:
             continue
@@ -313,53 +317,46 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
             tiles.append((first, first + BLOCK_ROWS))
             first += BLOCK_ROWS
         last_end = end
-    tiles.append((first, last_end))
-    return [(first, end) for first, end in tiles if first < end]
-
-
-def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
-    """(num_queries,) bool, True in rows that see nothing; None if there are none."""
-    blind = mask.key_start == mask.key_stop
-    return blind if bool(blind.any()) else None
+    return [*tiles, (first, last_end)] if first < last_end else tiles
 
 
 def _scores(
     qs: Tensor, ks: Tensor, mask: BlockDiagonalMask, block: Block, options: AttentionOptions, scratch: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of a block, [n, m, k], -inf where a key is hidden, and their slope by the scaled product (None: 1)."""
-    group = qs.shape[1] // mask.num_queries
-    scores = _times_into(scratch, qs[:, block.rows_of(group)], ks[:, block.keys].mT, options.scale)
+    """Scores of the rows qs [n, m, d] of a block, [n, m, k], -inf where a key is hidden, and their slope by the scaled
+    product (None: 1)."""
+    queries = block.queries
+    group = qs.shape[1] // (queries.stop - queries.start)
+    scores = _times_into(scratch, qs, ks[:, block.keys].mT, options.scale)
     keys = torch.arange(block.keys.start, block.keys.stop, device=qs.device)
     slope = None
     if options.softcap:
         capped = scores.div_(options.softcap).tanh_()
         slope = 1 - capped * capped
         scores = capped.mul_(options.softcap)
+    by_head = scores.unflatten(1, (-1, group))  # [n, queries, heads of a group, k], a view
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
         places = keys if mask.places is None else mask.places[block.keys]
-        distance = (mask.diagonal[block.rows, None] - places).abs().repeat_interleave(group, 0)  # [m, k]
-        slopes = options.alibi_slopes.expand(mask.num_queries, -1)[block.rows]
-        scores -= _rows(slopes, ks)[..., None] * distance
+        distance = (mask.diagonal[queries, None] - places).abs()
+        slopes = options.alibi_slopes.expand(mask.num_queries, -1)[queries].unflatten(1, (-1, group))
+        by_head -= slopes.transpose(0, 1)[..., None] * distance[:, None]
     if block.masked:  # a minimum costs far less than filling through a mask
-        seen = (keys >= mask.key_start[block.rows, None]) & (keys < mask.key_stop[block.rows, None])
+        seen = (keys >= mask.key_start[queries, None]) & (keys < mask.key_stop[queries, None])
         if mask.query_start is not None and mask.query_stop is not None:
-            rows = torch.arange(block.rows.start, block.rows.stop, device=qs.device)[:, None]
+            rows = torch.arange(queries.start, queries.stop, device=qs.device)[:, None]
             seen &= (rows >= mask.query_start[block.keys]) & (rows < mask.query_stop[block.keys])
-        limit = torch.where(seen, math.inf, -math.inf).repeat_interleave(group, 0)
-        torch.minimum(scores, limit, out=scores)
+        torch.minimum(by_head, torch.where(seen, math.inf, -math.inf)[:, None], out=by_head)
     return scores, slope
 
 
-def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
+def _dropped(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
     """Apply dropout in place: x [n, m, k] times 0 or 1 / (1 - p)."""
-    if not options.dropout_p:
-        return x
     assert options.dropout_seed is not None
-    queries = torch.arange(block.rows.start, block.rows.stop, device=x.device)
+    queries = torch.arange(block.queries.start, block.queries.stop, device=x.device)
+    keys = torch.arange(block.keys.start, block.keys.stop, device=x.device)
     group = x.shape[1] // queries.shape[0]
     heads = torch.arange(x.shape[0] * group, device=x.device).expand(queries.shape[0], -1)
-    keys = torch.arange(block.keys.start, block.keys.stop, device=x.device)
     rows = _rows(heads, x)[..., None], queries.repeat_interleave(group)[:, None]
     keep = keep_mask(options.dropout_seed, *rows, keys, options.dropout_p)
     return x.masked_fill_(~keep, 0.0).div_(1 - options.dropout_p)
@@ -368,7 +365,12 @@ def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
 def _rows_first(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q [n, r, d], k and v [n, T_k, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
     NaN."""
-    return _rows(_zeroed(q, plan.blind), k.transpose(0, 1)), *(_zeroed(x, plan.unseen).transpose(0, 1) for x in (k, v))
+    if plan.blind is not None:
+        q = q.masked_fill(plan.blind, 0.0)
+    if plan.unseen is not None:
+        k, v = k.masked_fill(plan.unseen, 0.0), v.masked_fill(plan.unseen, 0.0)
+    ks = k.transpose(0, 1)
+    return _rows(q, ks), ks, v.transpose(0, 1)
 
 
 def _rows(x: Tensor, ks: Tensor) -> Tensor:
@@ -393,11 +395,6 @@ def _widened(options: AttentionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         wide = (pad(x, (0, -x.shape[2] % (16 // x.element_size()))).contiguous() for x in tensors)
         tensors = tuple(x.clone() if x.data_ptr() % 16 else x for x in wide)
     return tensors
-
-
-def _zeroed(x: Tensor, rows: Tensor | None) -> Tensor:
-    """(T, H, ...) with zeros in some rows."""
-    return x if rows is None else x.masked_fill(rows[:, None, None], 0.0)
 
 
 def _times_into(scratch: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
