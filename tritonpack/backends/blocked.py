@@ -93,7 +93,9 @@ def forward(
         for run in plan.runs:
             rows, keys = run.rows, run.keys
             out[rows], lse[:, rows] = fused.forward(run, q[rows], k[keys], v[keys], options)
-    return out[..., :head_dim_v].to(dtype), lse
+    if options.pack_invariant:
+        out = out[..., :head_dim_v]
+    return out if out.dtype == dtype else out.to(dtype), lse
 
 
 def _forward_blocks(
