@@ -230,7 +230,7 @@ def read_plan(
 
 def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tensor | None) -> TileTables:
     if table is None:
-        table = torch.tensor(_plan_rows(mask, fuse, pack_invariant), dtype=torch.int64, device="cpu").view(-1, 5)
+        table = torch.tensor(plan_rows(mask, fuse, pack_invariant), dtype=torch.int64, device="cpu").view(-1, 5)
     blocks, runs = [], []
     for row, row_end, key, key_end, kind in table.tolist():
         if kind < FULL:
@@ -238,14 +238,16 @@ def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tens
         else:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
     one_run = not blocks and len(runs) == 1 and runs[0][:4] == (0, mask.num_queries, 0, mask.num_keys)
-    hidden = []
-    for side in (mask, mask.transpose()):
-        sees_nothing = (side.key_start == side.key_stop)[:, None, None]
-        hidden.append(sees_nothing if bool(sees_nothing.any()) else None)
-    return TileTables(None, None, None, table, Plan(blocks, *hidden, runs, one_run))
+    blind, unseen = _blind_rows(mask), _blind_rows(mask.transpose())
+    return TileTables(None, None, None, table, Plan(blocks, blind, unseen, runs, one_run))
 
 
-def _plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
+def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
+    blind = (mask.key_start == mask.key_stop)[:, None, None]
+    return blind if bool(blind.any()) else None
+
+
+def plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
     """The plan of a mask: row, row_end, key, key_end and kind of each block and each run.
 
     Args:

@@ -283,8 +283,8 @@ class Bounds:
             ValueError: an interval lies outside the keys (or queries), ends before it begins, or, in a mask without
                 trees, begins or ends before the interval of the row above; the message names the first such row.
         """
-        for start, stop, *others in self._sides():
-            _require_intervals(start.cpu(), stop.cpu(), *others)
+        for start, stop, size, own, other, ascending in self._sides():
+            _require_intervals(start.cpu(), stop.cpu(), size, own, other, ascending)
         return self
 
     def _require_valid(self) -> None:
