@@ -182,7 +182,7 @@ class TestMain:
             ledger.write({**shape.columns(), "op": "forward", "implementation": name, **row})
         text = table(ledger.path, HERE, [shape], 600.0)
         assert text.endswith("| direction | tritonpack | FlexAttention |\n|---|---|---|---|\n"
-                             f"| {shape} | forward | 300 (50%) | OutOfMemoryError |")  # fmt: skip
+                             f"| {shape} | forward | 300 (50%) | OutOfMemoryError: of 80 GiB |")  # fmt: skip
 
     def test_prints_the_shapes_that_are_left(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:
