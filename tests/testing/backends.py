@@ -212,5 +212,5 @@ def dropout_differs_in_backward(call: Any, **rest: Any) -> Any:
 
 
 @altered
-def out_in_float32(call: Any, **rest: Any) -> Any:
-    return map_out(call(**rest), Tensor.float)
+def out_in_float64(call: Any, **rest: Any) -> Any:
+    return map_out(call(**rest), Tensor.double)
