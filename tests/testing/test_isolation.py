@@ -79,7 +79,6 @@ def test_the_model_is_unchanged() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("lengths", [(5,), (4, 0)])
 @pytest.mark.parametrize(
     ("model", "lengths", "message"),
     [
