@@ -53,8 +53,8 @@ def saved(folder, cls=transformers.LlamaForCausalLM, kind="llama", **values):
         ("llama", "LlamaForSequenceClassification", SCORES, 1, "tritonpack +refused: .* gives one result for each row"),
         ("prophetnet", "", {}, 1, r"tritonpack +refused: ProphetNetForCausalLM .* can't be packed exactly: its dec"),
         ("splinter", "SplinterForPreTraining", SMALL, 3, "tritonpack +unknown: .* isn't a model .*--weights proves it"),
-        ("llama", "Nope", {}, 0, r"LlamaForCausalLM in float32, in place of Nope: transformers \S+ has no such model"),
-        ("llama", "BertForMaskedLM", {}, 0, "in place of BertForMaskedLM: that class takes no LlamaConfig"),
+        ("llama", "Nope", {}, 0, "LlamaForCausalLM in float32, in place of Nope *\n"),
+        ("llama", "BertForMaskedLM", {}, 0, "LlamaForCausalLM in float32, in place of BertForMaskedLM *\n"),
     ],
 )  # fmt: skip
 def test_configuration(kind, named, values, code, words, tmp_path, capsys):

@@ -62,7 +62,7 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
     rows = {
         "model": name,
-        "class": ", ".join(filter(None, (f"{kind} in {dtype}", instead))),
+        "class": f"{kind} in {dtype}" + (f", in place of {instead}" if instead else ""),
         "patch": report or "none",
         **({"stock transformers": f"{stock.verdict}: {stock.reason}"} if stock else {}),
         "tritonpack": f"{patched.verdict}: {patched.reason}",
@@ -73,7 +73,7 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     console_beside(path).print(table)
     write_json(path, {
         "model": name, "weights": weights, "model_type": model.config.model_type, "class": kind,
-        "instead_of": config.architectures[0] if instead else None, "dtype": dtype,
+        "instead_of": instead or None, "dtype": dtype,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "stock": stock and stock._asdict(), "tritonpack": {**patched._asdict(), "report": report},
     })  # fmt: skip

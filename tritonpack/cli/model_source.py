@@ -14,7 +14,6 @@ from tritonpack.patches.proof import one_line
 
 # transformers' auto classes, in the order in which a model is looked for.
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
-_VERSION = f"transformers {transformers.__version__}"
 
 
 def load_config(name: str, trust_remote_code: bool) -> Any:
@@ -38,7 +37,7 @@ def load_model(name: str, config: Any, device: torch.device | None, trust_remote
     """A model with its weights, in their dtype, on a device; without a device it is built on "meta".
 
     Returns:
-        The model, and if it isn't of the class that its configuration names, that class and the reason; else "".
+        The model, and the class that its configuration names if the model is of another one; else "".
 
     Raises:
         ValueError: it can't be built or loaded.
@@ -47,7 +46,7 @@ def load_model(name: str, config: Any, device: torch.device | None, trust_remote
     if device is not None and Path(source).is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     try:
-        kind, why = _class_of(config, trust_remote_code)
+        kind = _class_of(config, trust_remote_code)
         own = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
         if device is not None:
             model = kind.from_pretrained(source, config=config, dtype="auto", **own).to(device).eval()
@@ -59,31 +58,27 @@ def load_model(name: str, config: Any, device: torch.device | None, trust_remote
         raise ValueError(f"the model {name} can't be {what}: {_reason(error)}") from error
     use_eager_if_sdpa_differs(model)
     names = config.architectures or [""]
-    return model, "" if type(model).__name__ in names else names[0] and f"in place of {names[0]}: {why}"
+    return model, "" if type(model).__name__ in names else names[0]
 
 
-def _class_of(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
-    """The class that a configuration names in `architectures`, else one of transformers' auto classes, and the reason.
+def _class_of(config: Any, trust_remote_code: bool) -> Any:
+    """The class that a configuration names in `architectures`, else the one of transformers' auto classes for it.
 
     It is an auto class if the model brings its own code.
     """
-    (name, *_) = config.architectures or [""]
     own = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
-    for auto in (getattr(transformers, x) for x in _AUTO if x in own):
-        return auto, "its own code leads to this one"
+    autos = [getattr(transformers, name) for name in _AUTO]
+    for auto in autos:
+        if auto.__name__ in own:
+            return auto
     kind: Any = None
-    with suppress(Exception):  # its module imports a package that isn't installed
-        kind = getattr(transformers, name, None) if name else None
-    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-        if isinstance(config, getattr(kind, "config_class", None) or ()):
-            return kind, ""
-        why = f"that class takes no {type(config).__name__}"
-    else:
-        why = f"{_VERSION} has no such model class"
-    for auto in (getattr(transformers, x) for x in _AUTO):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)], why
-    raise ValueError(f"transformers has no model for a {type(config).__name__}")
+    with suppress(Exception):  # none is named, or its module imports a package that isn't installed
+        kind = getattr(transformers, config.architectures[0])
+    if not isinstance(kind, type) or not isinstance(config, getattr(kind, "config_class", None) or ()):
+        kind = next((auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping), None)
+    if kind is None:
+        raise ValueError(f"transformers has no model for a {type(config).__name__}")
+    return kind
 
 
 def find_source(name: str) -> str:
