@@ -11,6 +11,8 @@ REMOVED = {
     "RankFailedError": "if a rank fails, the others end with torch.distributed's error, after their group's time limit",
     "pack_to_disk": _TO_DISK,
     "PackedFolder": _TO_DISK,
+    "carry_threshold": "windows are packed as by pack(algorithm='windowed')",
+    "divide": "divide the documents themselves, as datasets.distributed.split_dataset_by_node does, with num_replicas=1",
     "bench": "in a clone of the repository run python -m benchmarks.gpu",
     "demo": "in a clone of the repository run make demo",
     "demo-grpo": "in a clone of the repository run make demo-grpo",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.packing.tables import LENGTHS, documents, documents_of, random_documents
 from tritonpack import BinDataset, PackedDataset, PackingCollator, pack, pack_dataset
-from tritonpack.packing.documents import measure_lengths
+from tritonpack.packing.reader import measure_lengths
 
 pytest.importorskip("datasets")
 

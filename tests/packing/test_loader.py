@@ -16,7 +16,7 @@ from tests.packing.tries import REPEATABLE
 from tritonpack import (
     BinDataset,
     MultipackDistributedBatchSampler,
-    PackingWarning,
+    PackingCollator,
     dataloader,
     notices,
 )
@@ -179,17 +179,6 @@ class TestStates:
         with pytest.raises(ValueError, match=r"batches_done must be an integer from 0 to .*, the number of steps"):
             refused.state_dict(batches_done=10**6)
 
-    def test_of_other_settings_tell_what_was_trained_on(self, monkeypatch):
-        monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
-        loader, resumed = make(), make(tokens=300)
-        rows = list(zip(range(3), loader, strict=False))
-        with pytest.warns(PackingWarning, match="other-settings"):
-            resumed.load_state_dict(loader.state_dict())
-        tokens = sum(row["input_ids"].numel() for _, row in rows)
-        assert f"\n  trained on before, with other settings: 3 steps of this epoch, {tokens:,} tokens\n" in str(resumed)
-        one_pass(resumed), next(iter(resumed))
-        assert "trained on before" not in str(resumed), "the next epoch"
-
 
 def test_options_reach_collator_dataloader_and_sampler():
     loader = make(pad_to_multiple_of=64, pad_token_id=0)
@@ -213,12 +202,18 @@ def test_options_reach_collator_dataloader_and_sampler():
     assert np.corrcoef([np.mean(row) for row in rows], np.arange(len(rows)))[0, 1] < -0.95
 
 
+def test_packing_collator_given_or_made():
+    options = {"max_document_length": 50, "pad_to_multiple_of": 64, "pad_token_id": 0}
+    for one, other in zip(make(**options), make(collate_fn=PackingCollator(**options)), strict=True):
+        assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
+
+
 def test_print():
-    for ranks, filler in ((1, ""), (2, "1 filler row repeats"), (3, "2 filler rows repeat")):
+    for ranks, filler in ((1, ""), (2, "1 filler row"), (3, "2 filler rows")):
         lines = str(make([{"input_ids": [5] * 3}], num_replicas=ranks)).splitlines()
         assert lines[0] == "PackedDataLoader of 1 document, 3 tokens (lengths from input_ids)"
         assert lines[1].startswith("  epoch 0: 1 step of ")
-        assert lines[2:-2] == ([f"  {filler} a document in the last step"] if filler else [])
+        assert lines[2:-2] == ([f"  {filler} in the last step, of documents that come twice"] if filler else [])
     tokens = sum(len(document["input_ids"]) for unit in UNITS for document in unit)
     first, *_, last = str(make(PAIRS, documents=of_pair)).splitlines()
     source = "lengths from the documents of each example"

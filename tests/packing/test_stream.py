@@ -74,10 +74,9 @@ class TestBins:
         assert (stream.efficiency, stream.report) == (packing.efficiency, packing.report)
 
     @pytest.mark.parametrize("window", [1, 3, 250, 10_000])
-    @pytest.mark.parametrize("threshold", [0, 0.95, 1])
-    def test_of_windows_and_thresholds(self, window, threshold):
-        expected = naive.windowed(LENGTHS, 100, len(LENGTHS), window, threshold)
-        found = make(window=window, carry_threshold=threshold)
+    def test_of_windows(self, window):
+        expected = naive.windowed(LENGTHS, 100, len(LENGTHS), window)
+        found = make(window=window)
         assert [numbers_of([packed]) for packed in found] == [list(items) for items in expected]
 
     def test_at_most_three_windows_are_read_ahead(self):
@@ -111,7 +110,7 @@ class TestBins:
 
 SOURCES = {"list": lambda rows: rows, "function": lambda rows: lambda: iter(rows), "own state": Counting}
 RANKS = st.sampled_from([
-    {}, {"num_replicas": 3, "rank": 1, "divide": "documents"}, {"num_replicas": 5, "rank": 2},
+    {}, {"num_replicas": 5, "rank": 2},
     {"num_replicas": 7, "shard": False},
 ])  # fmt: skip
 
@@ -119,11 +118,11 @@ RANKS = st.sampled_from([
 @REPEATABLE
 @given(
     st.sampled_from(sorted(SOURCES)), RANKS, st.sampled_from(["split", "truncate", "drop"]), st.integers(5, 100),
-    st.sampled_from([1, 5, 16, 1000]), st.sampled_from([0, 0.95, 1]), st.sampled_from([None, 2]), st.data(),
+    st.sampled_from([1, 5, 16, 1000]), st.sampled_from([None, 2]), st.data(),
 )  # fmt: skip
-def test_resumes_exactly_anywhere(source, ranks, overlong, capacity, window, threshold, items, data):
+def test_resumes_exactly_anywhere(source, ranks, overlong, capacity, window, items, data):
     """The same bins, counts and states as of a pass that wasn't interrupted; the next pass begins at the beginning."""
-    options = {"overlong": overlong, "capacity": capacity, "window": window, "carry_threshold": threshold}
+    options = {"overlong": overlong, "capacity": capacity, "window": window}
     rows = DOCUMENTS[: data.draw(st.integers(1, 80))]
     stream = make(SOURCES[source](rows), max_items=items, **options, **ranks)
     states, bins = [stream.state_dict()], []
@@ -145,13 +144,12 @@ def test_resumes_exactly_anywhere(source, ranks, overlong, capacity, window, thr
 SETTINGS = [
     ({}, {"capacity": 200}, "capacity was 100 and is 200"),
     ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
-    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was 0 and is 1"),
-    ({}, {"num_replicas": 2, "shard": False}, "num_replicas was 1 and is 2; shard was True and is False"),
-    ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "shard was True and is False. "),
+    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was None and is 1"),
+    ({}, {"num_replicas": 2, "shard": False}, "num_replicas was 1 and is 2. "),
+    ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "rank was 0 and is None. "),
     ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "rank": 1}, "rank was 0 and is 1. "),
     ({"capacity": 80, "overlong": "drop"}, {"capacity": 80, "overlong": "split"}, "overlong was 'drop' and"),
     ({}, {"documents": [[1] * 5] * 300}, "the documents aren't those that the state was saved with"),
-    ({}, {"divide": "documents"}, ""),
     ({}, {"shard": False}, ""),
     ({}, {"overlong": "split"}, ""),
     ({"overlong": "drop"}, {"overlong": "truncate"}, ""),
@@ -235,7 +233,7 @@ class TestStates:
         list(islice(stream, 30))
         state = stream.state_dict()
         damaged = [None, *({**state, name: value} for name, value in [
-            ("version", 1), ("more", 1), ("epoch", -1), ("worker", 1), ("settings", None), ("place", 7)])]  # fmt: skip
+            ("version", 1), ("more", 1), ("epoch", -1), ("worker", 1), ("settings", None), ("place", 7), ("digest", "")])]  # fmt: skip
         damaged += [{**state, "place": {**state["place"], name: value}} for name, value in [
             ("first", -5), ("carried", [[10**9, 1, 1]]), ("waiting", [["a"]]), ("checked", 3), ("other", 3),
             ("document", -1), ("report", {})]]  # fmt: skip
@@ -275,7 +273,7 @@ class TestPasses:
         state = stream.state_dict() if not workers else None
         stream.set_epoch(3)
         if state is not None:
-            assert (stream.state_dict()["epoch"], stream.state_dict()["place"]) == (3, None), "between passes"
+            assert (stream.state_dict()["epoch"], stream.state_dict()["place"]["num_bins"]) == (3, 0), "between passes"
         given = Shuffled()
         given.set_epoch(2)
         assert list(make(given, capacity=200)) == epoch(2), "it stays if nobody chooses one"
@@ -305,35 +303,30 @@ class TestPasses:
 
 @REPEATABLE
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 30))
-def test_ranks_share_bins_and_documents(ranks, count, window):
+def test_ranks_share_bins(ranks, count, window):
     rows = DOCUMENTS[:count]
-    for divide in ("bins", "documents"):
-        options = {"num_replicas": ranks, "window": window, "divide": divide}
-        streams = [make(rows, rank=rank, **options) for rank in range(ranks)]
-        shares = [list(stream) for stream in streams]
-        found = numbers_of(chain.from_iterable(shares))
-        assert len(set(found)) == len(found) == count - streams[0].dropped_documents
-        if divide == "bins":
-            whole = list(make(rows, num_replicas=ranks, window=window, shard=False))
-            assert len(whole) % ranks == 0, "all ranks have the same number of bins"
-            assert shares == [whole[rank::ranks] for rank in range(ranks)]
+    options = {"num_replicas": ranks, "window": window}
+    streams = [make(rows, rank=rank, **options) for rank in range(ranks)]
+    shares = [list(stream) for stream in streams]
+    found = numbers_of(chain.from_iterable(shares))
+    assert len(set(found)) == len(found) == count - streams[0].dropped_documents
+    whole = list(make(rows, shard=False, **options))
+    assert len(whole) % ranks == 0, "all ranks have the same number of bins"
+    assert shares == [whole[rank::ranks] for rank in range(ranks)]
 
 
 class TestRanks:
-    def test_come_from_the_launcher_and_divide_datasets(self, monkeypatch):
+    def test_come_from_the_launcher_and_divided_datasets_are_refused(self, monkeypatch):
         expected = list(make(num_replicas=3, rank=2))
-        parts = [numbers_of(make(streaming(3 if rank else 1), num_replicas=3, rank=rank, divide="documents"))
-                 for rank in range(3)]  # fmt: skip
-        assert list(map(len, parts)) == [100] * 3
         split = pytest.importorskip("datasets.distributed").split_dataset_by_node
         divided = split(streaming(3), rank=2, world_size=3)
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("RANK", "2")
         assert list(make()) == expected
         assert make(shard=False).rank is None
-        assert len(numbers_of(make(divided, divide="documents"))) == 100, "it isn't divided again"
+        assert len(numbers_of(make(divided, num_replicas=1))) == 100
         for options in ({}, {"shard": False}):
-            with pytest.raises(ValueError, match=r"divided among ranks already.*or divide='documents'"):
+            with pytest.raises(ValueError, match=r"divided among ranks already.*or num_replicas=1"):
                 make(divided, **options)
 
     def test_documents_that_make_no_round_are_counted(self):
@@ -393,7 +386,7 @@ class TestWorkers:
         monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
         with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
             list(again)
-        with pytest.raises(ValueError, match="2 workers can't read one iterator"):
+        with pytest.raises(ValueError, match="and 2 workers can't read one"):
             list(make(iter(DOCUMENTS)))
 
     @pytest.mark.parametrize("workers", [0, 2])

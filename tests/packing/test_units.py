@@ -67,7 +67,7 @@ def test_units_of_tokens_alone_are_packed():
     ("call", "message"),
     [
         (lambda: fit_units(PAIRS, 8, {"patches": 8}), "1 of 3 .*0 takes 9 patches, and the budget of patches is 8"),
-        (lambda: fit_units(PAIRS, 7, {"patches": 9}), "unit 1 takes 8 tokens, and the capacity is 7"),
+        (lambda: fit_units(PAIRS, 7, {"patches": 9}), "document 1 takes 8 tokens, and the capacity is 7"),
         (lambda: fit_units(PAIRS, 2, {"patches": 9}, "drop"), r"leaves nothing: each of 3 .*\(2 tokens, 9 patches\)"),
         (lambda: fit_units(PAIRS, 8), "resource 'patches', and budgets={} doesn't say how much of it a row holds"),
         (lambda: fit_units(PAIRS, 8, {"patches": 9, "frames": 1}), "'frames', which isn't .* .'patches'."),

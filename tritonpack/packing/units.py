@@ -89,14 +89,20 @@ class Units:
         Raises:
             ValueError: a unit without sequences or with lengths that aren't positive integers; rows of other lengths.
         """
-        tokens, squares = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
+        parts = []
         for number, unit in enumerate(lengths):
             try:
-                own = _tokens(unit)
+                parts.append(_tokens(unit))
             except ValueError as error:
                 raise ValueError(f"unit {number}: {error}") from None
-            tokens[number], squares[number] = own.sum(), (own**2).sum()
-        return cls(tokens, squares, resources)
+        counts = whole_lengths([len(part) for part in parts])
+        return cls.of_counts(np.concatenate(parts), counts, resources)
+
+    @classmethod
+    def of_counts(cls, lengths: NDArray[np.int64], counts: NDArray[np.int64], resources: Resources) -> Units:
+        """Units of `counts` sequences each, whose `lengths` lie one unit after the other."""
+        starts = np.cumsum(counts) - counts
+        return cls(np.add.reduceat(lengths, starts), np.add.reduceat(lengths**2, starts), resources)
 
     @classmethod
     def of_trees(cls, groups: Sequence[Sequence[Any]], **resources: Any) -> Units:
@@ -134,6 +140,11 @@ class Units:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def noun(self) -> str:
+        """What messages call a unit: "document", if each is one."""
+        return "document" if (self.squares == self.tokens**2).all() else "unit"
 
     def select(self, numbers: Any) -> Units:
         """The units of these numbers, in this order; a mask of booleans also selects."""
@@ -218,32 +229,22 @@ def fit_units(
         unit = int(np.argmax(above))
         resource = next(each for each, values in takes.items() if values[unit] > limits[each])
         given = name if resource == "tokens" else f"budget of {resource}"
-        needed = f"Raise it to at least {max(int(takes[resource].max()), 1)}"
         raise ValueError(
-            f"{count} of {len(units)} units take more than a row has (the first: unit {unit} takes "
-            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). {needed}, or {remedy}."
+            f"{count} of {len(units)} {units.noun}s take more than a row has (the first: {units.noun} {unit} takes "
+            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). Raise it to at least "
+            f"{max(int(takes[resource].max()), 1)}, or {remedy}."
         )
     if count == len(units):
         raise ValueError(
-            f"overlong='drop' leaves nothing: each of {count} units takes more than a row has "
+            f"overlong='drop' leaves nothing: each of {count} {units.noun}s takes more than a row has "
             f"({', '.join(f'{most} {resource}' for resource, most in limits.items())}). Raise the {name} or a budget."
         )
     report = UnitsReport(overlong, count, int(units.tokens[above].sum()))
     return FittedUnits(units.select(~above), np.flatnonzero(~above).astype(np.int32), report)
 
 
-def check_budgets(
-    units: Units,
-    budgets: Mapping[str, int] | None,
-    *,
-    without: str = "make the units without it",
-    having: str = "Make the units with it, such as Units.of_documents(lengths, patches=...)",
-) -> dict[str, int]:
-    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names.
-
-    Args:
-        without, having: the advice of messages for a resource without a budget, and for a budget without a resource.
-    """
+def check_budgets(units: Units, budgets: Mapping[str, int] | None) -> dict[str, int]:
+    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names."""
     if budgets is not None and not isinstance(budgets, Mapping):
         raise ValueError(f"budgets must be a mapping from names of resources to integers; got {budgets!r:.100}.")
     budgets = budgets or {}
@@ -251,14 +252,15 @@ def check_budgets(
         if name not in budgets:
             raise ValueError(
                 f"the units have the resource {name!r}, and budgets={dict(budgets)} doesn't say how much of it a row "
-                f"holds. Pass budgets={{{name!r}: ...}}, or {without}."
+                f"holds. Pass budgets={{{name!r}: ...}}, or leave {name!r} out of resources= and of the Units."
             )
     for name in budgets:
         if name not in units.resources:
             known = ", ".join(map(repr, units.resources)) or "none"
             raise ValueError(
                 f"budgets has {name!r}, which isn't a resource of the units ({known}). Tokens are limited by the "
-                f"capacity. {having}."
+                f"capacity. Pass Units.of_documents(lengths, {name}=...), or to dataloader resources= with a column or "
+                "a function that says how much of it an example takes."
             )
     return {
         name: check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE) for name in units.resources

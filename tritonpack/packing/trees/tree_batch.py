@@ -22,12 +22,14 @@ from tritonpack.packing.columns import (
     LABELS,
     LEARNED,
     LEFT_OUT,
+    Columns,
+    documents_of,
     integers,
+    is_iterable,
     masked_labels,
     read_feature,
     require_same_columns,
 )
-from tritonpack.packing.documents import documents_of, is_iterable
 from tritonpack.packing.lengths import check_limit
 from tritonpack.packing.trees.prefixes import prefix_tree
 
@@ -268,8 +270,9 @@ class TreeCollator:
                 a mask, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
                 document.
         """
-        whole, numbers = documents_of(features, "TreeCollator")
-        for number, document in zip(numbers, whole, strict=True):
+        whole, names = documents_of(features, "TreeCollator")
+        documents: list[Columns] = []
+        for number, document in zip(names, whole, strict=True):
             if other := [name for name in document if name not in _TAKEN] if isinstance(document, Mapping) else []:
                 raise ValueError(
                     f"document {number} has {other[0]!r}, which TreeCollator doesn't take; it takes "
@@ -277,12 +280,8 @@ class TreeCollator:
                     "loss needs a value of a sequence or of its tokens (an advantage, an old log-probability), use "
                     "pack_tree, with its gather and logprobs."
                 )
-        documents = [
-            document
-            for number, feature in zip(numbers, whole, strict=True)
-            for document in read_feature(feature, number)
-        ]
-        require_same_columns(documents, numbers)
+            documents += read_feature(document, number)
+        require_same_columns(documents, names)
         batch = pack_tree(
             [columns["input_ids"] for columns in documents],
             labels=[columns["labels"] if "labels" in columns else masked_labels(columns) for columns in documents],

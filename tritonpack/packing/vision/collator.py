@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, masked_labels, quote, read_feature
-from tritonpack.packing.documents import documents_of
+from tritonpack.packing.columns import (
+    IGNORED_LABEL,
+    LABELS,
+    PER_TOKEN,
+    Columns,
+    Name,
+    documents_of,
+    masked_labels,
+    quote,
+    read_feature,
+)
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
 from tritonpack.packing.vision.media import ModelPositions, join_media, read_media
 
@@ -111,7 +120,7 @@ their `get_rope_index` returns for the document alone |
             texts.append(text)
             media.append(own)
         self._complete(texts)
-        batch: dict[str, Any] = self._text._join(texts, numbers, type(self).__name__)
+        batch: dict[str, Any] = self._text.join(texts, numbers, type(self).__name__)
         if self._positions is not None:
             padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
             parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
