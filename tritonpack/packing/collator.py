@@ -110,9 +110,9 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
             )
         check_choice(self.objective, get_args(Objective), "objective")
         names = self.per_token
-        if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, (list, tuple, set, frozenset)) or not set(map(type, names)) <= {str}:
             raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
-        if reserved := [name for name in names if name in (*TAKEN, *MADE)]:
+        if reserved := sorted({*TAKEN, *MADE}.intersection(names)):
             raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:

@@ -172,7 +172,7 @@ def _convert(feature: Any, objective: Objective, per_token: Collection[str]) -> 
                     "Pass objective='documents' for a head that scores whole documents."
                 )
             columns["labels"] = integers(values, name, negative=True)
-    if absent := [name for name in per_token if name not in columns]:
+    if absent := sorted({*per_token} - columns.keys()):
         raise ValueError(f"has no {quote(absent)}, which per_token names; got {quote(feature)}.")
     return columns
 

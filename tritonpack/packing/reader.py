@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import index, itemgetter
@@ -107,7 +107,7 @@ def document_length(document: Any, name: int | str, length: Length | None = None
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
     if length is not None:
         found = length(document)
-    elif _is_row(tokens):
+    elif (type(tokens) is list and tokens and type(tokens[0]) is int) or _is_row(tokens):  # most are plain lists
         found = len(tokens)
     else:
         given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
@@ -142,14 +142,9 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
     return np.array([document_length(each, number, length) for number, each in examples_of(dataset)], dtype=np.int64)
 
 
-def has_column(dataset: Any, name: str) -> bool:
-    """Return whether a dataset is a `datasets.Dataset` with this column."""
-    return hasattr(dataset, "with_format") and name in (getattr(dataset, "column_names", None) or ())
-
-
 def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDArray[Any] | None:
     """A column of integers of a `datasets.Dataset`; None if it has no such column."""
-    if not has_column(dataset, name):
+    if not hasattr(dataset, "with_format") or name not in (getattr(dataset, "column_names", None) or ()):
         return None
     column = np.asarray(dataset.with_format("numpy")[name][:])
     if column.ndim != 1 or column.dtype.kind not in "iu":
@@ -161,7 +156,7 @@ def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDA
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
     """The lengths of documents by the offsets of a `datasets.Dataset`, if it is one and they tell them."""
-    if not has_column(dataset, TOKENS):
+    if not hasattr(dataset, "with_format") or TOKENS not in (getattr(dataset, "column_names", None) or ()):
         return None
     tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
     chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
@@ -242,7 +237,7 @@ class Reader(Dataset):
     ) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
-        if isinstance(drop_columns, str) or not all(isinstance(name, str) for name in drop_columns):
+        if isinstance(drop_columns, str) or not set(map(type, drop_columns)) <= {str}:
             raise ValueError(
                 f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
             )
@@ -261,25 +256,26 @@ class Reader(Dataset):
                 f"{{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
                 "lengths=Units.of_documents(lengths, patches=...)."
             )
-        self.dataset, self._documents, self._measure = dataset, documents, measure
-        self._resources = {
-            name: itemgetter(each) if isinstance(each, str) else each for name, each in resources.items()
-        }
-        self._unused: frozenset[str] = frozenset()
+        self.dataset, self._documents, self._counts_lengths = dataset, documents, False
+        self._measure: Callable[[Any], Any] | None = None
+        self._unused: set[str] = set()
         self._measured: list[str] = []  # the resources that `measure` counts
+        self._resources: dict[str, Callable[[Any], Any]] = {}
+        for name, resource in resources.items():
+            self._resources[name] = itemgetter(resource) if isinstance(resource, str) else resource
         (first,) = fetch(dataset, [0])
-        self._amounts(first, [], 0)  # before the columns, of which a misspelt resource looks like any
-        whole = self._documents_of(first, 0)[0][0]
-        named = {each for each in resources.values() if isinstance(each, str)}
-        self._unused = frozenset({*drop_columns, *named, *(() if collate is None else LENGTH_COLUMNS)})
-        self.columns = self._check_columns(whole, drop_columns, collate)
-        if measure is not None and isinstance(budgets, Mapping):
-            size = self._sizes(self._documents_of(first, 0)[0], 0)[0]
-            self._measured = [name for name in budgets if hasattr(size, name)]
+        whole = self._first_document(first)
+        self._unused = {*drop_columns, *(() if collate is None else LENGTH_COLUMNS)}
+        self._unused.update(name for name in resources.values() if isinstance(name, str))
+        document = self._first_document(first)
+        self.columns = self._check_columns(whole, document, drop_columns, collate)
+        if measure is not None:
+            self._measure = measure
+            size = self._sizes([document], 0)[0]
+            self._measured = [name for name in (budgets if isinstance(budgets, Mapping) else ()) if hasattr(size, name)]
         if isinstance(lengths, Reader):
-            self.units, self.lengths, self.counts, self.source = (
-                lengths.units, lengths.lengths, lengths.counts, lengths.source,
-            )  # fmt: skip
+            self.units, self.lengths = lengths.units, lengths.lengths
+            self.counts, self.source = lengths.counts, lengths.source
         else:
             self._measure_all(lengths, resources, drop_columns)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
@@ -319,22 +315,28 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _check_columns(self, document: Any, drop_columns: Collection[str], collate: Any) -> tuple[list[str], list[str]]:
+    def _first_document(self, first: Any) -> Any:
+        found = self._read(first, 0)[0]
+        return found[0] if is_unit(found) else found
+
+    def _check_columns(
+        self, whole: Any, document: Any, drop_columns: Collection[str], collate: Any
+    ) -> tuple[list[str], list[str]]:
         """The names of the first document's columns that are used, and of those that aren't.
 
         Raises:
             ValueError: it has a column that can't be packed, or not one that is to be dropped.
         """
-        names = sorted(map(str, document)) if isinstance(document, Mapping) else []
+        names = sorted(map(str, whole)) if isinstance(whole, Mapping) else []
         if absent := sorted(set(drop_columns) - set(names)):
             raise ValueError(
                 f"drop_columns names {quote(absent)}, but the first document has the columns "
                 f"{', '.join(names) or 'none'}."
             )
-        used = [name for name in names if name not in self._unused]
+        used, unused = sorted(set(names) - self._unused), sorted(set(names) & self._unused)
         try:
             if collate is not None:
-                collate([{name: document[name] for name in used} if names else document])
+                collate([document])
         except ValueError as error:
             hint, refused = "", tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
             if names and TOKENS not in names and self._documents is None:
@@ -345,26 +347,39 @@ class Reader(Dataset):
             elif refused and TOKENS in names:
                 hint = f" To leave them out while loading, pass drop_columns={refused!r}."
             raise ValueError(f"{error}{hint}") from error
-        return used, [name for name in names if name in self._unused]
+        return used, unused
 
     def _measure_all(self, lengths: Any, resources: Mapping[str, Resource], drop_columns: Collection[str]) -> None:
         """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
-        units = lengths if isinstance(lengths, Units) else None
         self.source = _GIVEN
-        if lengths is None:
-            lengths = self._known_lengths(drop_columns)
+        units = lengths if isinstance(lengths, Units) else None
+        for name in LENGTH_COLUMNS if lengths is None and self._documents is None else ():
+            if name not in drop_columns and lengths is None:
+                remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
+                lengths = table_column(self.dataset, name, "the number of each document's tokens", remedy)
+                self.source = f"the column {name!r}"
+        if lengths is None and self._measure is not None:
+            self.source = _BY_COLLATOR
+        elif lengths is None and self._documents is not None:
+            self.source = "the documents of each example"
+        elif lengths is None:
+            lengths, self.source = table_lengths(self.dataset), TOKENS
         self._counts_lengths = lengths is None
         known: dict[str, Any] = {} if units is None else dict(units.resources)
         if both := sorted(known.keys() & resources.keys()):
             raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
         for name, resource in resources.items():
-            if isinstance(resource, str) and has_column(self.dataset, resource):
-                known[name] = table_column(self.dataset, resource, f"the {name} of each example")
+            column = None
+            if isinstance(resource, str):
+                column = table_column(self.dataset, resource, f"the {name} of each example")
+            known |= {} if column is None else {name: column}
         asked: dict[str, list[int]] = {name: [] for name in (*resources, *self._measured) if name not in known}
-        own: list[list[int]] = []
+        own: list[int] = []
+        counts: list[int] = []
         for number, example in examples_of(self.dataset) if lengths is None or asked else ():
             _, tokens, amounts = self._read(example, number)
-            own.append(tokens)
+            own += tokens
+            counts.append(len(tokens))
             found = dict(amounts)
             for name, values in asked.items():
                 values.append(found[name])
@@ -373,24 +388,11 @@ class Reader(Dataset):
             self.lengths, self.counts = None, np.ones(len(units), dtype=np.int64)
             self.units = Units(units.tokens, units.squares, known)
         else:
-            self.counts = np.array([len(each) for each in own] if lengths is None else [1] * len(lengths))
-            self.lengths = whole_lengths([*chain(*own)] if lengths is None else lengths).astype(np.int64)
+            self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
+            self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
             require_lengths(self.counts, self.dataset)
             self.units = Units.of_counts(self.lengths, self.counts, known)
         require_lengths(self.units, self.dataset)
-
-    def _known_lengths(self, drop_columns: Collection[str]) -> NDArray[Any] | None:
-        """The lengths that columns of a `datasets.Dataset` tell, if they do. Sets `source`."""
-        for name in LENGTH_COLUMNS if self._documents is None else ():
-            if name not in drop_columns and has_column(self.dataset, name):
-                self.source = f"the column {name!r}"
-                remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
-                return table_column(self.dataset, name, "the number of each document's tokens", remedy)
-        if self._measure is not None or self._documents is not None:
-            self.source = _BY_COLLATOR if self._measure is not None else "the documents of each example"
-            return None
-        self.source = TOKENS
-        return table_lengths(self.dataset)
 
     def _checked(self, example: Any, number: int) -> Any:
         """The document or documents of an example; ValueError unless it takes what was measured."""
@@ -398,17 +400,16 @@ class Reader(Dataset):
         if lengths:
             amounts.append(("tokens", sum(lengths)))
         if lengths and self._counts_lengths:
-            amounts.append(("squared tokens", sum(length**2 for length in lengths)))
+            amounts.append(("squared tokens", int(np.square(lengths).sum())))
         for name, amount in amounts:
             if amount != self._planned[name][number]:
                 counted = f" by {_BY_COLLATOR}" if self._measure is not None and name not in self._resources else ""
-                planned = (
-                    f"{self._planned[name][number]} by {self.source if 'tokens' in name else 'resources or Units'}"
-                )
+                by = self.source if "tokens" in name else "resources or Units"
                 raise ValueError(
-                    f"example {number} has {amount} {name}{counted}, but {planned}. An example must take the same "
-                    "whenever it is loaded. Functions must return the same each time, and lengths= must be the tokens "
-                    "of each document, of examples with several Units.of_sequences(...); without it they are counted."
+                    f"example {number} has {amount} {name}{counted}, but {self._planned[name][number]} by {by}. An "
+                    "example must take the same whenever it is loaded. Functions must return the same each time, and "
+                    "lengths= must be the tokens of each document, of examples with several Units.of_sequences(...); "
+                    "without it they are counted."
                 )
         return loaded
 
@@ -418,32 +419,31 @@ class Reader(Dataset):
         Returns:
             The document or documents; the tokens of each, none if they aren't counted; the amounts of resources.
         """
-        documents, several = self._documents_of(example, number)
-        sizes = [] if self._measure is None else self._sizes(documents, number)
-        lengths = [size.tokens for size in sizes]
-        if self._measure is None and self._counts_lengths:
-            names = [f"{place} of example {number}" if several else number for place in range(len(documents))]
-            lengths = [document_length(one, name) for one, name in zip(documents, names, strict=True)]
-        return documents if several else documents[0], lengths, self._amounts(example, sizes, number)
-
-    def _documents_of(self, example: Any, number: int) -> tuple[list[Any], bool]:
-        """The documents of an example, without unused columns, and whether it is a list of documents."""
         found, made = example, f"example {number}"
         if self._documents is not None:
             found, made = _called(self._documents, example, number, "documents"), f"documents(...) of example {number}"
-        several = is_unit(found)
-        if self._documents is None and not several:
-            found = [example]
-        elif not several or not found:
+        several = isinstance(found, (list, tuple)) and is_unit(found)
+        if (self._documents is not None and not several) or (several and not found):
             raise ValueError(
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        unused = self._unused
-        return [
-            {name: one[name] for name in one if name not in unused} if isinstance(one, Mapping) else one
-            for one in found
-        ], several
+        documents = list(found) if several else [found]
+        for place, one in enumerate(documents):
+            if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
+                documents[place] = {name: one[name] for name in one if name not in self._unused}
+        lengths: list[int] = []
+        amounts: list[tuple[str, int]] = []
+        if self._measure is not None:
+            sizes = self._sizes(documents, number)
+            lengths = [size.tokens for size in sizes]
+            amounts = [(name, sum(getattr(size, name) for size in sizes)) for name in self._measured]
+        elif self._counts_lengths:
+            for place, one in enumerate(documents):
+                lengths.append(document_length(one, f"{place} of example {number}" if several else number))
+        for name in self._resources:  # which count where `measure` counts, too
+            amounts.append((name, self._amount(example, number, name)))
+        return documents if several else documents[0], lengths, amounts
 
     def _sizes(self, documents: list[Any], number: int) -> list[Any]:
         """What the collator's `measure` returns for each document of an example."""
@@ -458,19 +458,16 @@ class Reader(Dataset):
                 )
         return sizes
 
-    def _amounts(self, example: Any, sizes: list[Any], number: int) -> list[tuple[str, int]]:
-        """The resources that an example takes, by name: by `measure`, then by `resources`, which count if both do."""
-        amounts = [(name, sum(getattr(size, name) for size in sizes)) for name in self._measured if sizes]
-        for name, resource in self._resources.items():
-            value = _called(resource, example, number, f"resources[{name!r}]")
-            try:
-                whole = index(value)
-            except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
-                whole = -1
-            if whole < 0 or isinstance(value, bool):
-                raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
-            amounts.append((name, whole))
-        return amounts
+    def _amount(self, example: Any, number: int, name: str) -> int:
+        """The amount of a resource that an example takes, by its column or function."""
+        value = _called(self._resources[name], example, number, f"resources[{name!r}]")
+        try:
+            whole = index(value)
+        except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
+            whole = -1
+        if whole < 0 or isinstance(value, bool):
+            raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
+        return whole
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:

@@ -55,13 +55,15 @@ class Units:
                 f"squares, the sum of squared lengths of a unit's sequences, must be from tokens to tokens**2; unit "
                 f"{unit} has {self.tokens[unit]} tokens and squares {self.squares[unit]}."
             )
-        if not isinstance(self.resources, Mapping) or not all(isinstance(name, str) for name in self.resources):
+        if not isinstance(self.resources, Mapping) or not set(map(type, self.resources)) <= {str}:
             raise ValueError(
                 f"resources must be a mapping from names to rows of integers; got {self.resources!r:.100}."
             )
         if "tokens" in self.resources:
             raise ValueError("tokens aren't one of the resources: every unit has them. Choose another name.")
-        checked = {name: _whole(row, f"resource {name!r}", len(self), 0) for name, row in self.resources.items()}
+        checked = {}
+        for name, row in self.resources.items():
+            checked[name] = _whole(row, f"resource {name!r}", len(self), 0)
         object.__setattr__(self, "resources", checked)
 
     @classmethod

@@ -15,7 +15,6 @@ from tritonpack.packing.columns import (
     LABELS,
     PER_TOKEN,
     Columns,
-    Name,
     documents_of,
     masked_labels,
     quote,
