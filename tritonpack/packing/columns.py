@@ -106,7 +106,7 @@ def read_feature(
     try:
         columns = _convert(feature, objective, per_token)
         tokens, of_documents = len(columns[TOKENS]), objective == "documents"
-        lengths = _lengths(feature, tokens)
+        lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
         for name, values in columns.items():
             if not (name == "labels" and of_documents) and len(values) != tokens:
                 hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
@@ -204,7 +204,7 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
                 "give the length of each document of the row, at least 1."
             )
     if POSITIONS not in feature:
-        return lengths if SEQ_LENGTHS in feature else None
+        return lengths
     positions = integers(feature[POSITIONS], POSITIONS)
     if SEQ_LENGTHS not in feature:
         starts = (positions == 0).nonzero()[:, 0]

@@ -1,9 +1,8 @@
 """pack_stream: packs documents of an iterable into bins, for data that doesn't fit in memory.
 
 Documents become pieces (whole documents, or parts of documents that are too long), numbered from 0 and packed a window
-at a time. Pieces of poorly filled bins are carried into the next window, at most twice. The place from which a pass is
-resumed holds no documents. It says from where to read the pieces of at most three windows again, which of them are
-carried or wait, and how many bins of the window are done.
+at a time. Pieces of poorly filled bins are carried into the next window, at most twice. A state holds no documents: it
+says from where to read the pieces of at most three windows again, and which of them are carried, wait or are done.
 """
 
 from __future__ import annotations
@@ -122,17 +121,9 @@ class _Pieces:
                 self.report = [documents + 1, lost + tokens - end, pieces + len(starts)]
 
 
-class _Shared:
+def _shared(place: int) -> Any:
     """An integer attribute of a stream, in the memory that the stream and its copies in workers share."""
-
-    def __init__(self, place: int) -> None:
-        self._place = place
-
-    def __get__(self, stream: Any, owner: Any) -> int:
-        return int(stream._shared[self._place])
-
-    def __set__(self, stream: Any, value: int) -> None:
-        stream._shared[self._place] = value
+    return property(lambda self: int(self._shared[place]), lambda self, value: self._shared.__setitem__(place, value))
 
 
 class PackedStream(EpochCounter, IterableDataset):
@@ -151,10 +142,10 @@ class PackedStream(EpochCounter, IterableDataset):
     """
 
     # In shared memory, because DataLoader workers read copies of the stream, and may outlive a pass.
-    epoch, _latest, _is_chosen, _number, _had_number, _shift = map(_Shared, range(6))
-    _passes = _Shared(6)  # that have begun
-    _passes_epochs_on = _Shared(7)  # to the documents: since the first call of set_epoch
-    _is_read_by_workers = _Shared(8)
+    epoch, _latest, _is_chosen, _number, _had_number, _shift = map(_shared, range(6))
+    _passes = _shared(6)  # that have begun
+    _passes_epochs_on = _shared(7)  # to the documents: since the first call of set_epoch
+    _is_read_by_workers = _shared(8)
 
     def __init__(self, documents: Any, options: dict[str, Any], length: Length | None) -> None:
         self._documents, self._options, self._length = documents, options, length
@@ -344,10 +335,10 @@ class PackedStream(EpochCounter, IterableDataset):
             raise ValueError(
                 f"this isn't a state of PackedStream of version {STATE_VERSION}, or it is damaged; got {state!r:.200}."
             )
-        settings, place = self._settings, state["place"]
+        saved, place = dict(state["settings"]), state["place"]
         if not place["report"][0]:  # no document was too long so far
-            settings = settings | {"overlong": state["settings"]["overlong"]}
-        if changes := describe_changes(state["settings"], settings):
+            saved["overlong"] = self._settings["overlong"]
+        if changes := describe_changes(saved, self._settings):
             raise ValueError(
                 f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
                 "Restore them, or begin a new pass."
@@ -434,10 +425,9 @@ def pack_stream(
         )
     import_module("tritonpack.packing.heuristics")  # without numba it fails here, not in a worker
     options = {
-        "capacity": capacity, "window": window, "overlong": overlong, "max_items": max_items,
-        "num_replicas": ranks, "rank": rank,
+        "capacity": capacity, "window": window, "overlong": overlong, "max_items": max_items, "num_replicas": ranks,
     }  # fmt: skip
-    return PackedStream(documents, options, length)
+    return PackedStream(documents, options | {"rank": rank}, length)
 
 
 def _whole_rounds(this: dict[str, Any], bins: list[list[int]], held: Mapping[int, Any], ranks: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,8 +172,7 @@ class UnitsReport(OverlongReport):
         return f"{self.documents:,} {what} more than a row has dropped: {count(self.tokens_lost, 'token')} lost"
 
 
-@dataclass(frozen=True, eq=False)
-class FittedUnits:
+class FittedUnits(NamedTuple):
     """Units that fit into a row, and their numbers among all units.
 
     Attributes:
@@ -198,8 +197,6 @@ def fit_units(
 ) -> FittedUnits:
     """Check units, and leave out those that take more than a row has. They can't be cut, unlike documents.
 
-    A unit of 5 tokens and 9 patches, and one of 6 tokens without any:
-
     >>> units = Units.of_documents([5, 6], patches=[9, 0])
     >>> fitted = fit_units(units, capacity=8, budgets={"patches": 4}, overlong="drop")
     >>> fitted.documents.tolist(), str(fitted.report)
@@ -213,8 +210,7 @@ def fit_units(
         name, remedy: the name of the capacity in messages, and their advice for units that don't fit.
 
     Raises:
-        ValueError: bad lengths, a capacity or a budget that isn't such an integer, budgets for other resources than
-            those of the units, a unit that doesn't fit under "error", no unit left under "drop".
+        ValueError: a wrong argument, a unit that doesn't fit under "error", no unit left under "drop".
     """
     check_choice(overlong, ("error", "drop"), "overlong")
     capacity = check_integer(capacity, name)
@@ -264,9 +260,10 @@ def check_budgets(units: Units, budgets: Mapping[str, int] | None) -> dict[str, 
                 f"capacity. Pass Units.of_documents(lengths, {name}=...), or to dataloader resources= with a column or "
                 "a function that says how much of it an example takes."
             )
-    return {
-        name: check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE) for name in units.resources
-    }
+    checked = {}
+    for name in units.resources:
+        checked[name] = check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE)
+    return checked
 
 
 def _tokens(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
