@@ -12,7 +12,7 @@ REMOVED = {
     "pack_to_disk": _TO_DISK,
     "PackedFolder": _TO_DISK,
     "carry_threshold": "windows are packed as by pack(algorithm='windowed')",
-    "divide": "divide the documents themselves, as datasets.distributed.split_dataset_by_node does, with num_replicas=1",
+    "divide": "divide the documents, as datasets.distributed.split_dataset_by_node does, and pass num_replicas=1",
     "bench": "in a clone of the repository run python -m benchmarks.gpu",
     "demo": "in a clone of the repository run make demo",
     "demo-grpo": "in a clone of the repository run make demo-grpo",

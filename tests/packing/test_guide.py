@@ -138,9 +138,7 @@ def test_stream(given):
 
 def test_stream_of_divided_documents(given):
     datasets = pytest.importorskip("datasets")
-    import datasets.distributed
-
-    given |= {"datasets": datasets, "world_size": 3, "documents": datasets.Dataset.from_list(DOCUMENTS)}
+    given |= {"world_size": 3, "documents": datasets.Dataset.from_list(DOCUMENTS)}
     found = [len(list(run(DIVIDED, given | {"rank": rank})["stream"])) for rank in range(3)]
     assert min(found) > 1
 

@@ -233,7 +233,7 @@ class TestStates:
         list(islice(stream, 30))
         state = stream.state_dict()
         damaged = [None, *({**state, name: value} for name, value in [
-            ("version", 1), ("more", 1), ("epoch", -1), ("worker", 1), ("settings", None), ("place", 7), ("digest", "")])]  # fmt: skip
+            ("version", 1), ("more", 1), ("epoch", -1), ("worker", 1), ("settings", None), ("place", 7)])]  # fmt: skip
         damaged += [{**state, "place": {**state["place"], name: value}} for name, value in [
             ("first", -5), ("carried", [[10**9, 1, 1]]), ("waiting", [["a"]]), ("checked", 3), ("other", 3),
             ("document", -1), ("report", {})]]  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tritonpack.checks import describe
+
 Objective = Literal["causal", "tokens", "documents"]
 Columns = dict[str, Tensor]
 Name = int | str  # of a document, for messages: its number, or "0 of example 5"
@@ -359,6 +361,23 @@ def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 
             "an unsigned type."
         )
     return tensor
+
+
+def read_sequences(sequences: Any, name: str = "sequences") -> list[Tensor]:
+    """Rows of token ids, or of labels, as int64 tensors; ValueError for what `pack_tree` refuses, which names a row."""
+    if not is_iterable(sequences):
+        raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(sequences)}.")
+    rows: list[Tensor] = []
+    for number, row in enumerate(sequences):
+        try:
+            rows.append(integers(row, "labels" if name == "labels" else "tokens", negative=name == "labels"))
+        except ValueError as error:
+            raise ValueError(f"sequence {number} {error}") from error
+        if not len(rows[-1]):
+            raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
+    if not rows:
+        raise ValueError(f"{name} is empty; pass at least one sequence.")
+    return rows
 
 
 def quote(names: Collection[str]) -> str:

@@ -288,7 +288,6 @@ def dataloader(
                 f"its options; got {collate_fn!r:.100}{f' and {changed[0]}' if changed else ''}."
             )
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
-        longest = collate and collate.max_document_length
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(
                 f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
@@ -296,7 +295,7 @@ def dataloader(
             )
         measure = getattr(collate_fn, "measure", None)
         reader = Reader(dataset, lengths, documents, resources, drop_columns, collate, measure, budgets)
-        units = reader.cut(longest)
+        units = reader.cut(None if collate is None else collate.max_document_length)
         remedy = "pass overlong='drop', which leaves them out"
         if collate and units.noun == "document" and not units.resources:
             remedy += f", or max_document_length={tokens}, which trains on their first tokens"

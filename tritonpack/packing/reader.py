@@ -223,6 +223,7 @@ class Reader(Dataset):
     units: Units
     lengths: NDArray[np.int64] | None
     counts: NDArray[np.int64]
+    source: str
 
     def __init__(
         self,

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
+from tritonpack.packing.columns import read_sequences
 from tritonpack.packing.lengths import MAX_INT32, OverlongReport, check_integer, count, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
@@ -126,14 +128,12 @@ class Units:
         """
         tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
         for number, group in enumerate(groups):
-            if not isinstance(group, Sequence | np.ndarray) or isinstance(group, str) or not len(group):
-                raise ValueError(
-                    f"unit {number} must be a list of sequences of token ids, at least one; got {group!r:.100}. For a "
-                    "document alone pass [document]."
-                )
-            rows = [_ids(sequence, number, place) for place, sequence in enumerate(group)]
+            try:
+                rows = read_sequences(group)
+            except ValueError as error:
+                raise ValueError(f"unit {number}: {error} For a document alone pass [document].") from error
             lengths = np.array([len(row) for row in rows], dtype=np.int64)
-            order, shared = sort_sequences(np.concatenate(rows), lengths)
+            order, shared = sort_sequences(torch.cat(rows).numpy(), lengths)
             # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.
             own = lengths[order]
             tokens[number] = (own - shared).sum()
@@ -272,17 +272,6 @@ def _tokens(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         unit = int(np.argmax(tokens > MAX_INT32))
         raise ValueError(f"a unit has at most {MAX_INT32} tokens; number {unit} has {tokens[unit]}.")
     return tokens.astype(np.int64)
-
-
-def _ids(sequence: Any, unit: int, place: int) -> NDArray[np.int64]:
-    """The token ids of a sequence."""
-    ids = np.asarray(sequence)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"unit {unit}, sequence {place} must be a row of token ids, at least one; got {ids.dtype} of shape "
-            f"{ids.shape}."
-        )
-    return ids.astype(np.int64)
 
 
 def _whole(values: Any, name: str, count: int, least: int) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -24,10 +24,9 @@ from tritonpack.packing.columns import (
     LEFT_OUT,
     Columns,
     documents_of,
-    integers,
-    is_iterable,
     masked_labels,
     read_feature,
+    read_sequences,
     require_same_columns,
 )
 from tritonpack.packing.lengths import check_limit
@@ -206,7 +205,7 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
             numbers of labels, or negative ones other than -100. The message names the sequence.
     """
     rows = read_sequences(sequences)
-    targets = rows if labels is None else _rows(labels, "labels", lambda row: integers(row, "labels", negative=True))
+    targets = rows if labels is None else read_sequences(labels, "labels")
     if len(targets) != len(rows):
         raise ValueError(
             f"got {len(rows)} sequences but labels for {len(targets)}; give every sequence a row of labels."
@@ -301,15 +300,6 @@ class TreeCollator:
         return batch.inputs()
 
 
-def read_sequences(sequences: Any) -> list[Tensor]:
-    """Sequences as int64 tensors; ValueError for what `pack_tree` refuses."""
-    rows = _rows(sequences, "sequences", lambda row: integers(row, "tokens"))
-    for number, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
-    return rows
-
-
 def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int]) -> TreeBatch:
     """The batch of sequences end to end, with a label for each token."""
     counts = np.array(lengths, dtype=np.int64)
@@ -339,18 +329,3 @@ def _split(values: Tensor, lengths: tuple[int, ...], padded: bool) -> list[Tenso
         return parts
     place = torch.arange(max(lengths), device=values.device)
     return pad_sequence(parts, batch_first=True), place < torch.tensor(lengths, device=values.device)[:, None]
-
-
-def _rows(values: Any, name: str, read: Callable[[Any], Tensor]) -> list[Tensor]:
-    """Each row of values, read; the message of an error names the row."""
-    if not is_iterable(values):
-        raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(values)}.")
-    rows = []
-    for number, row in enumerate(values):
-        try:
-            rows.append(read(row))
-        except ValueError as error:
-            raise ValueError(f"sequence {number} {error}") from error
-    if not rows:
-        raise ValueError(f"{name} is empty; pass at least one sequence.")
-    return rows
