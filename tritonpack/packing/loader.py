@@ -264,7 +264,7 @@ def dataloader(
         tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
         check_choice(labels, get_args(LabelObjective), "labels")
         check_flag(shard, "shard")
-        if unknown := [name for name in options if name not in _PASSED_ON]:
+        if unknown := sorted(options.keys() - set(_PASSED_ON)):
             raise ValueError(
                 f"dataloader has no option {unknown[0]!r}: tokens decides which documents make a batch. Of the options "
                 f"of torch's DataLoader it takes {', '.join(_PASSED_ON)}."
@@ -278,15 +278,16 @@ def dataloader(
             "labels": labels, "per_token": per_token, "max_document_length": max_document_length,
             "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
         }  # fmt: skip
-        defaults = inspect.signature(dataloader).parameters
-        changed = [name for name, value in packing.items() if value != defaults[name].default]
         if collate_fn is None:
             collate_fn = PackingCollator(objective=packing.pop("labels"), **packing)
-        elif changed or not callable(collate_fn):
-            raise ValueError(
-                f"collate_fn must be a function of a list of examples, and comes in place of PackingCollator and of "
-                f"its options; got {collate_fn!r:.100}{f' and {changed[0]}' if changed else ''}."
-            )
+        else:
+            defaults = inspect.signature(dataloader).parameters
+            changed = [name for name, value in packing.items() if value != defaults[name].default]
+            if changed or not callable(collate_fn):
+                raise ValueError(
+                    f"collate_fn must be a function of a list of examples, and comes in place of PackingCollator and "
+                    f"of its options; got {collate_fn!r:.100}{f' and {changed[0]}' if changed else ''}."
+                )
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(
@@ -297,8 +298,8 @@ def dataloader(
         reader = Reader(dataset, lengths, documents, resources, drop_columns, collate, measure, budgets)
         units = reader.cut(None if collate is None else collate.max_document_length)
         remedy = "pass overlong='drop', which leaves them out"
-        if collate and units.noun == "document" and not units.resources:
-            remedy += f", or max_document_length={tokens}, which trains on their first tokens"
+        if collate and not units.resources:
+            remedy += ", or max_document_length, which trains on the first tokens of each document"
         fit_units(units, tokens, budgets, overlong, name="row size", remedy=remedy)
         _, own_rank = place_in_world(num_replicas, rank, True, group)
         assert own_rank is not None

@@ -142,10 +142,13 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
     return np.array([document_length(each, number, length) for number, each in examples_of(dataset)], dtype=np.int64)
 
 
-def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDArray[Any] | None:
-    """A column of integers of a `datasets.Dataset`; None if it has no such column."""
-    if not hasattr(dataset, "with_format") or name not in (getattr(dataset, "column_names", None) or ()):
-        return None
+def table_columns(dataset: Any) -> Collection[str]:
+    """The columns of a `datasets.Dataset`; none of other datasets."""
+    return getattr(dataset, "column_names", None) or () if hasattr(dataset, "with_format") else ()
+
+
+def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDArray[Any]:
+    """A column of integers of a `datasets.Dataset`."""
     column = np.asarray(dataset.with_format("numpy")[name][:])
     if column.ndim != 1 or column.dtype.kind not in "iu":
         raise ValueError(
@@ -156,7 +159,7 @@ def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDA
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
     """The lengths of documents by the offsets of a `datasets.Dataset`, if it is one and they tell them."""
-    if not hasattr(dataset, "with_format") or TOKENS not in (getattr(dataset, "column_names", None) or ()):
+    if TOKENS not in table_columns(dataset):
         return None
     tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
     chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
@@ -354,8 +357,9 @@ class Reader(Dataset):
         """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
         self.source = _GIVEN
         units = lengths if isinstance(lengths, Units) else None
-        for name in LENGTH_COLUMNS if lengths is None and self._documents is None else ():
-            if name not in drop_columns and lengths is None:
+        columns = table_columns(self.dataset)
+        for name in LENGTH_COLUMNS if self._documents is None else ():
+            if lengths is None and name in columns and name not in drop_columns:
                 remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
                 lengths = table_column(self.dataset, name, "the number of each document's tokens", remedy)
                 self.source = f"the column {name!r}"
@@ -364,16 +368,14 @@ class Reader(Dataset):
         elif lengths is None and self._documents is not None:
             self.source = "the documents of each example"
         elif lengths is None:
-            lengths, self.source = table_lengths(self.dataset), TOKENS
+            lengths, self.source = table_lengths(self.dataset) if columns else None, TOKENS
         self._counts_lengths = lengths is None
         known: dict[str, Any] = {} if units is None else dict(units.resources)
         if both := sorted(known.keys() & resources.keys()):
             raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
         for name, resource in resources.items():
-            column = None
-            if isinstance(resource, str):
-                column = table_column(self.dataset, resource, f"the {name} of each example")
-            known |= {} if column is None else {name: column}
+            if isinstance(resource, str) and resource in columns:
+                known[name] = table_column(self.dataset, resource, f"the {name} of each example")
         asked: dict[str, list[int]] = {name: [] for name in (*resources, *self._measured) if name not in known}
         own: list[int] = []
         counts: list[int] = []

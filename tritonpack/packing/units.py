@@ -214,7 +214,7 @@ def fit_units(
     """
     check_choice(overlong, ("error", "drop"), "overlong")
     capacity = check_integer(capacity, name)
-    units = as_units(lengths)
+    units = lengths if isinstance(lengths, Units) else Units.of_documents(lengths)
     limits = {"tokens": capacity} | check_budgets(units, budgets)
     takes = {"tokens": units.tokens} | dict(units.resources)
     above = np.zeros(len(units), dtype=bool)
