@@ -13,6 +13,7 @@ REMOVED = {
     "PackedFolder": _TO_DISK,
     "carry_threshold": "windows are packed as by pack(algorithm='windowed')",
     "divide": "divide the documents, as datasets.distributed.split_dataset_by_node does, and pass num_replicas=1",
+    "padded": "torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) pads the list that is returned",
     "bench": "in a clone of the repository run python -m benchmarks.gpu",
     "demo": "in a clone of the repository run make demo",
     "demo-grpo": "in a clone of the repository run make demo-grpo",

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy
 
 import tritonpack
 from tests.packing.tries import REPEATABLE
@@ -169,22 +168,6 @@ def test_rows_of_documents_are_their_documents_cut_in_all_columns(objective, lon
     for names in (["seq_lengths"], ["position_ids"], ["seq_lengths", "position_ids"]):
         marked = row | {name: boundaries[name] for name in names}
         assert plain(collate(marked, *documents, **settings)) == expected
-
-
-def test_loss_of_row_equals_loss_of_separate_documents():
-    """The mean loss of a packed row is the token-weighted mean over documents, for any logits."""
-    generator = torch.Generator().manual_seed(1)
-    features = [{"input_ids": torch.randint(1, 50, (n,), generator=generator)} for n in (7, 1, 12, 30)]
-    batch = collate(*features, pad_to_multiple_of=16, pad_token_id=0)
-    logits = torch.randn(batch["labels"].shape[1], 50, generator=generator, dtype=torch.float64)
-    packed = cross_entropy(logits[:-1], batch["labels"][0, 1:])
-    total, count = 0.0, 0
-    for feature, start in zip(features, batch["cu_seq_lens_q"].tolist(), strict=False):
-        ids = feature["input_ids"]
-        rows = logits[start : start + len(ids)]
-        total += cross_entropy(rows[:-1], ids[1:], reduction="sum").item()
-        count += len(ids) - 1
-    assert packed.item() == pytest.approx(total / count, rel=64 * torch.finfo(torch.float64).eps)
 
 
 # Labels beside a mask: labels, mask -> what the labels become; or the label that is refused, and its token.

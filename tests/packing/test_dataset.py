@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -205,23 +204,6 @@ class TestTables:
         rows.select([2, 0]).save_to_disk(tmp_path / "rows")
         loaded = datasets.load_from_disk(str(tmp_path / "rows"))
         assert (list(loaded), loaded.info.description) == ([rows[2], rows[0]], rows.info.description)
-
-    def test_processes_at_once(self, tmp_path):
-        """As ranks do."""
-        saved(documents() * 100, tmp_path / "in")
-        with ThreadPoolExecutor(4) as pool:  # flock also keeps threads apart, because each opens the file
-            found = list(pool.map(lambda _: pack_dataset(datasets.load_from_disk(str(tmp_path / "in")), 10), range(4)))
-        assert [len(rows) for rows in found] == [len(found[0])] * 4
-        assert list(found[3]) == list(found[0])
-
-    def test_best_fit_puts_similar_lengths_into_a_row_and_first_fit_mixes_them(self):
-        source = datasets.Dataset.from_list([{"input_ids": one["input_ids"]} for one in random_documents(8000, 99)])
-        spread, rows = {}, {}
-        for algorithm in ("best_fit_decreasing", "windowed", "first_fit"):
-            found = pack_dataset(source, 1000, algorithm=algorithm)
-            spread[algorithm], rows[algorithm] = np.mean([np.std(row) for row in found["seq_lengths"]]), len(found)
-        assert 2 * max(spread["best_fit_decreasing"], spread["windowed"]) < spread["first_fit"]
-        assert rows["best_fit_decreasing"] <= rows["first_fit"] <= 1.01 * rows["best_fit_decreasing"]
 
 
 @pytest.mark.slow

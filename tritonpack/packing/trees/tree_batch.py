@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tritonpack.checks import check_flag, describe
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
@@ -31,6 +30,7 @@ from tritonpack.packing.columns import (
 )
 from tritonpack.packing.lengths import check_limit
 from tritonpack.packing.trees.prefixes import prefix_tree
+from tritonpack.removed import refuse_removed
 
 _TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
 
@@ -119,49 +119,39 @@ class TreeBatch:
         names = ("input_ids", "position_ids", "parents", "places", "logits_to_keep", "targets")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
-    @overload
-    def gather(self, values: Tensor, *, padded: Literal[False] = ...) -> list[Tensor]: ...
-    @overload
-    def gather(self, values: Tensor, *, padded: Literal[True]) -> tuple[Tensor, Tensor]: ...
-    def gather(self, values: Tensor, *, padded: bool = False) -> list[Tensor] | tuple[Tensor, Tensor]:
+    def gather(self, values: Tensor, **removed: Any) -> list[Tensor]:
         """Bring values of the row's tokens to the sequences, in their given order.
+
+        `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)` makes one padded tensor of the result.
 
         Args:
             values: (1, N, ...) or (N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
-            padded: see below.
 
         Returns:
-            The values of each sequence, (length, ...) each. With `padded` instead two tensors: (S, longest, ...),
-            zero after the end of a sequence, and (S, longest) bool, True for tokens.
+            The values of each sequence, (length, ...) each.
 
         Raises:
             ValueError: values of another shape or on another device.
         """
+        refuse_removed(removed, "gather")
         self._check(values, self.num_tokens, "values", "(1, N, ...) or (N, ...)")
         rows = values[0] if values.shape[:2] == (1, self.num_tokens) else values
-        return _split(rows.index_select(0, self.places), self.lengths, padded)
+        return list(rows.index_select(0, self.places).split(self.lengths))
 
-    @overload
-    def logprobs(self, logits: Tensor, *, kept: bool = ..., padded: Literal[False] = ...) -> list[Tensor]: ...
-    @overload
-    def logprobs(self, logits: Tensor, *, kept: bool = ..., padded: Literal[True]) -> tuple[Tensor, Tensor]: ...
-    def logprobs(
-        self, logits: Tensor, *, kept: bool = False, padded: bool = False
-    ) -> list[Tensor] | tuple[Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, *, kept: bool = False, **removed: Any) -> list[Tensor]:
         """The log-probabilities of the targets of each sequence, at least in float32, differentiable.
 
         Args:
             logits: (1, N, vocabulary), floating point, of all tokens of the row; divide them by a temperature first.
             kept: the model got `logits_to_keep=batch.logits_to_keep`, and the logits are (1, M, vocabulary).
-            padded: see below.
 
         Returns:
-            (target_counts[s],) for each sequence s, in the order of its targets. With `padded` instead two tensors:
-            (S, most), zero after the last target of a sequence, and (S, most) bool, True for targets.
+            (target_counts[s],) for each sequence s, in the order of its targets.
 
         Raises:
             ValueError: logits of another shape or on another device.
         """
+        refuse_removed(removed, "logprobs")
         check_flag(kept, "kept")
         form = "(1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it"
         self._check(logits, len(self.targets) if kept else self.num_tokens, "logits", form, dimensions=3)
@@ -171,7 +161,7 @@ class TreeBatch:
             found = scores.gather(-1, self.targets[:, None])[:, 0] - normalizers
         else:
             found = scores[self.logits_to_keep, self.targets] - normalizers[self.logits_to_keep]
-        return _split(found, self.target_counts, padded)
+        return list(found.split(self.target_counts))
 
     def _check(self, values: Any, places: int, name: str, form: str, dimensions: int | None = None) -> None:
         """ValueError unless values are a tensor of the form, on the batch's device."""
@@ -320,12 +310,3 @@ def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[
         targets=torch.from_numpy(labels[where]),
         target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
     )
-
-
-def _split(values: Tensor, lengths: tuple[int, ...], padded: bool) -> list[Tensor] | tuple[Tensor, Tensor]:
-    """The values of each sequence; or padded, with the mask of what isn't padding."""
-    parts = list(values.split(lengths))
-    if not check_flag(padded, "padded"):
-        return parts
-    place = torch.arange(max(lengths), device=values.device)
-    return pad_sequence(parts, batch_first=True), place < torch.tensor(lengths, device=values.device)[:, None]
