@@ -1,4 +1,4 @@
-"""pack_stream: the bins of `pack`, over ranks and workers; exact resume anywhere; epochs. Refusals: test_refusals.py."""
+"""pack_stream: the bins of `pack`, over ranks and workers; exact resume anywhere; epochs."""
 
 import json
 import pickle

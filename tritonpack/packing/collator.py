@@ -25,7 +25,6 @@ from tritonpack.packing.columns import (
     masked_labels,
     quote,
     read_feature,
-    require_same_columns,
 )
 from tritonpack.packing.lengths import check_integer, check_limit
 
@@ -146,13 +145,13 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
 
     def join(self, documents: list[Columns], names: list[Name], collator: str) -> dict[str, Tensor | int]:
         """The batch of documents that are read. Their names and the collator's are for messages."""
-        require_same_columns(documents, names)
+        rows = join(documents, names)
         batch: dict[str, Tensor | int] = {}
-        if self.objective == "causal" and "labels" not in documents[0]:
-            documents = [columns | {"labels": masked_labels(columns)} for columns in documents]
-        elif self.objective == "documents" and "labels" in documents[0]:
-            batch["labels"] = join(documents, "labels", names)
-            documents = [{name: columns[name] for name in columns if name != "labels"} for columns in documents]
+        lengths = [len(columns["input_ids"]) for columns in documents]
+        if self.objective == "causal" and "labels" not in rows:
+            rows["labels"] = masked_labels(rows, lengths)
+        elif self.objective == "documents" and "labels" in rows:
+            batch["labels"] = rows.pop("labels")
         if len(documents) > 1:
             padded = "don't, because of the attention_mask that pad_to_multiple_of adds"
             flash = "do so, too" if self.pad_to_multiple_of is None else padded
@@ -163,26 +162,26 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 "batch. A patched model keeps documents apart. transformers' FlashAttention implementations, which "
                 f"read position_ids in training, {flash}.",
             )
-        lengths = [len(columns["input_ids"]) for columns in documents]
         tokens = sum(lengths)
         padding = -tokens % (self.pad_to_multiple_of or 1)
+        total = tokens + padding
+        if total >= 2**31:
+            raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
         if self.pad_to_multiple_of is not None:
-            batch["attention_mask"] = (torch.arange(tokens + padding, device="cpu") < tokens).to(torch.int64)[None]
+            batch["attention_mask"] = (torch.arange(total, device="cpu") < tokens).to(torch.int64)[None]
         if padding:
-            values: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
-            row = {name: one.new_full((padding, *one.shape[1:]), values.get(name, 0))
-                   for name, one in documents[0].items()}  # fmt: skip
-            documents, names, lengths = [*documents, row], [*names, "of padding"], [*lengths, padding]
-        rows = {name: join(documents, name, names) for name in documents[0]}
-        if tokens + padding >= 2**31:
-            raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {tokens + padding}. Pass fewer documents.")
-        counts = torch.tensor(lengths, device="cpu")
+            lengths.append(padding)
+            filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
+            for name, row in rows.items():
+                rows[name] = torch.cat([row, row.new_full((padding, *row.shape[1:]), filling.get(name, 0))])
         offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0)
-        seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
         if self.objective == "causal":
             rows["labels"][offsets[:-1]] = IGNORED_LABEL
-        batch |= {name: row[None] for name, row in rows.items()}
-        batch["position_ids"] = (torch.arange(tokens + padding, device="cpu") - offsets[seq_idx])[None]
+        for name, row in rows.items():
+            batch[name] = row[None]
+        counts = torch.tensor(lengths, device="cpu")
+        seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
+        batch["position_ids"] = (torch.arange(total, device="cpu") - offsets[seq_idx])[None]
         batch["seq_idx"] = seq_idx.to(torch.int32)[None]
         batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = offsets.to(torch.int32)
         batch["max_length_q"] = batch["max_length_k"] = max(lengths)

@@ -285,36 +285,37 @@ def combine_labels(
     return np.where(left_out, labels.dtype.type(IGNORED_LABEL), labels)
 
 
-def join(documents: Sequence[Columns], name: str, numbers: Sequence[int | str]) -> Tensor:
-    """A column of all documents, end to end. `numbers` are those of the documents, for messages."""
-    values = [columns[name] for columns in documents]
-    first = values[0]
-    for number, one in zip(numbers, values, strict=True):
-        # torch.cat would convert integers to float16, where 70000 is infinite. Labels may mix numbers, as 1 and 0.5.
-        if one.shape[1:] != first.shape[1:] or (
-            name != "labels" and one.dtype != first.dtype and _kind(one) != _kind(first)
-        ):
-            here, there = (f"{_kind(each)} of shape {tuple(each.shape[1:])}" for each in (one, first))
+def join(documents: Sequence[Columns], names: Sequence[Name]) -> Columns:
+    """The columns of all documents, end to end.
+
+    Raises:
+        ValueError: a document with other columns than the first, or with values of another kind or shape.
+    """
+    first, joined = documents[0], {}
+    for name, columns in zip(names, documents, strict=True):
+        if different := sorted(first.keys() ^ columns.keys()):
+            with_it, without = (name, names[0]) if different[0] in columns else (names[0], name)
             raise ValueError(
-                f"{name} holds {here} in document {number} and {there} in document {numbers[0]}; give every document "
-                "values of one kind and shape: per token, or for labels of documents as many of each document."
+                f"document {with_it} has {different[0]!r} and document {without} hasn't; give every document the same "
+                "columns."
             )
-    return torch.cat(values)
+    for column, wanted in first.items():
+        values = [columns[column] for columns in documents]
+        for name, one in zip(names, values, strict=True):
+            # torch.cat makes integers float16, where 70000 is infinite. Labels may mix numbers, as 1 and 0.5.
+            other = column != "labels" and one.dtype != wanted.dtype and _kind(one) != _kind(wanted)
+            if other or one.shape[1:] != wanted.shape[1:]:
+                here, there = (f"{_kind(each)} of shape {tuple(each.shape[1:])}" for each in (one, wanted))
+                raise ValueError(
+                    f"{column} holds {here} in document {name} and {there} in document {names[0]}; give every document "
+                    "values of one kind and shape: per token, or for labels of documents as many of each document."
+                )
+        joined[column] = torch.cat(values)
+    return joined
 
 
 def _kind(values: Tensor) -> str:
     return "floating point" if values.is_floating_point() else "bool" if values.dtype == torch.bool else "integers"
-
-
-def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int | str]) -> None:
-    """ValueError unless all documents have the columns of the first."""
-    for number, columns in zip(numbers, documents, strict=True):
-        if different := sorted(documents[0].keys() ^ columns.keys()):
-            name, pair = different[0], (number, numbers[0])
-            with_it, without = pair if name in columns else reversed(pair)
-            raise ValueError(
-                f"document {with_it} has {name!r} and document {without} hasn't; give every document the same columns."
-            )
 
 
 def integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:

@@ -109,7 +109,7 @@ def test_gather_adds_gradients_up(row):
     parts = batch.gather(values)
     (gradient,) = torch.autograd.grad(sum(part.sum() for part in parts), values)
     assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
-    with pytest.raises(ValueError, match="padded of gather was removed: torch.nn.utils.rnn.pad_sequence"):
+    with pytest.raises(ValueError, match=r"padded of gather was removed: torch.nn.utils.rnn.pad_sequence"):
         batch.gather(values, padded=True)
 
 

@@ -23,10 +23,10 @@ from tritonpack.packing.columns import (
     LEFT_OUT,
     Columns,
     documents_of,
+    join,
     masked_labels,
     read_feature,
     read_sequences,
-    require_same_columns,
 )
 from tritonpack.packing.lengths import check_limit
 from tritonpack.packing.trees.prefixes import prefix_tree
@@ -270,11 +270,9 @@ class TreeCollator:
                     "pack_tree, with its gather and logprobs."
                 )
             documents += read_feature(document, number)
-        require_same_columns(documents, names)
-        batch = pack_tree(
-            [columns["input_ids"] for columns in documents],
-            labels=[columns["labels"] if "labels" in columns else masked_labels(columns) for columns in documents],
-        )
+        columns, lengths = join(documents, names), [len(columns["input_ids"]) for columns in documents]
+        labels = columns["labels"] if "labels" in columns else masked_labels(columns, lengths)
+        batch = pack_tree(columns["input_ids"].split(lengths), labels=labels.split(lengths))
         if self.capacity is not None and batch.num_tokens > self.capacity:
             raise ValueError(
                 f"the row of these {len(documents)} documents has {batch.num_tokens} tokens, and the capacity is "
