@@ -18,7 +18,6 @@ from tritonpack.packing.reader import measure_lengths
 pytest.importorskip("datasets")
 
 import datasets
-import pyarrow as pa
 
 from tritonpack.packing import rows as module
 
@@ -155,18 +154,6 @@ class TestTables:
         given = [document | {"assistant_masks": [1] * len(document["input_ids"])} for document in documents([2, 3])]
         rows = pack_dataset(datasets.Dataset.from_list(given), 5)
         assert sorted([one for _, one in documents_of(rows)], key=lambda one: one["input_ids"]) == given
-
-    @pytest.mark.parametrize(
-        "kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64()), pa.list_(pa.int8(), 2)], ids=str
-    )
-    def test_types_of_lists(self, kind):
-        table = pa.table({"input_ids": pa.array([[1, 2], [3, 4], [5, 6]], kind)})
-        assert pack_dataset(datasets.Dataset(table).select([2, 0]), 4)[0]["input_ids"] == [5, 6, 1, 2]
-
-    def test_positions_of_long_documents(self):
-        for capacity in (2**16, 2**16 + 1):
-            rows = pack_dataset(datasets.Dataset.from_dict({"input_ids": [[1] * capacity]}), capacity)
-            assert rows[0]["position_ids"] == list(range(capacity))
 
     def test_with_lengths_or_a_transform_become_bins(self):
         table = datasets.Dataset.from_list(documents())

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.tries import REPEATABLE, check_tree
-from tritonpack.packing.trees.prefixes import joined, prefix_tree, sort_sequences
+from tritonpack.packing.trees.prefixes import joined, prefix_tree
 
 LARGEST = 2**63 - 1
 
@@ -48,13 +48,6 @@ def test_trees_of_sequences(sequences):
 @given(st.lists(st.lists(st.sampled_from([0, 1, 256, 2**40]), max_size=7), max_size=9))
 def test_random_sequences(sequences):
     check(sequences)
-
-
-def test_order_is_by_tokens_and_keeps_equal_sequences_in_order():
-    sequences = [[300], [5, 6], [5], [5, 6], [299, 1]]
-    found = sort_sequences(*end_to_end(sequences))
-    assert found.order.tolist() == [2, 1, 3, 4, 0]
-    assert found.shared.tolist() == [0, 1, 2, 0, 0]
 
 
 @REPEATABLE

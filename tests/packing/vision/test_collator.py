@@ -111,10 +111,6 @@ class TestRow:
             assert name == "labels" or torch.equal(torch.as_tensor(row[name]), torch.as_tensor(values)), name
         assert set(row) == {*text, "pixel_values"}
 
-    def test_given_labels_stay(self) -> None:
-        example = llava(labels=[3, *[IMAGE] * 4, 4])
-        assert VisionPackingCollator(LLAVA)([example])["labels"].tolist() == [[-100, *[IMAGE] * 4, 4]]
-
     @pytest.mark.parametrize("image", [IMAGE, -100])
     def test_labels_beside_a_mask(self, image: int) -> None:
         """A copy of the input ids, whether or not images are left out, is -100 where the mask is 0."""
@@ -124,10 +120,6 @@ class TestRow:
         assert batch["labels"].tolist() == [[-100] * 6 + [5, 6]]
         with pytest.raises(ValueError, match="document 0 has the label 4 at token 5, where its assistant_masks is 0"):
             collator([example | {"labels": [-100] * 5 + [4, 5, 6]}])
-
-    def test_a_text_alone_has_no_columns_of_images(self) -> None:
-        assert VisionPackingCollator(LLAVA)([TEXT]).keys() == PackingCollator()([TEXT]).keys()
-        assert VisionPackingCollator(LLAVA)([TEXT | {"pixel_values": None}]).keys() == PackingCollator()([TEXT]).keys()
 
     @pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
     def test_none_and_empty_columns_of_images_are_absent(self, text: str) -> None:
@@ -305,11 +297,6 @@ def test_refused(case: str) -> None:
 def test_refused_settings(model: Any, settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VisionPackingCollator(model, **settings)
-
-
-def test_repr_names_the_model_type() -> None:
-    assert repr(VisionPackingCollator(LLAVA)).startswith("VisionPackingCollator(model_type='llava', pad_to_multiple_of")
-    assert VisionPackingCollator(LLAVA).model_type == "llava"
 
 
 def test_a_method_that_fails_names_the_document() -> None:
