@@ -251,15 +251,16 @@ class Reader(Dataset):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        resources = {} if resources is None else resources
-        if not isinstance(resources, Mapping) or not all(
-            isinstance(name, str) and (isinstance(each, str) or callable(each)) for name, each in resources.items()
+        if resources is not None and not (
+            isinstance(resources, Mapping)
+            and all(isinstance(n, str) and (isinstance(each, str) or callable(each)) for n, each in resources.items())
         ):
             raise ValueError(
                 "resources must be a mapping from names to columns of integers, or to functions of an example, such as "
                 f"{{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
                 "lengths=Units.of_documents(lengths, patches=...)."
             )
+        resources = resources or {}
         self.dataset, self._documents, self._counts_lengths = dataset, documents, False
         self._measure: Callable[[Any], Any] | None = None
         self._unused: set[str] = set()
@@ -268,10 +269,10 @@ class Reader(Dataset):
         for name, resource in resources.items():
             self._resources[name] = itemgetter(resource) if isinstance(resource, str) else resource
         (first,) = fetch(dataset, [0])
-        whole = self._first_document(first)
+        (whole, *_), *_ = self._read(first, 0)
         self._unused = {*drop_columns, *(() if collate is None else LENGTH_COLUMNS)}
         self._unused.update(name for name in resources.values() if isinstance(name, str))
-        document = self._first_document(first)
+        (document, *_), *_ = self._read(first, 0)
         self.columns = self._check_columns(whole, document, drop_columns, collate)
         if measure is not None:
             self._measure = measure
@@ -318,10 +319,6 @@ class Reader(Dataset):
         stops = np.cumsum(self.counts)[numbers]
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
-
-    def _first_document(self, first: Any) -> Any:
-        found = self._read(first, 0)[0]
-        return found[0] if is_unit(found) else found
 
     def _check_columns(
         self, whole: Any, document: Any, drop_columns: Collection[str], collate: Any
@@ -376,11 +373,13 @@ class Reader(Dataset):
         for name, resource in resources.items():
             if isinstance(resource, str) and resource in columns:
                 known[name] = table_column(self.dataset, resource, f"the {name} of each example")
-        asked: dict[str, list[int]] = {name: [] for name in (*resources, *self._measured) if name not in known}
+        asked: dict[str, list[int]] = {}
+        for name in (*resources, *self._measured):
+            asked |= {} if name in known else {name: []}
         own: list[int] = []
         counts: list[int] = []
         for number, example in examples_of(self.dataset) if lengths is None or asked else ():
-            _, tokens, amounts = self._read(example, number)
+            _, _, tokens, amounts = self._read(example, number)
             own += tokens
             counts.append(len(tokens))
             found = dict(amounts)
@@ -393,13 +392,12 @@ class Reader(Dataset):
         else:
             self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
             self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
-            require_lengths(self.counts, self.dataset)
             self.units = Units.of_counts(self.lengths, self.counts, known)
         require_lengths(self.units, self.dataset)
 
     def _checked(self, example: Any, number: int) -> Any:
         """The document or documents of an example; ValueError unless it takes what was measured."""
-        loaded, lengths, amounts = self._read(example, number)
+        documents, several, lengths, amounts = self._read(example, number)
         if lengths:
             amounts.append(("tokens", sum(lengths)))
         if lengths and self._counts_lengths:
@@ -414,13 +412,14 @@ class Reader(Dataset):
                     "lengths= must be the tokens of each document, of examples with several Units.of_sequences(...); "
                     "without it they are counted."
                 )
-        return loaded
+        return documents if several else documents[0]
 
-    def _read(self, example: Any, number: int) -> tuple[Any, list[int], list[tuple[str, int]]]:
-        """What a collator gets of an example, its document or the list of its documents; and what that takes.
+    def _read(self, example: Any, number: int) -> tuple[list[Any], bool, list[int], list[tuple[str, int]]]:
+        """The documents of an example, without unused columns, and what they take.
 
         Returns:
-            The document or documents; the tokens of each, none if they aren't counted; the amounts of resources.
+            The documents; whether the example is a list of documents; the tokens of each, none if they aren't counted;
+            the amounts of resources.
         """
         found, made = example, f"example {number}"
         if self._documents is not None:
@@ -446,7 +445,7 @@ class Reader(Dataset):
                 lengths.append(document_length(one, f"{place} of example {number}" if several else number))
         for name in self._resources:  # which count where `measure` counts, too
             amounts.append((name, self._amount(example, number, name)))
-        return documents if several else documents[0], lengths, amounts
+        return documents, several, lengths, amounts
 
     def _sizes(self, documents: list[Any], number: int) -> list[Any]:
         """What the collator's `measure` returns for each document of an example."""
