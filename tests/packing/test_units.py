@@ -86,11 +86,11 @@ def test_units_of_tokens_alone_are_packed():
         (lambda: Units.of_sequences([[1], [2, 0]]), "unit 1: .*document 1 has length 0"),
         (lambda: Units([5, 6], [25, 37]), "unit 1 has 6 tokens and squares 37"),
         (lambda: Units([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
-        (lambda: Units.of_trees([[[1]], []]), "unit 1: sequences is empty; .* pass .document."),
-        (lambda: Units.of_trees([[[1]], [[1], []]]), "unit 1: sequence 1 is empty"),
-        (lambda: Units.of_trees([[[0.5]]]), "unit 0: sequence 0 needs a row of integers"),
-        (lambda: Units.of_trees([5, 6]), "unit 0: sequences must be a list .*; got int 5"),
-        (lambda: Units.of_trees([[5, 6]]), r"unit 0: sequence 0 needs a row of integers .*shape \(\)"),
+        (lambda: Units.of_trees([[[1]], []]), "unit 1, a list of sequences of token ids: sequences is empty"),
+        (lambda: Units.of_trees([[[1]], [[1], []]]), "unit 1, .*: sequence 1 is empty"),
+        (lambda: Units.of_trees([[[0.5]]]), "unit 0, .*: sequence 0 needs a row of integers"),
+        (lambda: Units.of_trees([5, 6]), "unit 0, .*: sequences must be a list .*; got int 5"),
+        (lambda: Units.of_trees([[5, 6]]), r"unit 0, .*: sequence 0 needs a row of integers .*shape \(\)"),
     ],
 )  # fmt: skip
 def test_refuses(call, message):

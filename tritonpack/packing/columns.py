@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -81,6 +82,15 @@ def documents_of(features: Any, collator: str) -> tuple[list[Any], list[Name]]:
     return documents, names
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Put a name, such as "document 3", before the messages of ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from error
+
+
 def read_feature(
     feature: Any,
     number: Name,
@@ -105,7 +115,7 @@ def read_feature(
     Raises:
         ValueError: see PackingCollator.
     """
-    try:
+    with naming(f"document {number}"):
         columns = _convert(feature, objective, per_token)
         tokens, of_documents = len(columns[TOKENS]), objective == "documents"
         lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
@@ -123,8 +133,6 @@ def read_feature(
                 f"{tuple(columns['labels'].shape)}; objective='documents' takes one label, or one row of labels, for "
                 "each document."
             )
-    except ValueError as error:
-        raise ValueError(f"document {number} {error}") from error
     if lengths is None and longest is None:
         return [columns]
     lengths = lengths or [tokens]
@@ -370,10 +378,8 @@ def read_sequences(sequences: Any, name: str = "sequences") -> list[Tensor]:
         raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(sequences)}.")
     rows: list[Tensor] = []
     for number, row in enumerate(sequences):
-        try:
+        with naming(f"sequence {number}"):
             rows.append(integers(row, "labels" if name == "labels" else "tokens", negative=name == "labels"))
-        except ValueError as error:
-            raise ValueError(f"sequence {number} {error}") from error
         if not len(rows[-1]):
             raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
     if not rows:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
-from tritonpack.packing.columns import read_sequences
+from tritonpack.packing.columns import naming, read_sequences
 from tritonpack.packing.lengths import MAX_INT32, OverlongReport, check_integer, count, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
@@ -95,10 +95,8 @@ class Units:
         """
         parts = []
         for number, unit in enumerate(lengths):
-            try:
+            with naming(f"unit {number}:"):
                 parts.append(_tokens(unit))
-            except ValueError as error:
-                raise ValueError(f"unit {number}: {error}") from None
         counts = whole_lengths([len(part) for part in parts])
         return cls.of_counts(np.concatenate(parts), counts, resources)
 
@@ -128,10 +126,8 @@ class Units:
         """
         tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
         for number, group in enumerate(groups):
-            try:
+            with naming(f"unit {number}, a list of sequences of token ids:"):
                 rows = read_sequences(group)
-            except ValueError as error:
-                raise ValueError(f"unit {number}: {error} For a document alone pass [document].") from error
             lengths = np.array([len(row) for row in rows], dtype=np.int64)
             order, shared = sort_sequences(torch.cat(rows).numpy(), lengths)
             # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.

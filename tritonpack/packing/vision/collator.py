@@ -18,6 +18,7 @@ from tritonpack.packing.columns import (
     Name,
     documents_of,
     masked_labels,
+    naming,
     quote,
     read_feature,
 )
@@ -153,7 +154,7 @@ their `get_rope_index` returns for the document alone |
             )
         example = {name: values for name, values in example.items() if values is not None}
         taken = (*_TEXT, *self.per_token, *self.family.columns)
-        try:
+        with naming(f"document {number}"):
             if unknown := sorted(str(name) for name in example if name not in taken):
                 raise ValueError(
                     f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type "
@@ -163,13 +164,9 @@ their `get_rope_index` returns for the document alone |
             media = read_media(self.family, example)
             tokens = {name: _row(example[name], name) for name in _TEXT if name in example}
             tokens |= {name: example[name] for name in self.per_token if name in example}
-        except ValueError as error:
-            raise ValueError(f"document {number} {error}") from error
         (text,) = read_feature(tokens, number, per_token=self.per_token, never_learned=self._placeholders.values())
-        try:
+        with naming(f"document {number}"):
             self._check_tokens(text, media)
-        except ValueError as error:
-            raise ValueError(f"document {number} {error}") from error
         return text, media
 
     def _check_tokens(self, text: Columns, media: Columns) -> None:
