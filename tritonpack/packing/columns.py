@@ -34,6 +34,7 @@ MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length
 # Boundaries of a row that holds several documents; the first is TRL's name.
 SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
 TAKEN = (TOKENS, *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
+_TAKEN = frozenset(TAKEN)
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 
 
@@ -145,7 +146,7 @@ def _convert(feature: Any, objective: Objective, per_token: Collection[str]) -> 
     if not isinstance(feature, Mapping) or TOKENS not in feature:
         given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
         raise ValueError(f"must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
-    if unknown := feature.keys() - {*TAKEN, *per_token}:
+    if unknown := feature.keys() - _TAKEN.union(per_token):
         _refuse(sorted(map(str, unknown)))
     columns = {TOKENS: integers(feature[TOKENS], TOKENS)}
     tokens = len(columns[TOKENS])
@@ -182,7 +183,7 @@ def _convert(feature: Any, objective: Objective, per_token: Collection[str]) -> 
                     "Pass objective='documents' for a head that scores whole documents."
                 )
             columns["labels"] = integers(values, name, negative=True)
-    if absent := sorted({*per_token} - columns.keys()):
+    if absent := per_token and sorted({*per_token} - columns.keys()):
         raise ValueError(f"has no {quote(absent)}, which per_token names; got {quote(feature)}.")
     return columns
 

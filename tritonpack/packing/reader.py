@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from operator import index, itemgetter
 from typing import Any
@@ -52,17 +51,13 @@ def require_lengths(lengths: Any, dataset: Any) -> None:
         raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
 
 
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Name a document whose dataset or stream raises an exception, in an error with the exception as its cause.
+def unreadable(what: str, error: Exception) -> Exception:
+    """The error for a document whose dataset or stream raises an exception.
 
     It is a ValueError. Only a connection that fails keeps its kind, because programs catch it to resume.
     """
-    try:
-        yield
-    except Exception as error:
-        kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
-        raise kind(f"{what} can't be read: {type(error).__name__}: {error}".rstrip(": ")) from error
+    kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
+    return kind(f"{what} can't be read: {type(error).__name__}: {error}".rstrip(": "))
 
 
 def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
@@ -76,10 +71,11 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
         documents = list(at_once(list(numbers))) if callable(at_once) else [dataset[number] for number in numbers]
     except Exception as error:
         for number in numbers:  # one of which fails alone, too
-            with reading(f"document {number}"):
+            try:
                 dataset[number]
-        with reading(f"one of the documents {', '.join(map(str, numbers))}"):
-            raise error
+            except Exception as own:
+                raise unreadable(f"document {number}", own) from own
+        raise unreadable(f"one of the documents {', '.join(map(str, numbers))}", error) from error
     if len(documents) != len(numbers):
         raise ValueError(
             f"the dataset's __getitems__ returned {count(len(documents), 'document')} for the {len(numbers)} numbers "

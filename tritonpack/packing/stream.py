@@ -25,7 +25,7 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import divide_bins
 from tritonpack.packing.columns import TOKENS, is_iterable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
-from tritonpack.packing.reader import Length, cut, document_length, reading, require_callable
+from tritonpack.packing.reader import Length, cut, document_length, require_callable, unreadable
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import place_among_processes
 from tritonpack.packing.samplers.state import describe_changes
@@ -98,8 +98,10 @@ class _Pieces:
             if piece >= self.marks[-1].piece + window:
                 self.marks.append(Mark(piece, number + 1, values.state_dict() if has_state else None))
             number += 1
-            with reading(f"document {number} of the stream"):
+            try:
                 document = next(iterator, _END)
+            except Exception as error:
+                raise unreadable(f"document {number} of the stream", error) from error
             if document is _END:
                 return
             if number < first.document or number % parts != part:
