@@ -300,7 +300,7 @@ class TestRefusals:
             {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
             "objective='tokens', and training would use 'causal'",
         ),
-        "too long": ({}, {"tokens": 16}, r"documents take more than a row has .*the row size is 16.*max_document_length"),
+        "too long": ({}, {"tokens": 16}, r"documents take more than a row has .*row size is 16.*max_document_length"),
     }  # fmt: skip
 
     @pytest.mark.parametrize("case", CASES)
