@@ -244,7 +244,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"documents": DOCUMENTS, "capacity": 8},
         {
             "documents": "empty ragged tensor-2d", "capacity": "", "window": NUMPY, "overlong": "", "max_items": COUNTS,
-            "carry_threshold": "zero", "num_replicas": "none", "rank": "none zero", "divide": "", "shard": "true",
+            "num_replicas": "none", "rank": "none zero", "shard": "true",
         },
     ),
     "pack_dataset": (

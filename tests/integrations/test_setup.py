@@ -300,7 +300,7 @@ class TestRefusals:
             {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
             "objective='tokens', and training would use 'causal'",
         ),
-        "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length=16"),
+        "too long": ({}, {"tokens": 16}, r"documents take more than a row has .*row size is 16.*max_document_length"),
     }  # fmt: skip
 
     @pytest.mark.parametrize("case", CASES)

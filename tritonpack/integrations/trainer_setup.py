@@ -21,8 +21,7 @@ from tritonpack.integrations.trainer_checks import check_trainer, check_training
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.documents import fetch
-from tritonpack.packing.reader import LENGTH_COLUMNS, Reader
+from tritonpack.packing.reader import LENGTH_COLUMNS, Reader, fetch
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import Words, describe_changes
 from tritonpack.patches import Patch, patch

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
 from tritonpack.packing.bins import Algorithm, divide_bins, pack
-from tritonpack.packing.documents import is_iterable
+from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.samplers.ranks import place_among_processes
 from tritonpack.packing.samplers.state import ResumableSampler, digest, gather
