@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.attention import Backend, varlen_attention
+from tritonpack.attention import autocast, check_inputs, varlen_attention
+from tritonpack.backends import Backend, resolve_backend
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import (
@@ -25,6 +26,8 @@ from tritonpack.masks.block_diagonal import (
     mask_from_tree_ends,
 )
 from tritonpack.masks.intervals import visible_keys
+from tritonpack.ops import run_attention
+from tritonpack.options import make_options
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -70,6 +73,7 @@ class IntervalMask(TensorLike):
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
         self.device = mask.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
+        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
 
     def for_keys(self, num_keys: int) -> IntervalMask:
         """This mask, or the mask of one new token that sees `num_keys` keys of a row.
@@ -82,12 +86,38 @@ class IntervalMask(TensorLike):
             return self
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
-        mask = self.mask if self.device == q.device else self.mask.to(q.device)
-        if self.packed_batch is not None and self.packed_batch.recomputed:
-            mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
-        return varlen_attention(q, k, v, mask, backend=self.serving.backend, **options)
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`.
+
+        Layers of a model are alike, so their arguments are checked once, and the mask is moved to their device once.
+        """
+        if sinks is not None or dropout_p or torch.compiler.is_compiling():
+            mask, options = self._on(q.device), {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+            if self.packed_batch is not None and self.packed_batch.recomputed:
+                mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
+            return varlen_attention(q, k, v, mask, sinks=sinks, backend=self.serving.backend, **options)
+        q, k, v = autocast(q, k, v)
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap
+        checked = self._checked  # read once: threads of backward may recompute layers on several devices
+        if checked is None or checked[0] != like:
+            mask = self._on(q.device)
+            check_inputs(q, k, v, mask)
+            options = make_options(q, mask, scale=scale, softcap=softcap)
+            self._checked = checked = like, mask, options, resolve_backend(self.serving.backend, q)
+        return run_attention(q, k, v, *checked[1:])[0]
+
+    def _on(self, device: torch.device) -> BlockDiagonalMask:
+        return self.mask if self.device == device else self.mask.to(device)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
