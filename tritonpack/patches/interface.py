@@ -125,7 +125,7 @@ def interval_attention_forward(
     mask: Any = attention_mask
     if not isinstance(mask, IntervalMask) or mask.shape[3] != key.shape[2]:
         mask = _claimed(module, mask, key, kwargs, "tritonpack")
-    batch, _, length, _ = query.shape
+    batch, heads, length, _ = query.shape
     if mask.shape[0] != batch or mask.shape[2] != length:
         raise ValueError(
             f"the mask is for {mask.shape[0]} rows of {mask.shape[2]} queries but attention got {batch} rows of "
@@ -143,7 +143,7 @@ def interval_attention_forward(
         sinks=None if sinks is None else sinks.flatten(),
         dropout_p=dropout,
     )
-    return out.reshape(batch, length, *out.shape[1:]), None
+    return out.reshape(batch, length, heads, value.shape[3]), None
 
 
 def attend_sdpa(

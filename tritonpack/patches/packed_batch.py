@@ -102,7 +102,8 @@ class IntervalMask(TensorLike):
         Layers of a model are alike, so their arguments are checked once, and the mask is moved to their device once.
         """
         if sinks is not None or dropout_p or torch.compiler.is_compiling():
-            mask, options = self._on(q.device), {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+            mask = self.mask if self.device == q.device else self.mask.to(q.device)
+            options: Any = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
             if self.packed_batch is not None and self.packed_batch.recomputed:
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
             return varlen_attention(q, k, v, mask, sinks=sinks, backend=self.serving.backend, **options)
@@ -110,14 +111,11 @@ class IntervalMask(TensorLike):
         like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap
         checked = self._checked  # read once: threads of backward may recompute layers on several devices
         if checked is None or checked[0] != like:
-            mask = self._on(q.device)
+            mask = self.mask if self.device == q.device else self.mask.to(q.device)
             check_inputs(q, k, v, mask)
             options = make_options(q, mask, scale=scale, softcap=softcap)
             self._checked = checked = like, mask, options, resolve_backend(self.serving.backend, q)
         return run_attention(q, k, v, *checked[1:])[0]
-
-    def _on(self, device: torch.device) -> BlockDiagonalMask:
-        return self.mask if self.device == device else self.mask.to(device)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""

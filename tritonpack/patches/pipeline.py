@@ -97,8 +97,9 @@ class Pipeline(InstanceForward):
         if not self.installed or (proof.passing is not None and proof.passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
         inside = self.context.current.told is not None  # inside of a call that has read the documents
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        arguments = in_form(given) if inside else in_form(given, self.name, self.known)
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        if not inside:
+            in_form(arguments, self.name, self.known)
         compiled = torch.compiler.is_compiling()
         if self.path and not compiled and self.part_at_path(self.module) is not self.base._module():
             self._require_part()

@@ -328,8 +328,8 @@ class _Trial:
         if rows_loss.numel() != 1 or measuring.apart([rows_loss], [packed_loss]) > measuring.rounding_of(dtype):
             losses = packed_loss.tolist(), rows_loss.tolist()
             return "it was {}, and with the documents in rows of their own {}".format(*losses)
-        for (_, alone), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
-            if (size := measuring.apart(alone, found)) > 4 * measuring.half_the_digits(dtype):
+        for (_, in_rows), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
+            if (size := measuring.apart(in_rows, found)) > 4 * measuring.half_the_digits(dtype):
                 return f"its gradients by a document's logits differ by {size:.0e} from those in a row of its own"
             by_logits = 8 * measuring.apart(logits[1:2], others_logits[1:2])  # experts may round them in another way
             if (size := measuring.apart(found[1:2], others[1:2])) > max(ROUNDING, by_logits):
