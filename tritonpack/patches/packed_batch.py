@@ -87,15 +87,7 @@ class IntervalMask(TensorLike):
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None,
-        softcap: float,
-        sinks: Tensor | None,
-        dropout_p: float,
+        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
     ) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`.
 
@@ -103,18 +95,18 @@ class IntervalMask(TensorLike):
         """
         if sinks is not None or dropout_p or torch.compiler.is_compiling():
             mask = self.mask if self.device == q.device else self.mask.to(q.device)
-            options: Any = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
             if self.packed_batch is not None and self.packed_batch.recomputed:
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
-            return varlen_attention(q, k, v, mask, sinks=sinks, backend=self.serving.backend, **options)
+            options |= {"sinks": sinks, "dropout_p": dropout_p, "backend": self.serving.backend}
+            return varlen_attention(q, k, v, mask, **options)
         q, k, v = autocast(q, k, v)
-        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
         checked = self._checked  # read once: threads of backward may recompute layers on several devices
         if checked is None or checked[0] != like:
             mask = self.mask if self.device == q.device else self.mask.to(q.device)
             check_inputs(q, k, v, mask)
-            options = make_options(q, mask, scale=scale, softcap=softcap)
-            self._checked = checked = like, mask, options, resolve_backend(self.serving.backend, q)
+            backend = resolve_backend(self.serving.backend, q)
+            self._checked = checked = like, mask, make_options(q, mask, **options), backend
         return run_attention(q, k, v, *checked[1:])[0]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
