@@ -99,7 +99,8 @@ class IntervalMask(TensorLike):
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
             options |= {"sinks": sinks, "dropout_p": dropout_p, "backend": self.serving.backend}
             return varlen_attention(q, k, v, mask, **options)
-        q, k, v = autocast(q, k, v)
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q, k, v)
         like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
         checked = self._checked  # read once: threads of backward may recompute layers on several devices
         if checked is None or checked[0] != like:
@@ -407,7 +408,7 @@ class PackedBatch(TensorLike):
         rows = self._rows(query_offset)  # counted with the cache
         begin = begin.expand_as(rows)
         if self.position_ids is not None:
-            starts = self.position_starts()
+            starts = self.position_starts().clone()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
@@ -438,7 +439,7 @@ class PackedBatch(TensorLike):
                 f"position_ids of shape {tuple(self.position_ids.shape)} don't fit tokens of shape "
                 f"{tuple(self.tokens)}."
             )
-        return starts.expand(self.tokens).clone()
+        return starts.expand(self.tokens)
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
