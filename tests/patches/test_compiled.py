@@ -23,6 +23,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 
 
+def test_a_full_graph() -> None:
+    """Of a model with one layer, traced and not compiled, so that it is quick; other tests here take minutes."""
+    torch._dynamo.reset()
+    ids = torch.randint(3, VOCAB, (1, 20))
+    batch = {"input_ids": ids, "position_ids": (torch.arange(20) % 7)[None], "labels": ids, "use_cache": False}
+    model = tiny_model("llama", num_hidden_layers=1)
+    with tritonpack.patch(model), torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+        assert torch.equal(compiled(**batch).logits, model(**batch).logits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_every_length(family: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import tritonpack
 from tritonpack.patches.mask_spec import CAUSAL
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 
@@ -73,3 +74,30 @@ def test_padding_sees_itself_in_a_dense_mask() -> None:
 def test_unknown_attributes_raise() -> None:
     with pytest.raises(AttributeError):
         interval_mask().nonsense  # noqa: B018
+
+
+def test_attention_of_layers_that_differ() -> None:
+    """Arguments are checked once for layers that are alike, and again for any other."""
+    mask, options = interval_mask(), {"scale": None, "softcap": 0.0}
+    generator = torch.Generator().manual_seed(0)
+    q, wide = (torch.randn(5, 2, n, generator=generator) for n in (8, 16))
+    for inputs, changes in (
+        ((q, q, q), {}),
+        ((q, q, q), {}),
+        ((q, q[:, :1], q[:, :1]), {}),
+        ((wide, wide, q), {}),
+        ((q.bfloat16(), q.bfloat16(), q.bfloat16()), {}),
+        ((q, q, q), {"scale": 0.7}),
+        ((q, q, q), {"scale": 0.7, "softcap": 3.0}),
+        ((q, q, q), {"sinks": q[0, :, 0]}),
+    ):
+        expected = tritonpack.varlen_attention(*inputs, mask.mask, backend="reference", **changes)
+        assert torch.equal(mask.attention(*inputs, **options | changes), expected)
+    for inputs, changes, said in (
+        ((q, q, q.double()), {}, "must share one dtype"),
+        ((q, wide, q), {}, "the same head dimension"),
+        ((q, q, q), {"scale": -1.0}, "scale must be"),
+    ):
+        mask.attention(q, q, q, **options)
+        with pytest.raises(ValueError, match=said):
+            mask.attention(*inputs, **options | changes)
