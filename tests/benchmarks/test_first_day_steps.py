@@ -18,7 +18,7 @@ from benchmarks.first_day.steps import dry_steps, steps
 from benchmarks.first_day.verdict import GLUON, TARGETS, Place
 from benchmarks.gpu.compile_ahead import calls_for
 from benchmarks.gpu.shapes import shapes
-from tests.benchmarks.test_first_day import FAILS, day, python
+from tests.benchmarks.test_first_day import FAILS, day, last, names, python
 from tests.gpu.cases import LARGE
 
 pytestmark = pytest.mark.usefixtures("still_clock")
@@ -46,9 +46,6 @@ class TestSteps:
         limits = {step.name: step.limit for step in todo}
         assert sum(limits[name] for name in first) < 28 * 60 - 3 * 60
 
-    def test_all_fits_the_minutes_of_all_calls(self) -> None:
-        assert sum(step.expected for step in steps("abc1234")) <= 60 * make_parser().get_default("total_minutes")
-
     def test_sanitizers_see_the_tests(self) -> None:
         """They run in pytest's process, which compute-sanitizer starts; all others have a process beside it."""
         for step in steps("abc1234"):
@@ -69,9 +66,7 @@ class TestSteps:
         for name, program, expected in (("ok", "print()", []), ("failed", FAILS, ["y z"])):
             done = day(tmp_path / name, python("a", program), shows)
             done.run(60)
-            last = done.journal.last(shows)
-            assert last
-            assert last.last_line == str(["--without", "x", *expected])
+            assert last(done, 1).last_line == str(["--without", "x", *expected])
         for step in (step for step in steps("abc1234") if step.name in ("targets", "compare")):
             assert step.unless_ok == (("gluon", GLUON),)
             assert step.command[-3] == "--without"
@@ -95,8 +90,7 @@ class TestSteps:
         shows = "import os; print(os.environ['PYTHONPATH'])"
         done = day(tmp_path, python("a", shows), python("b", shows, peers=True), peers=tmp_path / "peers")
         done.run(60)
-        found = [str(tmp_path / "peers") in last.output for s in done.steps if (last := done.journal.last(s))]
-        assert found == [False, True]
+        assert [str(tmp_path / "peers") in last(done, number).output for number in (0, 1)] == [False, True]
 
     @pytest.mark.parametrize("todo", [steps("abc1234"), dry_steps("abc1234")], ids=["real", "dry"])
     def test_steps_need_earlier_ones(self, todo: list[Step]) -> None:
@@ -112,11 +106,8 @@ class TestSteps:
         todo = steps("abc1234")
         first = day(tmp_path, *todo, machine="x")
         first.journal.write(Result("machine", FAILED, commit="abc1234", machine="x"))
-        assert "machine" not in {step.name for step in first.pending()}
-        assert [step.name for step in day(tmp_path, *todo, machine="y").pending()] == [step.name for step in todo]
-        for step in todo[1:]:
-            first.journal.write(Result(step.name, OK, commit="abc1234", machine="x"))
-        assert day(tmp_path, *todo, machine="y").pending() == []
+        assert "machine" not in names(first)
+        assert day(tmp_path, *todo, machine="y").pending() == todo
 
     def test_targets_are_compared(self) -> None:
         (first,) = (int(s.command[s.command.index("--first") + 1]) for s in steps("abc1234") if s.name == "targets")
@@ -126,10 +117,11 @@ class TestSteps:
             assert any(Place(s.distribution, s.tokens, s.heads, s.kv_heads, s.head_dim, s.causal) == target.place
                        for s in compared)  # fmt: skip
 
-    def test_no_step_needs_more_than_a_call(self) -> None:
+    def test_steps_fit_a_call_and_the_minutes_of_all_calls(self) -> None:
         assert make_parser().get_default("minutes") <= 9
         assert make_parser().get_default("total_minutes") <= 28
         assert max(step.limit for step in steps("abc1234")) < 9 * 60
+        assert sum(step.expected for step in steps("abc1234")) <= 60 * make_parser().get_default("total_minutes")
 
     @pytest.mark.slow
     def test_modules_of_steps_need_few_packages(self, tmp_path: Path) -> None:
@@ -155,6 +147,4 @@ class TestSteps:
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         done = day(tmp_path, replace(step, after=(), serves=(), unless_ok=()))
         assert done.run(600)
-        last = done.journal.last(step)
-        assert last
-        assert last.verdict == OK, last.output
+        assert last(done).verdict == OK, last(done).output

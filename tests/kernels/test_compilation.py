@@ -46,37 +46,27 @@ def test_first_launches_say_that_kernels_are_compiled(fresh: FreshInterpreters, 
     assert lines[1] == []
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What was printed since the last call."""
-    monkeypatch.setattr(notices, "_said", {})
-    monkeypatch.setattr(knobs.compilation, "listener", None)
-    return lambda: capsys.readouterr().err
+def test_listener_waits_for_a_kernel_of_this_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another listener is called and stays."""
+    ours, heard = SimpleNamespace(fn=offsets_kernel), []
+    foreign = SimpleNamespace(fn=SimpleNamespace(fn=os.getcwd))
+    facts: dict[str, Any] = {"cache_hit": False, "metadata": {}, "metadata_group": {}, "times": None}
 
+    def others(**facts: Any) -> None:
+        heard.append(facts)
 
-OURS, FOREIGN = SimpleNamespace(fn=offsets_kernel), SimpleNamespace(fn=SimpleNamespace(fn=os.getcwd))
-
-
-def test_listener_waits_for_a_kernel_of_this_package_that_is_compiled(told: Any) -> None:
-    compilation.announce_compilation()
-    listener: Any = knobs.compilation.listener
-    for src, cache_hit in ((OURS, True), (FOREIGN, False), (SimpleNamespace(), False)):
-        listener(src=src, cache_hit=cache_hit, metadata={}, metadata_group={}, times=None)
-        assert (told(), knobs.compilation.listener) == ("", listener)
-    listener(src=OURS, cache_hit=False, metadata={}, metadata_group={}, times=None)
-    assert told().startswith(LINE)
-    assert knobs.compilation.listener is None
-
-
-def test_listener_of_others_is_called_and_stays(told: Any) -> None:
-    heard = []
-
-    def others(*, src: Any, **facts: Any) -> None:
-        heard.append((src, facts))
-
-    knobs.compilation.listener = others
-    compilation.announce_compilation()
-    listener: Any = knobs.compilation.listener
-    listener(src=OURS, cache_hit=False, metadata={}, metadata_group={}, times=None)
-    assert heard == [(OURS, {"cache_hit": False, "metadata": {}, "metadata_group": {}, "times": None})]
-    assert knobs.compilation.listener is others
+    for before in (None, others):
+        monkeypatch.setattr(notices, "_said", {})
+        monkeypatch.setattr(knobs.compilation, "listener", before)
+        compilation.announce_compilation()
+        listener: Any = knobs.compilation.listener
+        for src, cache_hit in ((ours, True), (foreign, False), (SimpleNamespace(), False)):
+            listener(src=src, **facts | {"cache_hit": cache_hit})
+            assert (capsys.readouterr().err, knobs.compilation.listener) == ("", listener)
+        listener(src=ours, **facts)
+        assert capsys.readouterr().err.startswith(LINE)
+        assert knobs.compilation.listener is before
+    assert len(heard) == 4
+    assert heard[-1] == {"src": ours, **facts}

@@ -1,14 +1,12 @@
-"""The readers of machine code and of Triton's intermediate form, on short listings and on a compiled kernel."""
+"""The readers of machine code and of Triton's intermediate form, on short listings."""
 
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from tests.kernels import amdgcn, sass
-from tests.kernels.aot import Configuration, disassemble
 from tests.kernels.sass import Loop
 from tests.kernels.stages import Stage, read_loads
 
@@ -130,26 +128,3 @@ def test_stages() -> None:
     assert stages == (Stage(3, 4096, True), Stage(2, 64, True), Stage(1, 64, False))
     assert [stage.is_misaligned for stage in stages] == [False, True, False]
     assert unstaged == 1
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    ("arch", "product"),
-    [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("sm_120", "HMMA"), ("gfx942", "v_mfma")],
-)
-@pytest.mark.fast("sm_80-HMMA", "gfx942-v_mfma")
-def test_compiled_kernel(arch: str, product: str) -> None:
-    """dK and dV have a loop over masked blocks and one over full blocks, with the same products."""
-    resources, listing = disassemble(Configuration("dkdv", arch, 64, torch.bfloat16))
-    masked, full = resources.loops
-    assert masked.matrix_instructions == full.matrix_instructions > 0
-    assert resources.matrix_instructions == len(re.findall(rf"\b{product}", listing)) >= 2 * full.matrix_instructions
-    assert min(masked.instructions, full.instructions) > 100
-    assert masked.instructions + full.instructions < resources.instructions
-    assert masked.barriers > 0
-    assert masked.waits >= masked.barriers or arch.startswith("gfx")  # AMD counts waits for memory alone
-    tile = Configuration("dkdv", arch, 64, torch.bfloat16).tile
-    by_tma = [stage for stage in resources.stages if stage.by_tma]
-    assert all(stage.bytes == 2 * tile.block_m * 64 for stage in by_tma)
-    assert bool(by_tma) == (arch in ("sm_90", "sm_100", "sm_120"))
-    assert resources.unstaged_loads == 0
