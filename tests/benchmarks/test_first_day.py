@@ -28,8 +28,6 @@ from benchmarks.first_day.runner import (
     Platform,
     Result,
     Step,
-    make_writable,
-    this_machine,
     this_platform,
 )
 from benchmarks.first_day.steps import steps
@@ -120,14 +118,14 @@ class TestRun:
         assert day(tmp_path, python("a", FAILS), python("b"), probe=("python3", "-c", "")).run(60)
 
     def test_environment_and_folders(self, tmp_path: Path) -> None:
-        program = "import os, sys; print(os.environ['X'], sys.argv[1:], os.environ['PYTHONPATH'].split(':')[1:2])"
-        step = Step("a", "", ("python3", "-c", program, "{out}", "--minutes={minutes}"), 30.0, 0.0, peers=True,
+        program = "import os, sys; print(os.environ['X'], sys.argv[1:])"
+        step = Step("a", "", ("python3", "-c", program, "{out}", "--minutes={minutes}"), 30.0, 0.0,
                     environment=(("X", "1"),))  # fmt: skip
-        done = day(tmp_path, step, peers=tmp_path / "peers")
+        done = day(tmp_path, step)
         done.run(60)
         last = done.journal.last(step)
         assert last
-        assert last.last_line == f"1 ['{tmp_path}', '--minutes=0.50'] ['{tmp_path / 'peers'}']"
+        assert last.last_line == f"1 ['{tmp_path}', '--minutes=0.50']"
 
 
 class TestContinue:
@@ -191,17 +189,12 @@ class TestContinue:
         one.journal.write(Result("a", BEGUN, commit="abc1234"))
         assert not day(tmp_path, python("a")).pending()
 
-    def test_preparation_is_done_again_for_another_machine_or_code(self, tmp_path: Path) -> None:
-        todo = (python("a", serves=("b",)), python("b", expected=20.0))
-        assert not day(tmp_path, *todo, machine="x").run(10)
-        for fields, names in (
-            ({"machine": "x"}, "b"),
-            ({"machine": "y"}, "ab"),
-            ({"machine": "x", "commit": "d"}, "ab"),
-        ):
-            assert [step.name for step in day(tmp_path, *todo, **fields).pending()] == list(names)
-        assert day(tmp_path, *todo, machine="x").run(60)
-        assert day(tmp_path, *todo, machine="y").pending() == []
+    def test_preparation_is_done_again_in_each_call_that_needs_it(self, tmp_path: Path) -> None:
+        todo = (python("a", serves=("b",)), python("b", expected=20.0), python("c", after=("a",)))
+        assert not day(tmp_path, *todo).run(10)
+        assert [step.name for step in day(tmp_path, *todo).pending()] == ["a", "b", "c"]
+        assert day(tmp_path, *todo).run(60)
+        assert day(tmp_path, *todo).pending() == []
 
     def test_step_that_starts_over_has_all_of_its_time(self, tmp_path: Path) -> None:
         """Only the time that is left serves a step that continues."""
@@ -211,12 +204,6 @@ class TestContinue:
             cut.journal.write(Result("a", UNFINISHED, seconds=29.0))
             assert cut._left(step) == left
             assert cut.pending() == [step]
-
-    def test_step_whose_time_of_all_calls_ends_does_not_begin(self, tmp_path: Path) -> None:
-        long = python("a", expected=20.0)
-        assert not day(tmp_path, long).run(10, whole=False)
-        assert day(tmp_path, long).journal.results == []
-        assert day(tmp_path, long).run(10)
 
     def test_half_a_line_is_ignored(self, tmp_path: Path) -> None:
         day(tmp_path, python("a")).run(60)
@@ -243,14 +230,6 @@ class TestDevices:
         assert day(tmp_path, python("a"), platform=self.first).run(60)
         assert day(tmp_path, python("a"), platform=self.first._replace(triton="3.9.0")).pending()
 
-    def test_new_cache_is_another_machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A new container on the same host has the host's boot id, and no kernel in Triton's cache."""
-        ids = []
-        for name in ("one", "two", "one"):
-            monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
-            ids.append(this_machine())
-        assert ids[0] == ids[2] != ids[1]
-
     def test_platform_of_a_dry_run_is_that_of_its_rows(self) -> None:
         about = environment(torch.device("cpu"))
         assert this_platform(dry=True)[:2] == (about["device"], about["triton"])
@@ -264,15 +243,6 @@ class TestDevices:
         assert this_platform()[::2] == ("NVIDIA H200", "9.0")
         program.write_text("#!/bin/sh\nexit 1\n")
         assert this_platform()[::2] == ("no GPU", "")
-
-    def test_results_that_came_back_read_only(self, tmp_path: Path) -> None:
-        out = tmp_path / "results"
-        day(out, python("a")).run(60)
-        for path in (out / "steps.jsonl", out):
-            path.chmod(0o555 if path.is_dir() else 0o444)
-        make_writable(out)
-        assert [oct(path.stat().st_mode & 0o700) for path in (out, out / "steps.jsonl")] == ["0o700", "0o600"]
-        make_writable(tmp_path / "absent")
 
 
 class TestMain:
@@ -315,22 +285,6 @@ class TestMain:
         }  # fmt: skip
 
     @pytest.mark.slow
-    def test_total_time_bounds_all_calls(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        from benchmarks.first_day import steps as module
-
-        monkeypatch.setattr(module, "steps", lambda commit: [python("a"), python("b", expected=20.0)])
-        journal = Journal(tmp_path / "steps.jsonl", this_platform())
-        journal.write(Result("a", OK, seconds=27.9999 * 60, commit="abc1234"))
-        common = ["--out", str(tmp_path), "--commit", "abc1234"]
-        with pytest.raises(SystemExit) as exit:
-            main(common)
-        assert exit.value.code == CONTINUE
-        assert "The 28 minutes of all calls end here; --total-minutes names more." in capsys.readouterr().out
-        main([*common, "--total-minutes", "38"])
-
-    @pytest.mark.slow
     def test_step_ends_with_the_call(self, tmp_path: Path) -> None:
         """What a lost connection sends to the call."""
         program = "\n".join([
@@ -354,9 +308,8 @@ class TestMain:
         ("arguments", "message"),
         [
             (["--again", "x"], "the steps are machine, compile"),
-            (["--peers", "/nowhere"], "--peers must be a folder of packages; /nowhere holds none"),
         ],
-        ids=["step", "peers"],
+        ids=["step"],
     )
     def test_wrong_arguments(self, arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
         with pytest.raises(SystemExit):
