@@ -46,11 +46,6 @@ class TestSteps:
         limits = {step.name: step.limit for step in todo}
         assert sum(limits[name] for name in first) < 28 * 60 - 3 * 60
 
-    def test_sanitizers_see_the_tests(self) -> None:
-        """They run in pytest's process, which compute-sanitizer starts; all others have a process beside it."""
-        for step in steps("abc1234"):
-            assert ("--one-process" in step.command) is (step.command[0] == "compute-sanitizer")
-
     def test_page_has_all_steps_with_their_minutes(self) -> None:
         page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
         _, *rows = re.findall(r"^\| ([a-z, -]+) \| ([0-9.]+|minutes) \|", page, re.M)

@@ -1,7 +1,6 @@
 """A process whose kernels Triton compiles says so once; a process that finds them in Triton's cache is silent."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,39 +10,11 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from tests.fresh import FreshInterpreters
 from tritonpack import notices
 from tritonpack.kernels import compilation
 from tritonpack.kernels.intervals import offsets_kernel
 
-PROGRAM = """
-import os, warnings
-warnings.simplefilter("ignore")
-os.environ.update({environment!r})
-from tests.virtual_gpu.driver import fake_gpu
-from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tile_table import Cut, tile_tables
-
-mask = BlockDiagonalMask.from_seqlens([3, 5])
-with fake_gpu() as launches:
-    tile_tables(mask, Cut(16))
-    print(len(launches))
-"""
 LINE = "tritonpack: compiling Triton kernels, once per machine for each dtype and head dimension"
-
-
-@pytest.mark.compile
-@pytest.mark.slow
-def test_first_launches_say_that_kernels_are_compiled(fresh: FreshInterpreters, tmp_path: Path) -> None:
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": os.environ["PATH"]}
-    lines = []
-    for _ in range(2):
-        done = fresh.run(PROGRAM.format(environment=environment))
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout) > 1
-        lines.append(done.stderr.splitlines())
-    assert [line[: len(LINE)] for line in lines[0]] == [LINE]
-    assert lines[1] == []
 
 
 def test_listener_waits_for_a_kernel_of_this_package(

@@ -118,7 +118,7 @@ def test_one_binary_for_all_lengths(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @triton.jit
-def add_kernel(desc, out_ptr, ROWS: tl.constexpr):  # noqa: N803
+def add_kernel(desc, out_ptr, ROWS: tl.constexpr):
     """out [64]: the sums of the columns of a block of ROWS rows."""
     tl.store(out_ptr + tl.arange(0, 64), tl.sum(desc.load([0, 0]), 0))
 
