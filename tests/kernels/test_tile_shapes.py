@@ -97,14 +97,8 @@ def test_a_file_replaces_tiles(tmp_path: Path) -> None:
 
 
 GOOD = {
-    "arch": "sm_90",
-    "kernel": "forward",
-    "block_d": 128,
-    "block_m": 64,
-    "block_n": 64,
-    "num_warps": 4,
-    "num_stages": 2,
-}
+    "arch": "sm_90", "kernel": "forward", "block_d": 128, "block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2,
+}  # fmt: skip
 BAD = {
     "no file": (None, "FileNotFoundError"),
     "no json": ("tiles", "JSONDecodeError"),
