@@ -79,11 +79,7 @@ def test_gpus_use_the_tiles_that_the_launcher_chooses(gpu: str, monkeypatch: pyt
     ],
 )
 def test_key_depends_on_code(
-    module: str,
-    change: Callable[[str], str],
-    expected: list[bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, change: Callable[[str], str], expected: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = [key(FORWARD), key(DQ)]
     for name in ("forward", "backward", "primitives"):

@@ -9,16 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.first_day.runner import ROOT, Platform
-from benchmarks.first_day.verdict import (
-    FLASH_2,
-    GLUON,
-    TARGETS,
-    Figures,
-    Target,
-    report,
-    summary,
-    targets,
-)
+from benchmarks.first_day.verdict import FLASH_2, GLUON, TARGETS, Figures, Target, report, summary, targets
 from benchmarks.gpu.ledger import ABOUT, OPS, Ledger
 from benchmarks.harness.batch import Shape
 from benchmarks.harness.peers import OURS

@@ -44,9 +44,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("family", ["mistral", "qwen3_next"])
 @pytest.mark.fast(
-    "mistral-cpu_offload-patch",
-    "mistral-dispatch_model-accelerate",
-    "qwen3_next-disk_offload-accelerate",
+    "mistral-cpu_offload-patch", "mistral-dispatch_model-accelerate", "qwen3_next-disk_offload-accelerate"
 )
 def test_placed_models(family: str, placement: str, first: str, tmp_path: Path) -> None:
     """accelerate's hooks replace the forward of modules, patching that of recurrent layers; either may be undone."""

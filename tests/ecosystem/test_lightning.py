@@ -168,10 +168,7 @@ def test_two_processes(lightning: Any, tmp_path: Path, case: str) -> None:
     file = str(Path(__file__).resolve())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
     done = subprocess.run([*command, case, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
-    refusals = {
-        "loader": "there is no process group to ask",
-        "hook": "set `Trainer(use_distributed_sampler=False)`",
-    }
+    refusals = {"loader": "there is no process group to ask", "hook": "set `Trainer(use_distributed_sampler=False)`"}
     if case in refusals:
         assert done.returncode != 0
         assert refusals[case] in done.stderr

@@ -101,10 +101,7 @@ def test_other_ways_to_train(way: str, padded: Padded, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
 def test_masks_of_what_is_learned_need_unused_columns(mask: str, tmp_path: Path) -> None:
     """Trainer removes columns that the model's forward doesn't name before the collator sees them."""
-    documents = [
-        {"input_ids": [1, 2, 3, 4, 5], mask: [0, 0, 0, 1, 1]},
-        {"input_ids": [6, 7, 8, 9], mask: [0, 0, 1, 1]},
-    ]
+    documents = [{"input_ids": [1, 2, 3, 4, 5], mask: [0, 0, 0, 1, 1]}, {"input_ids": [6, 7, 8, 9], mask: [0, 0, 1, 1]}]
     with_labels = [
         {"input_ids": ids, "labels": labels}
         for ids, labels in (([1, 2, 3, 4, 5], [-100, -100, -100, 4, 5]), ([6, 7, 8, 9], [-100, -100, 8, 9]))

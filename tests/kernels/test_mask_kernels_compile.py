@@ -107,8 +107,7 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
 
 @pytest.mark.fast("segments")
 @pytest.mark.parametrize(
-    "name",
-    ["offsets", "segments", "padding", "transpose", "tree-parents", "tree-ends", "tree-depths", "tree-check"],
+    "name", ["offsets", "segments", "padding", "transpose", "tree-parents", "tree-ends", "tree-depths", "tree-check"]
 )
 def test_assertions_are_compiled(name: str) -> None:
     assert "__assertfail" in compile_kernel(name, "sm_90")[1]

@@ -152,10 +152,7 @@ CHECKED_IDS = ["aten.new_zeros.default", "runs_kernel"]
 NUMBERED = [f"aten.{name}" for name in ("eq.Tensor", "cumsum.default", "sub.Tensor", "clamp.default")]
 COPY = "aten.clone.default"
 BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
-    "offsets": (
-        lambda: BlockDiagonalMask.from_cu_seqlens(CU, total_q=95),
-        ["offsets_kernel"],
-    ),
+    "offsets": (lambda: BlockDiagonalMask.from_cu_seqlens(CU, total_q=95), ["offsets_kernel"]),
     "other keys": (
         lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 9]), torch.tensor([0, 7]), total_q=9, total_k=8),
         ["offsets_kernel"],
@@ -164,10 +161,7 @@ BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
     "segment ids": (lambda: BlockDiagonalMask.from_segment_ids(SEGMENTS), CHECKED_IDS),
     "padding": (lambda: BlockDiagonalMask.from_padding_mask(PADDED), CHECKED_IDS),
     "bounds": (lambda: BlockDiagonalMask(KEY_START, KEY_START, 4), [COPY, COPY, "transpose_kernel"]),
-    "parents": (
-        lambda: BlockDiagonalMask.from_tree(PARENTS),
-        ["parents_kernel", "depths_kernel", "starts_kernel"],
-    ),
+    "parents": (lambda: BlockDiagonalMask.from_tree(PARENTS), ["parents_kernel", "depths_kernel", "starts_kernel"]),
     "ends": (lambda: BlockDiagonalMask.from_tree_ends(ENDS), ["ends_kernel", "depths_kernel", "starts_kernel"]),
     "bounds of a tree": (lambda: replace(TREE), [*[COPY] * 5, "check_kernel"]),
 }
