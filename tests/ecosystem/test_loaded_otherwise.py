@@ -1,15 +1,11 @@
 """Models that were loaded with another attention, or meant to be: patched to our kernels, and given it back."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import tritonpack
 from tests.ecosystem.training import EXACT
 from tests.patches import zoo
-from tests.patches.models import tiny_model
 from tests.patches.test_patching import FORMS, alone, difference, documents, logits_and_gradients, state
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flex_attention", "eager", "sdpa", "kernels-community/flash-attn2")
@@ -29,19 +25,3 @@ def test_any_name_is_replaced_and_restored(family: str, name: str) -> None:
         assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
     assert state(model) == before
     assert model.config._attn_implementation == name
-
-
-def test_flash_attention_that_is_missing(tmp_path: Path) -> None:
-    """transformers refuses to load it; a program that falls back to the default gets our kernels by patching."""
-    if torch.cuda.is_available():
-        pytest.skip("flash attention may be there")
-    stock = tiny_model("llama")
-    stock.save_pretrained(tmp_path)
-    with pytest.raises((ImportError, ValueError, OSError)):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    call = {"input_ids": torch.cat(documents(), 1), **FORMS["position_ids"]()}
-    with tritonpack.patch(model) as handle:
-        assert (handle.report.attention, handle.report.replaced) == ("tritonpack", "sdpa")
-        got = logits_and_gradients(model, [call], lambda out: out[0])
-    assert difference(alone(stock), got) < EXACT

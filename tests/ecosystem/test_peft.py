@@ -19,6 +19,10 @@ peft = pytest.importorskip("peft")
 PACKED = {name: FORMS[name] for name in ("position_ids", "collator", "segment_mask")}
 
 
+def make(family: str) -> PreTrainedModel:
+    return tiny_model(family) if family in ("llama", "mistral") else zoo.tiny_model(family, dtype=torch.float64)
+
+
 def with_lora(model: PreTrainedModel) -> Any:
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(0)
@@ -55,55 +59,29 @@ def test_stock_leaks_in_the_same_test() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_next"])
 @pytest.mark.fast("mistral-patch", "gpt_oss-peft")
 def test_adapters_learn_from_separate_documents(family: str, first: str) -> None:
-    def make() -> PreTrainedModel:
-        return tiny_model(family) if family in ("llama", "mistral") else zoo.tiny_model(family, dtype=torch.float64)
-
-    expected = alone(with_lora(make()))
+    model: Any = make(family)
+    expected = alone(with_lora(make(family)))
     if first == "patch":
-        base = make()
-        tritonpack.patch(base)
-        model = with_lora(base)
-    else:
-        model = with_lora(make())
+        tritonpack.patch(model)
+    model = with_lora(model)
+    if first == "peft":
         tritonpack.patch(model)
     for form, make_arguments in PACKED.items():
         got = outcome(model(input_ids=torch.cat(documents(), 1), **make_arguments()).logits, model)
         assert difference(expected, got) < EXACT, form
 
 
-@pytest.mark.parametrize("form", ["position_ids", "collator"])
-def test_a_forward_that_is_called_directly(form: str) -> None:
-    """Some versions of PEFT call the wrapped model's forward, past its hooks."""
-    model = with_lora(tiny_model("mistral"))
-    expected = alone(model)
-    ids, arguments = torch.cat(documents(), 1), PACKED[form]()
+@pytest.mark.parametrize("family", ["mistral", "qwen3_next"])
+def test_a_forward_that_is_called_directly(family: str) -> None:
+    """Some versions of PEFT call the wrapped model's forward, past its hooks; also of recurrent layers."""
+    model = with_lora(make(family))
+    expected, ids = alone(model), torch.cat(documents(), 1)
     with tritonpack.patch(model):
         head = model.base_model.model
-        assert difference(expected, outcome(head.forward(input_ids=ids, **arguments).logits, model)) < EXACT
-        hidden = head.model.forward(input_ids=ids, **arguments)[0]
-        assert difference(expected, outcome(head.lm_head(hidden), model)) < EXACT
-
-
-def test_a_forward_that_is_called_directly_where_attention_is_not_all() -> None:
-    """The forward itself reads what hooks would, also for recurrent layers."""
-    model = with_lora(zoo.tiny_model("qwen3_next", dtype=torch.float64))
-    inner = model.base_model.model.model
-    expected = torch.cat([inner(ids)[0] for ids in documents()], dim=1)
-    with tritonpack.patch(model):
-        got = inner.forward(input_ids=torch.cat(documents(), 1), position_ids=positions())[0]
-    assert float((got - expected).abs().max()) < EXACT * float(expected.abs().max())
-
-
-def test_padded_batches() -> None:
-    model = with_lora(tiny_model("mistral"))
-    expected = alone(model)
-    rows = documents()
-    ids = nn.utils.rnn.pad_sequence([d[0] for d in rows], batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(d[0]) for d in rows], batch_first=True)
-    with tritonpack.patch(model):
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        got = torch.cat([row[: d.shape[1]] for row, d in zip(logits, rows, strict=True)])[None]
-        assert difference(expected, outcome(got, model)) < EXACT
+        for arguments in (PACKED["position_ids"](), PACKED["collator"]()):
+            assert difference(expected, outcome(head.forward(input_ids=ids, **arguments).logits, model)) < EXACT
+            hidden = head.model.forward(input_ids=ids, **arguments)[0]
+            assert difference(expected, outcome(head.lm_head(hidden), model)) < EXACT
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
