@@ -163,7 +163,13 @@ def options_are_refused(exchange):
             attend(q, k, v, mask, layout, exchange=options.pop("exchange", exchange), **options)
 
     refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
-    refused("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
+    refused("exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", exchange="p2p")
+    refused("stands for exchange='ring' with layout='stripe'", exchange="batch_stripe")
+    if exchange == "group_cast":
+        mask = trees()
+        zigzag = make_layout("zigzag", mask, size)
+        some = (torch.zeros(zigzag.lengths[dist.get_rank()], 4, 8) for _ in range(3))
+        refused("For a mask of trees use the layout", *some, mask, zigzag)
     other = make_layout("balanced", batch.mask, size + 1)
     refused(rf"layout is for {size + 1} ranks, and the group has {size}", layout=other)
     refused("layout must be a Layout.*got str", layout="zigzag")
@@ -228,13 +234,15 @@ BATCHES = {
     "7 heads on 7 key heads": lambda: Batch(heads=7, kv_heads=7),
     "9 heads on 3 key heads": lambda: Batch(heads=9, kv_heads=3, sinks=True),
     "3 tokens": lambda: Batch(BlockDiagonalMask.from_seqlens([2, 1])),
+    "all at once": lambda: Batch(packed(window=(9, 0)), options={"softcap": 3.0}, sinks=True, kv_heads=2),
+}
+TREES = {
     "trees": lambda: Batch(trees(), sinks=True),
     "trees, windows": lambda: Batch(trees(window=(4, 0)), options={"softcap": 3.0}, sinks=True),
-    "all at once": lambda: Batch(packed(window=(9, 0)), options={"softcap": 3.0}, sinks=True, kv_heads=2),
+    "alibi, trees": lambda: Batch(trees(), options={"alibi_slopes": SLOPES}, sinks=True),
 }
 ALIBI = {
     "alibi": lambda: Batch(options={"alibi_slopes": SLOPES}),
-    "alibi, trees": lambda: Batch(trees(), options={"alibi_slopes": SLOPES}, sinks=True),
     "alibi per document": lambda: Batch(options={"alibi_slopes": torch.outer(torch.arange(6) + 1.0, SLOPES)}),
 }
 STRIDES = {f"stride {n}": lambda n=n: Batch(sinks=True, exchange_options={"heads_k_stride": n}) for n in (1, 3, 4)}
@@ -258,10 +266,12 @@ for exchange in EXCHANGES:
         f"{exchange}, same bits": partial(repeats_itself, exchange),
         f"{exchange}, default chunks": partial(agrees_with_default_chunks, exchange),
     }
+for exchange in ("auto", "all_gather", "ring", "ulysses"):
+    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in TREES.items()}
 CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
-for name in ("windows", "trees, windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
+for name in ("windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
     CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
-for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("zigzag", "trees"), ("balanced", "windows")):
+for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("balanced", "windows")):
     CASES[f"auto, {layout}, {name}"] = partial(agrees, BATCHES[name], "auto", layout)
 CASES |= {f"auto, {name}": partial(agrees, make, "auto", "documents") for name, make in ALIBI.items()}
 CASES["auto, refusals"] = partial(options_are_refused, "auto")

@@ -134,13 +134,6 @@ def in_evaluation() -> None:
         close(model(**make_batch(0), skip_logits=True).loss, wanted, "loss without logits", SINGLE)
 
 
-def kept() -> list[dict[str, Any]]:
-    """Logits of the last nine tokens alone."""
-    batch = packed()
-    targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    return [{**batch, "shift_labels": targets[:, -9:], "logits_to_keep": 9}]
-
-
 def counted() -> list[dict[str, Any]]:
     """Accumulated batches of unlike lengths, weighed by their number of targets."""
     return [{**make_batch(number), "num_items_in_batch": torch.tensor(70)} for number in range(2)]
@@ -209,7 +202,6 @@ CASES = {
     "a rank without targets": partial(require_same, lambda: [first_targets()], layout="contiguous"),
     "gradients are summed": partial(require_same, lambda: [make_batch(0)], "sum"),
     "num_items_in_batch": partial(require_same, counted),
-    "logits_to_keep": partial(require_same, kept),
     "no logits": makes_no_logits,
     "patch first": partial(in_either_order, True),
     "Liger first": partial(in_either_order, False),

@@ -366,12 +366,9 @@ SETTINGS = {
         "heads_k_stride must be an integer from 1 to the number of key heads, 2; got 3", {"heads_k_stride": 3}
     ),
     "stride of no heads": ("heads_k_stride must be .* got 0", {"heads_k_stride": 0}),
-    "scheme with another layout": (
-        "'batch_zigzag' has the layout 'zigzag'; got layout='stripe'", {"exchange": "batch_zigzag", "layout": "stripe"}
-    ),
-    "scheme with the default layout": (
-        "'varlen_llama3' has the layout 'contiguous'; got layout='balanced'",
-        {"exchange": "varlen_llama3", "layout": "balanced"},
+    "axolotl's name": (
+        "'batch_zigzag'. This name of axolotl's stands for exchange='ring' with layout='zigzag'",
+        {"exchange": "batch_zigzag"},
     ),
 }  # fmt: skip
 MODELS = {
@@ -400,9 +397,7 @@ CALLS = {
     "labels of another shape": (
         r"labels must have the shape.*\(1, 51\); got \(1, 50\)", replaced(labels=numbers(1, 50))
     ),
-    "labels for kept logits": (r"\(1, 3\), so their targets.*Pass shift_labels", replaced(logits_to_keep=3)),
-    "kept logits outside of rows": ("places in rows of 51 tokens", replaced(logits_to_keep=torch.tensor([TOKENS]))),
-    "negative kept logits": ("logits_to_keep must be how many.*got int -1", replaced(logits_to_keep=-1)),
+    "kept logits": ("logits_to_keep names tokens of whole rows.*Leave it out", replaced(logits_to_keep=3)),
 }  # fmt: skip
 UNSUPPORTED_CALLS = {
     "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8)), make_model),

@@ -89,7 +89,7 @@ def in_pairs(*shape):
         trained.zero_grad()
         with SequenceParallel(trained, part, exchange=PAIR) as context:
             loss_of(trained, **batches[mesh.get_local_rank("dp")]).backward()
-        groups.add(context.state.ranks.group)
+        groups.add(context.ranks.group)
     (group,) = groups
     assert dist.get_process_group_ranks(group) == part.mesh.flatten().tolist()
     for (name, p), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -103,7 +103,7 @@ def layout_divides_sets_of_ranks():
     for pair, order in ((PAIR, (0, 1, 2, 3)), (PAIR[::-1], (0, 2, 1, 3))):
         with SequenceParallel(model, square(), exchange=pair, layout="documents") as context:
             model(**packed())
-            got = context.state.sharding.layout.rows
+            got = context.sharding.layout.rows
             assert [got[rank].tolist() for rank in order] == [rows.tolist() for rows in wanted]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -10,13 +11,14 @@ from tritonpack.attention import Backend, autocast, check_inputs
 from tritonpack.backends import resolve_backend
 from tritonpack.checks import is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.ops import run_attention
 from tritonpack.options import AttentionOptions, make_options
-from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
+from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of
 from tritonpack.parallel.exchanges import ring
 from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
-from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
-from tritonpack.parallel.exchanges.ulysses import AcrossSets, HeadsCall, Ulysses
+from tritonpack.parallel.exchanges.call import Call, Exchanged, rows_mask
+from tritonpack.parallel.exchanges.ulysses import attend_to_heads
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
@@ -68,11 +70,11 @@ def attend(
 
     - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
       neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
-      waits for the mask's device.
+      waits for the mask's device. For a mask of trees it takes "all_gather".
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
     - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
-      Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
-      travel is found once per mask, in host memory, which waits for the mask's device.
+      Any number of heads, any option, no mask of trees. How many these are depends on the layout: "documents" makes
+      them few. Which rows travel is found once per mask, in host memory, which waits for the mask's device.
     - "ring": blocks of keys and values travel from rank to rank. Least memory.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
@@ -103,61 +105,35 @@ def attend(
             raises.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
-    ranks = ranks_of(group)
+    ranks = as_ranks(group, dimensions=2)
     q, k, v = autocast(q, k, v)
-    check_shard(q, k, v, mask, layout, ranks)
+    _check_layout(q, mask, layout, ranks)
+    check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
     dimensions = dimensions_of(ranks, exchange)
-    check_options(dimensions, q.shape[1], dropout_p)
+    _check_options(dimensions, q.shape[1], dropout_p)
     check_stride(heads_k_stride, exchange, k.shape[1])
-    seen = mask_of_keys(mask, layout, dimensions)
+    across, within = dimensions.layouts(mask, layout)
+    keys, heads = dimensions.keys, dimensions.heads
+    seen = mask if keys is None else rows_mask(mask, across, keys.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
-    call = make_call(mask, layout, ranks, dimensions, options, resolve_backend(backend, q), heads_k_stride, k.shape[1])
+    backend, stride = resolve_backend(backend, q), heads_k_stride or -(-k.shape[1] // STEPS)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        """Some heads of the rows that the ranks which divide heads own together."""
+        if keys is None:
+            return run_attention(q, k, v, mask, options, backend)
+        call = Call(keys, across, mask, replace(options, sinks=None), backend, stride)
+        return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+
     lse: Tensor | None
-    if isinstance(call, HeadsCall):
-        out, lse = Ulysses.apply(call, return_lse, q, k, v, options.sinks)
+    if heads is None:
+        out, lse = attention(q, k, v, options)
     else:
-        out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+        out, lse = attend_to_heads(attention, heads, within, q, k, v, options, want_lse=return_lse)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
-
-
-def mask_of_keys(mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions) -> BlockDiagonalMask:
-    """The mask between the queries for which this rank computes and all keys of the batch."""
-    if dimensions.keys is None:
-        return mask
-    return rows_mask(mask, dimensions.layouts(mask, layout)[0], dimensions.keys.rank)
-
-
-def make_call(
-    mask: BlockDiagonalMask, layout: Layout, ranks: Ranks, dimensions: Dimensions, options: AttentionOptions,
-    backend: str, heads_k_stride: int | None, kv_heads: int,
-) -> Call:  # fmt: skip
-    """The arguments of the exchange along the dimension that divides heads, or else along that of the keys.
-
-    Args:
-        layout: of the whole group.
-        options: may have sinks, which the result leaves out.
-        backend: not "auto".
-        kv_heads: the number of key heads.
-    """
-    layout, own = dimensions.layouts(mask, layout)
-    stride = heads_k_stride or -(-kv_heads // STEPS)
-    others = (mask, of_heads(options, slice(None), None), backend, stride)
-    if not dimensions.divides_heads:
-        assert dimensions.keys is not None
-        return Call(dimensions.keys, layout, *others)
-    if dimensions.keys is None or dimensions.heads is None:
-        return HeadsCall(dimensions.heads or ranks, own, *others)
-    across = EXCHANGED[dimensions.exchange], Call(dimensions.keys, layout, *others)
-    return AcrossSets(dimensions.heads, own, *others, *across)
-
-
-def check_shard(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
-    """Raise ValueError unless a rank's tensors, the mask, the layout and the group fit each other."""
-    _check_layout(q, mask, layout, ranks)
-    check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
 
 
 def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
@@ -179,7 +155,7 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         )
 
 
-def check_options(dimensions: Dimensions, heads: int, dropout_p: float) -> None:
+def _check_options(dimensions: Dimensions, heads: int, dropout_p: float) -> None:
     """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(

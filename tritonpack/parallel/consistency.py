@@ -25,25 +25,18 @@ class ComparedParameters:
     """The trained parameters that every rank has whole, the smallest first; they must stay equal on all ranks."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = [module for model in models for module in model.modules()]
-        whole: list[Tensor] = [
-            p
-            for model in models
-            for p in model.parameters()
-            if p.requires_grad and p.is_floating_point() and not isinstance(p, DTensor) and p.numel() and not p.is_meta
-        ]
-        sharded = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # each rank has a piece
-        self.parameters = [] if sharded else sorted(whole, key=Tensor.numel)
+        sharded = any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules())
+        trained = (p for model in models for p in model.parameters() if p.requires_grad and p.is_floating_point())
+        whole = [p for p in trained if not isinstance(p, DTensor) and p.numel() and not p.is_meta]
+        self.parameters: list[Tensor] = [] if sharded else sorted(whole, key=Tensor.numel)
         self.forwards = 0
 
     def next(self) -> list[Tensor]:
         """The parameters to compare: all before the first forward, then the smallest ones and one other in turn."""
         self.forwards += 1
-        if self.forwards == 1:
-            return self.parameters
         others = self.parameters[ALWAYS_COMPARED:]
         turn = self.forwards % max(len(others), 1)
-        return [*self.parameters[:ALWAYS_COMPARED], *others[turn : turn + 1]]
+        return self.parameters if self.forwards == 1 else [*self.parameters[:ALWAYS_COMPARED], *others[turn : turn + 1]]
 
 
 def require_same_batch(

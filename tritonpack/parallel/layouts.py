@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -28,20 +28,6 @@ LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced", "documents"]
 CHUNK = 256  # rows
 MIN_CHUNKS = 16  # per rank, if chunks of LEAST rows or more suffice for that
 LEAST = 128  # rows of a kernel's tile; a tile with rows from several places also visits all keys between them
-
-
-class OtherRows(NamedTuple):
-    """The rows that a rank doesn't own, each (n,) int64.
-
-    Attributes:
-        rows: in ascending order.
-        order: where they lie in the other ranks' shards, laid end to end.
-        inverse: where the rows of these shards lie among `rows`.
-    """
-
-    rows: Tensor
-    order: Tensor
-    inverse: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,24 +97,6 @@ class Layout:
     def inverse(self) -> Tensor:
         """(num_rows,) int64: the place of each row in the ranks' shards, laid end to end."""
         return torch.cat(self.rows).argsort()
-
-    @cached_property
-    def in_order(self) -> bool:
-        """Whether the ranks' shards, laid end to end, are the batch in its order; waits for the device once."""
-        rows = torch.cat(self.rows)
-        return bool((rows[1:] > rows[:-1]).all())
-
-    def others(self, rank: int) -> OtherRows:
-        """The rows that a rank doesn't own; computed once."""
-        if rank not in self._others:
-            laid = torch.cat([self.rows[rank][:0], *(rows for r, rows in enumerate(self.rows) if r != rank)])
-            rows, order = laid.sort()
-            self._others[rank] = OtherRows(rows, order, order.argsort())
-        return self._others[rank]
-
-    @cached_property
-    def _others(self) -> dict[int, OtherRows]:
-        return {}
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rows of one rank, from a tensor with all rows of the batch along `dim`.
@@ -277,21 +245,11 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     """For each rank its rows of the layout "documents"."""
     start = torch.arange(masks[0].num_queries, device="cpu")
     stop = start
-    counted = Counter(masks)
-    for bounds in map(host_bounds, counted):
-        start = torch.where(bounds.live, torch.minimum(start, bounds.start), start)
-        stop = torch.where(bounds.live, torch.maximum(stop, bounds.stop), stop)
-
-    def keys_of_item(begin: int, end: int) -> Callable[[np.ndarray], float]:
-        parts = [(host_bounds(mask).part(begin, end), times) for mask, times in counted.items()]
-
-        def count(rows: np.ndarray) -> float:
-            local = torch.from_numpy(rows - begin)
-            return sum(seen_runs(part, local).size() * times for part, times in parts) / len(masks)
-
-        return count
-
-    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks), keys_of_item)
+    for bounds in map(host_bounds, set(masks)):
+        live = bounds.start < bounds.stop
+        start = torch.where(live, torch.minimum(start, bounds.start), start)
+        stop = torch.where(live, torch.maximum(stop, bounds.stop), stop)
+    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks))
 
 
 def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:

@@ -76,8 +76,8 @@ class ShardedLoss:
         own: the model's loss function.
         fused: whether the model may compute its loss without its loss function.
         sharding: how the batch is divided.
-        targets: this rank's targets, (1, rows) or (1, kept rows).
-        whole: the targets of all ranks, of any shape.
+        targets: this rank's targets, (1, rows).
+        whole: the targets of all ranks.
         gathers: whether the context gathers outputs.
         used: whether the model has called it.
         result: the loss that it returned, without what the model adds to it.

@@ -36,12 +36,12 @@ class ByHeads:
         steps, parts = self._divide(call, k)
         own = own_keys(call)
         keys = _travel(call, k, v, [(ALL_HEADS, own), *product(steps, parts)])
-        out, lse = own.forward(call, q, *next(keys), ALL_HEADS)
+        out, lse = call.forward(q, *next(keys), own.mask)
         for step in steps if parts or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
             for part in parts:
-                total, total_lse = merge(total, total_lse, *part.forward(call, q[:, heads], *next(keys), heads))
+                total, total_lse = merge(total, total_lse, *call.forward(q[:, heads], *next(keys), part.mask, heads))
             if sinks is not None:
                 total, total_lse = merge_sinks(total, total_lse, sinks[heads])
             out[:, heads], lse[heads] = total, total_lse
@@ -59,8 +59,8 @@ class ByHeads:
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
             heads = _queries(step, q, k)
             dlse_part = None if dlse is None else dlse[heads]
-            dq_part, dk_part, dv_part = part.backward(
-                call, dout[:, heads], dlse_part, q[:, heads], ks, vs, out[:, heads], lse[heads], heads
+            dq_part, dk_part, dv_part = call.backward(
+                dout[:, heads], dlse_part, q[:, heads], ks, vs, out[:, heads], lse[heads], part.mask, heads
             )
             dq[:, heads] += dq_part
             if add is not None:
