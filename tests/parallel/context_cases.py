@@ -22,7 +22,6 @@ from tests.parallel.models import (
     on_ranks,
     packed,
     same,
-    two_rows,
 )
 from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
@@ -32,7 +31,7 @@ from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.parse_inputs import CACHES
 
 EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
-LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced", "documents")
+LAYOUTS = ("contiguous", "zigzag", "stripe", "documents")
 
 
 def agrees(family="llama", batch="packed", **options):
@@ -51,13 +50,6 @@ def loss_of_transformers():
     torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def default_chunks():
-    """A batch that is long enough for two chunks or more per rank, as users have them."""
-    size = dist.get_world_size()
-    batch = packed((75 * size, 1, 150 * size, 45 * size))
-    same(on_ranks(make_model("gemma2"), loss_of, batch), alone(make_model("gemma2"), loss_of, batch))
 
 
 def accumulated_gradients():
@@ -255,9 +247,9 @@ def layout_beside_a_vision_tower():
     config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, **tokens)
     model = AutoModelForImageTextToText.from_config(config)
     batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
-    with SequenceParallel(model, layout="balanced") as context:
+    with SequenceParallel(model, layout="documents") as context:
         model(**batch)
-        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
+        wanted = make_layout("documents", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
         for got, rows in zip(context.sharding.layout.rows, wanted.rows, strict=True):
             assert got.tolist() == rows.tolist()
 
@@ -317,11 +309,9 @@ CASES = {
         for exchange in EXCHANGES
         for family in ("mistral", "gemma2", "gpt_oss")
     },
-    "one head at a time": partial(agrees, heads_k_stride=1),
     "summed gradients": partial(agrees, grad_reduce="sum"),
     "loss of transformers": loss_of_transformers,
     "accumulated gradients": accumulated_gradients,
-    "default chunks": default_chunks,
     "other ignore_index": partial(other_ignore_index, "two_rows"),
     "other ignore_index, padded layout": partial(other_ignore_index, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
@@ -354,7 +344,7 @@ ALSO_ON_FOUR = [
     *(f"all_gather: {batch}" for batch in BATCHES if batch != "packed"),
     *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
     *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
-    *("default chunks", "accumulated gradients", "checkpointed", "targets on one rank"),
+    *("accumulated gradients", "checkpointed", "targets on one rank"),
     *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
     *("outputs of two rows", "documents stay apart: ring", "in groups of two"),
 ]

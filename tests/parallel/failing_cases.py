@@ -77,7 +77,7 @@ def along_dimensions():
     limit._timeout = LIMIT
     override = dict.fromkeys(("across", "within"), ("gloo", limit))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("across", "within"), backend_override=override)
-    model, options = make_model(), {"exchange": ("group_cast", "ulysses"), "layout": "balanced"}
+    model, options = make_model(), {"exchange": ("group_cast", "ulysses"), "layout": "documents"}
     if is_last():  # the others wait in the next layer
         model.model.layers[0].register_forward_hook(partial(raise_here, UserError("my hook")))
     expected = pytest.raises(UserError) if is_last() else pytest.raises(RuntimeError, match=ENDED)

@@ -163,7 +163,7 @@ def rotary_embeddings_follow_the_longest_document():
 def default_layouts():
     model = make_model()
     for options, layout in (
-        ({}, "documents"), ({"exchange": "group_cast"}, "documents"), ({"exchange": "all_gather"}, "balanced")
+        ({}, "documents"), ({"exchange": "all_gather"}, "documents"), ({"layout": "stripe"}, "stripe")
     ):  # fmt: skip
         with SequenceParallel(model, **options) as context:
             assert context.layout == layout

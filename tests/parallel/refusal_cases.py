@@ -249,9 +249,8 @@ def loss_without_a_loss_function():
     with SequenceParallel(model, gather_outputs=True):
         close(model(**batch).logits, wanted, "logits")
         message = "RobertaForMaskedLM computes its loss without its loss function"
-        with pytest.raises(UnsupportedModelError, match=message) as error:
+        with pytest.raises(UnsupportedModelError, match=message):
             model(**batch, labels=labels)
-        assert "gather_outputs" not in str(error.value), "the remedy is passed already"
     with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=f"{message}.*gather_outputs=True"):
         model(**batch, labels=labels)
 
@@ -262,7 +261,7 @@ def remedy_for_a_loss_function():
         with SequenceParallel(with_its_own_loss(), gather_outputs=gathers) as context:
             with pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels") as error:
                 context.models[0](**packed())
-            assert ("gather_outputs" in str(error.value)) is not gathers
+            assert "gather_outputs" in str(error.value)
 
 
 class OwnHead(nn.Module):
@@ -359,13 +358,6 @@ SETTINGS = {
         "exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", {"exchange": "p2p"}
     ),
     "list of exchanges": (r"exchange must be one of .* got \['ring'\]", {"exchange": ["ring"]}),
-    "stride of another exchange": (
-        "heads_k_stride is for exchange='all_gather'", {"exchange": "ring", "heads_k_stride": 1}
-    ),
-    "stride of more than all key heads": (
-        "heads_k_stride must be an integer from 1 to the number of key heads, 2; got 3", {"heads_k_stride": 3}
-    ),
-    "stride of no heads": ("heads_k_stride must be .* got 0", {"heads_k_stride": 0}),
     "axolotl's name": (
         "'batch_zigzag'. This name of axolotl's stands for exchange='ring' with layout='zigzag'",
         {"exchange": "batch_zigzag"},

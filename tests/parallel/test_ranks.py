@@ -31,11 +31,10 @@ def each_case(size, *modules):
 @pytest.mark.fast(
     "all_gather_with_grad: gathers dim 0, uneven True, lengths True",
     "all_gather_with_grad: sum, strided_loss",
-    "attention: all_gather, stride 3",
     "attention: all_gather, windows",
     "attention: group_cast, documents, windows",
     "attention: group_cast, zigzag",
-    "attention: ring, balanced",
+    "attention: ring, documents",
     "attention: ring, trees, windows",
     "attention: ulysses, contiguous",
     "attention: ulysses, bfloat16",

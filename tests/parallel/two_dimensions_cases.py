@@ -14,7 +14,7 @@ from tests.parallel.attention_cases import (
     ALIBI,
     BATCHES,
     LAYOUTS,
-    STRIDES,
+    TREES,
     Batch,
     differentiate,
     expected,
@@ -48,26 +48,24 @@ def exact(got, wanted, what):
 
 
 def results(batch, exchange, layout, group):
-    """out, lse and gradients of this rank's rows; the gradient of sinks is this rank's part."""
-    q, k, v, dout, dlse, sinks = tensors(batch)
-    rank, options = dist.get_rank(), batch.options | batch.exchange_options
+    """out and gradients of this rank's rows; the gradient of sinks is this rank's part."""
+    *whole, sinks = tensors(batch)
 
     def call(q, k, v, sinks):
-        return attend(q, k, v, batch.mask, layout, group, exchange=exchange, sinks=sinks, return_lse=True, **options)
+        return attend(q, k, v, batch.mask, layout, group, exchange=exchange, sinks=sinks, **batch.options)
 
-    mine = [layout.shard(x, rank) for x in (q, k, v, dout)]
-    return differentiate(call, *mine, layout.shard(dlse, rank, 1), sinks)
+    return differentiate(call, *(layout.shard(x, dist.get_rank()) for x in whole), sinks)
 
 
 def agrees(make_batch, exchange, layout_name, parts=1):
     """Equals one process. `parts` is how many ranks get runs of the rows that the layout gives them together."""
     batch, size = make_batch(), dist.get_world_size()
-    layout = make_layout(layout_name, batch.mask, size // parts, chunk=4).divide(parts)
+    layout = make_layout(layout_name, batch.mask, size // parts).divide(parts)
     got, wanted = results(batch, exchange, layout, square()), expected(batch)
-    for name, ours, whole in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
+    for name, ours, whole in zip(("out", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
         if name == "dsinks":
             dist.all_reduce(ours)
-        exact(ours, whole if name == "dsinks" else layout.shard(whole, dist.get_rank(), int(name == "lse")), name)
+        exact(ours, whole if name == "dsinks" else layout.shard(whole, dist.get_rank()), name)
 
 
 def half_precision(exchange):
@@ -105,11 +103,8 @@ def refuses_options():
         with pytest.raises(ValueError, match=message):
             results(batch, exchange, layout, group or square())
 
-    stride = "must be an integer from 1 to the number of key heads, 4; got 5"
-    refused(stride, PAIR, exchange_options={"heads_k_stride": 5})
-    stride = r"heads_k_stride is for exchange='all_gather' or .*; leave it out for \('ring', 'ulysses'\)"
-    refused(stride, ("ring", "ulysses"), exchange_options={"heads_k_stride": 1})
     refused("gives every rank a query head, and there are 1 for 2 ranks", PAIR, heads=1, kv_heads=1)
+    refused("each of 2 ranks needs equally many query heads .* are 9 query heads and 3", PAIR, heads=9, kv_heads=3)
     refused("needs an exchange for each, such as exchange=.*; got 'ring'", "ring")
     refused("is for a mesh of two dimensions, and the group has one", PAIR, dist.group.WORLD)
 
@@ -117,16 +112,18 @@ def refuses_options():
 CASES = {
     **{f"{keys}, {layout}": partial(agrees, Batch, (keys, "ulysses"), layout) for keys in KEYS for layout in LAYOUTS},
     **{
-        f"{keys}, {name}": partial(agrees, make, (keys, "ulysses"), "balanced")
+        f"{keys}, {name}": partial(agrees, make, (keys, "ulysses"), "documents")
         for keys in KEYS
         for name, make in BATCHES.items()
+        if name != "9 heads on 3 key heads"
     },
     **{
         f"{keys}, {name}": partial(agrees, make, (keys, "ulysses"), "zigzag")
         for keys in KEYS
-        for name, make in (ALIBI | ({} if keys == "ring" else STRIDES)).items()
+        for name, make in (ALIBI | TREES).items()
+        if keys != "group_cast" or name not in TREES
     },
-    **{f"ulysses, {keys}": partial(agrees, BATCHES["all at once"], ("ulysses", keys), "balanced") for keys in KEYS},
+    **{f"ulysses, {keys}": partial(agrees, BATCHES["all at once"], ("ulysses", keys), "documents") for keys in KEYS},
     **{f"{keys}, divided": partial(agrees, Batch, (keys, "ulysses"), "documents", 2) for keys in KEYS},
     **{f"{keys}, bfloat16": partial(half_precision, (keys, "ulysses")) for keys in KEYS},
     **{f"{keys}, along {along}": partial(repeats, keys, along) for keys in KEYS for along in (keys, "ulysses")},

@@ -267,7 +267,7 @@ def sequence_parallelism() -> str:
     from tritonpack.parallel.dimensions import Exchange
 
     inputs = _inputs("multi-query", torch.float32, device)
-    layout, exchanges = make_layout("balanced", inputs.mask, 1), get_args(Exchange)
+    layout, exchanges = make_layout("contiguous", inputs.mask, 1), get_args(Exchange)
 
     def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.parallel.attention import check_stride
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
 from tritonpack.parallel.dimensions import dimensions_of
@@ -21,7 +20,6 @@ from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 from tritonpack.parallel.trainers.watch import unwatch, watch
 from tritonpack.parallel.validate import (
     find_base,
-    key_heads,
     require_reduction,
     require_shardable,
     shared_modules,
@@ -33,7 +31,7 @@ from tritonpack.patches.patching import Patch
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-SETTINGS = ("exchange", "layout", "heads_k_stride", "gather_outputs", "grad_reduce", "check_batches")
+SETTINGS = ("exchange", "layout", "gather_outputs", "grad_reduce", "check_batches")
 
 
 class SequenceParallel:
@@ -70,11 +68,9 @@ class SequenceParallel:
         exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "auto", "all_gather", "group_cast",
             "ring" or "ulysses"; for a mesh of two dimensions a pair with "ulysses" for one of them and another name for
             the other, such as ("group_cast", "ulysses").
-        layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe",
-            "balanced" or "documents"; these two wait for the device once per forward. None means "documents" with
-            "auto" and "group_cast", and "balanced" with the others. With a pair of exchanges, the ranks that divide
-            heads own rows together, and each of them gets a run of these.
-        heads_k_stride: key heads per step of "auto", "all_gather" and "group_cast", as in `attend`; others refuse it.
+        layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "documents", "contiguous", "zigzag" or
+            "stripe". The first one waits for the device once per forward. With a pair of exchanges, the ranks that
+            divide heads own rows together, and each of them gets a run of these.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
         check_batches: compare batches between ranks before each forward, which waits for the device. Without it,
@@ -95,8 +91,7 @@ class SequenceParallel:
         group_or_mesh: GroupLike = None,
         *,
         exchange: str | tuple[str, str] = "auto",
-        layout: str | None = None,
-        heads_k_stride: int | None = None,
+        layout: str = "documents",
         gather_outputs: bool = False,
         grad_reduce: GradReduce = "mean",
         check_batches: bool = True,
@@ -106,10 +101,8 @@ class SequenceParallel:
         self.ranks = as_ranks(group_or_mesh, dimensions=2)
         # Checked on entry, which raises on every rank.
         self.exchange: Any = exchange
-        names = exchange if isinstance(exchange, (tuple, list)) else [exchange]
-        few_keys_help = "auto" in names or "group_cast" in names
-        self.layout = ("documents" if few_keys_help else "balanced") if layout is None else layout
-        self.heads_k_stride, self.grad_reduce = heads_k_stride, grad_reduce
+        self.layout: Any = layout
+        self.grad_reduce = grad_reduce
         self.gather_outputs, self.check_batches = gather_outputs, check_batches
         self.entered = self.is_paused = False
         self.sharding: Sharding | None = None  # of the last batch
@@ -148,8 +141,8 @@ class SequenceParallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.sharding is not None and not self.gather_outputs:
-            _add_remedy(error, self.sharding)
+        if error is not None and self.sharding is not None and _names_rows(str(error), self.sharding):
+            self.explain(error)
         self._restore()
 
     @contextmanager
@@ -216,6 +209,19 @@ class SequenceParallel:
         latest = {id(forward.module): forward for forward in self.forwards}
         self.forwards += [ShardedForward(one.module, self) for one in latest.values() if one.is_covered]
 
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of a head or a loss outside of the models how it gets the rows of the whole batch."""
+        message = str(error)
+        if self.sharding is None or self.gather_outputs or error.args != (message,) or "gather_outputs" in message:
+            return
+        error.args = (
+            f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, "
+            f"{self.sharding.rows}, ...) of a batch of {tuple(self.sharding.tokens)} tokens. A head or a loss outside "
+            "of the given model gets all rows with SequenceParallel(..., gather_outputs=True). Or pass the whole model "
+            "with its head, call the model itself (not a `forward` that was read from it before the context was "
+            "entered), and shard labels with `context.shard`.",
+        )
+
     def _last(self) -> Sharding:
         if self.sharding is None:
             raise ValueError("no batch has been shared yet: run a model's forward inside of the context first.")
@@ -240,7 +246,6 @@ class SequenceParallel:
             for applied in applied_to(model):
                 applied.proof.settle()
             require_shardable(model, self._patches[-1].report if base is None else base.report)
-            check_stride(self.heads_k_stride, self.exchange, key_heads(model))
             for module in shared_modules(model):  # one by one, so that an error leaves none behind
                 self.forwards.append(ShardedForward(module, self))
         self.compared = ComparedParameters(self.models)
@@ -266,20 +271,11 @@ def _configured(modules: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def _add_remedy(error: BaseException, sharding: Sharding) -> None:
-    """Add to an error that names the rows of this rank and of the batch how a head or a loss gets all rows.
+def _names_rows(message: str, sharding: Sharding) -> bool:
+    """Whether an error, such as torch's, names the rows of this rank and those of the batch.
 
     The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
     """
-    message, rows, (batch, length) = str(error), sharding.rows, sharding.tokens
-    named = set(map(int, re.findall(r"\d+", message)))
+    named, rows, (batch, length) = set(map(int, re.findall(r"\d+", message))), sharding.rows, sharding.tokens
     own = {rows, rows - 1}  # without the last row if a loss has shifted them
-    whole = {length, length - 1, batch * length, batch * (length - 1)}
-    if error.args != (message,) or "gather_outputs" in message or not (own & named and whole & named):
-        return
-    error.args = (
-        f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of a "
-        f"batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows with "
-        "SequenceParallel(..., gather_outputs=True). Or pass the whole model with its head, call the model itself (not "
-        "a `forward` that was read from it before the context was entered), and shard labels with `context.shard`.",
-    )
+    return bool(own & named and {length, length - 1, batch * length, batch * (length - 1)} & named)

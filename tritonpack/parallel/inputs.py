@@ -66,7 +66,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], shared: Any
     error = None
     try:
         arguments = in_form(arguments)
-        whole, targets = _read(arguments, module, shared.gather_outputs)
+        whole, targets = _read(arguments, module)
     except Exception as problem:
         error = problem
     if shared.check_batches:
@@ -91,7 +91,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], shared: Any
             sharded = {name: x for name, x in sharded.items() if name not in OWN_ARGUMENTS}
             sharded |= {FUSED_HEAD: True, "shift_labels": own}
         else:
-            loss = ShardedLoss(module, sharding, own, targets, shared.gather_outputs)
+            loss = ShardedLoss(module, sharding, own, targets)
             sharded |= loss.arguments(arguments)
     return Shard(batch, loss, head, sharded)
 
@@ -106,7 +106,7 @@ def _circumstances(module: PreTrainedModel, shared: Any) -> dict[str, Any]:
     }
 
 
-def _read(arguments: dict[str, Any], module: PreTrainedModel, gathers: bool) -> tuple[PackedBatch, Tensor | None]:
+def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBatch, Tensor | None]:
     """Read the arguments of a call; refuses arguments that can't be sharded.
 
     Returns:
@@ -138,7 +138,7 @@ def _read(arguments: dict[str, Any], module: PreTrainedModel, gathers: bool) -> 
     if base.padding_place is not None:  # documents may hold padding tokens on other ranks
         positions = from_padding(packed_batch, arguments.get("input_ids"), base.padding_place)
         packed_batch = packed_batch.replace(boundaries=packed_batch.runs()[0], position_ids=positions)
-    return packed_batch, _targets(arguments, tokens, module, gathers)
+    return packed_batch, _targets(arguments, tokens, module)
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
@@ -202,13 +202,13 @@ def _own_rows(x: Any, sharding: Sharding) -> Any:
     return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
 
 
-def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel, gathers: bool) -> Tensor | None:
+def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
     """The target of each token, of the shape `tokens`; None without labels."""
     labels, targets = arguments.get("labels"), arguments.get("shift_labels")
     own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
     if labels is None and (targets is None or not own_head):
         return None
-    shifting = own_head or shifts(module.loss_function, gathers)
+    shifting = own_head or shifts(module.loss_function)
     for name, given in (("labels", labels), ("shift_labels", targets)):
         if given is not None and given.shape != tokens:
             raise ValueError(f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}.")

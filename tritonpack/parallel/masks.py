@@ -41,7 +41,7 @@ class ShardedMask(IntervalMask):
         sharding = self.sharding
         return attend(
             q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
-            heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
+            backend=self.serving.backend, **options,
         )  # fmt: skip
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -137,9 +137,7 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], shared: Any) -> S
     padded = _pad_rows(whole, columns)
     masks = [padded.interval_mask(length + columns, 0, 0, spec).mask for spec in specs]
     layout = dimensions_of(shared.ranks, shared.exchange).make_layout(shared.layout, masks)
-    sharding = Sharding(
-        shared.ranks, layout, whole.tokens, columns, shared.exchange, shared.heads_k_stride, shared.grad_reduce
-    )
+    sharding = Sharding(shared.ranks, layout, whole.tokens, columns, shared.exchange, shared.grad_reduce)
     mask = whole.to_tensor() if columns and whole.attention_mask is None else whole.attention_mask
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids

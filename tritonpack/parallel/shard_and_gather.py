@@ -36,7 +36,7 @@ class Sharding:
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
         columns: the number of padding tokens at the end of each row, so that every rank of a short batch has rows.
-        exchange, heads_k_stride: as in `attend`.
+        exchange: as in `attend`.
         grad_reduce: "mean" or "sum".
     """
 
@@ -45,7 +45,6 @@ class Sharding:
     tokens: torch.Size
     columns: int
     exchange: Exchanges
-    heads_k_stride: int | None
     grad_reduce: GradReduce
 
     @property

@@ -22,7 +22,7 @@ from tritonpack.parallel.exchanges.call import ALL_HEADS, Call
 from tritonpack.parallel.exchanges.keys import Part, divide, own_halves, own_keys
 from tritonpack.parallel.exchanges.merge import merge, merge_sinks
 
-STEPS = 4  # of heads and parts of keys together, by default
+STEPS = 4  # of heads and parts of keys together
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ByHeads:
         return out, lse
 
     def backward(
-        self, call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows."""
         steps, parts = self._divide(call, k)
@@ -58,9 +58,8 @@ class ByHeads:
         add: Callable[[], None] | None = None
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
             heads = _queries(step, q, k)
-            dlse_part = None if dlse is None else dlse[heads]
             dq_part, dk_part, dv_part = call.backward(
-                dout[:, heads], dlse_part, q[:, heads], ks, vs, out[:, heads], lse[heads], part.mask, heads
+                dout[:, heads], q[:, heads], ks, vs, out[:, heads], lse[heads], part.mask, heads
             )
             dq[:, heads] += dq_part
             if add is not None:
@@ -72,7 +71,9 @@ class ByHeads:
 
     def _divide(self, call: Call, k: Tensor) -> tuple[list[slice], Sequence[Part]]:
         """The key heads of each step, and the parts of the keys that travel in it."""
-        steps = [slice(first, min(first + call.stride, k.shape[1])) for first in range(0, k.shape[1], call.stride)]
+        heads = k.shape[1]
+        stride = -(-heads // STEPS)
+        steps = [slice(first, min(first + stride, heads)) for first in range(0, heads, stride)]
         return steps, divide(self.name, call, max(STEPS // len(steps), 1))
 
 

@@ -29,7 +29,6 @@ class Call:
         mask: the mask of the whole batch.
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
-        stride: the key heads per step of "all_gather" and "group_cast".
     """
 
     ranks: Ranks
@@ -37,7 +36,6 @@ class Call:
     mask: BlockDiagonalMask
     options: AttentionOptions
     backend: str
-    stride: int
 
     def rows_mask(self, source: int) -> BlockDiagonalMask:
         """The mask between this rank's queries and the keys of the rank `source`."""
@@ -60,37 +58,34 @@ class Call:
         return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        mask: BlockDiagonalMask, heads: slice = ALL_HEADS,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockDiagonalMask,
+        heads: slice = ALL_HEADS,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dq, dk and dv of some query heads and some keys. `out` and `lse` are the results over all keys."""
         arguments = ops.plan(q, k, v, mask, of_heads(self.options, heads), self.backend, backward=True)
-        return ops.attention_backward(dout, dlse, q, k, v, out, lse, *arguments)[:3]
+        return ops.attention_backward(dout, None, q, k, v, out, lse, *arguments)[:3]
 
 
 class Exchanged(torch.autograd.Function):
-    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v), lse (H, n) of this rank's n rows.
+    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows.
 
     `exchange` has the functions `forward` and `backward`, as the module `ring` and each `ByHeads`.
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         out, lse = exchange.forward(call, *tensors)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.arguments = exchange, call
-        ctx.set_materialize_grads(False)
-        return out, lse
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange, call = ctx.arguments
-        dout, dlse = gradients
         *tensors, sinks, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        dsinks = None if sinks is None else sink_gradients(sinks, dout, dlse, out, lse)
-        return None, None, *exchange.backward(call, dout, dlse, *tensors, out, lse), dsinks
+        dsinks = None if sinks is None else sink_gradients(sinks, *gradients, out, lse)
+        return None, None, *exchange.backward(call, *gradients, *tensors, out, lse), dsinks
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:

@@ -47,29 +47,13 @@ class Part:
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         """Start to send k (n, heads, D) and v (n, heads, D_v) of the own rows; the result has those of the part."""
-        coming = self._send(k, v, ranks)
-        return lambda: split(coming(), k, v)
+        raise NotImplementedError
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         """Start to send gradients of the part's keys and values to the ranks that own them.
 
         The result adds what arrives at this rank to dk (n, heads, D) and dv (n, heads, D_v), in `comm.wide`.
         """
-        coming = self._return(join(dk, dv).to(wide(dk.dtype)), ranks)
-
-        def add(total_dk: Tensor, total_dv: Tensor) -> None:
-            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
-                self._add(total, part)
-
-        return add
-
-    def _send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Arrival:
-        raise NotImplementedError
-
-    def _return(self, gradients: Tensor, ranks: Ranks) -> Arrival:
-        raise NotImplementedError
-
-    def _add(self, total: Tensor, part: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -125,18 +109,22 @@ class GatheredKeys(Part):
     def length(self) -> int:
         return self.rows.stop - self.rows.start
 
-    def _send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Arrival:
+    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         coming = gather(pad_to(join(k[self.rows], v[self.rows]), 0, self.length), ranks)
-        return lambda: coming().flatten(0, 1).index_select(0, self.places)
+        return lambda: split(coming().flatten(0, 1).index_select(0, self.places), k, v)
 
-    def _return(self, gradients: Tensor, ranks: Ranks) -> Arrival:
+    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
+        gradients = join(dk, dv).to(wide(dk.dtype))
         runs = gradients.new_zeros(ranks.size * self.length, gradients.shape[1])
         runs.index_copy_(0, self.places, gradients)
-        return scatter_sum(runs.unflatten(0, (ranks.size, self.length)), ranks)
+        coming = scatter_sum(runs.unflatten(0, (ranks.size, self.length)), ranks)
 
-    def _add(self, total: Tensor, part: Tensor) -> None:
-        mine = total[self.rows]
-        mine += part[: mine.shape[0]]
+        def add(total_dk: Tensor, total_dv: Tensor) -> None:
+            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                mine = total[self.rows]
+                mine += part[: mine.shape[0]]
+
+        return add
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,19 +143,24 @@ class CastKeys(Part):
     received_counts: list[int]
     order: Tensor
 
-    def _send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Arrival:
+    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         message = join(k, v).index_select(0, self.sent)
         coming = _exchange(message, self.sent_counts, self.received_counts, ranks)
-        return lambda: coming().index_select(0, self.order)
+        return lambda: split(coming().index_select(0, self.order), k, v)
 
-    def _return(self, gradients: Tensor, ranks: Ranks) -> Arrival:
+    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
+        gradients = join(dk, dv).to(wide(dk.dtype))
         message = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
-        return _exchange(message, self.received_counts, self.sent_counts, ranks)
+        coming = _exchange(message, self.received_counts, self.sent_counts, ranks)
 
-    def _add(self, total: Tensor, part: Tensor) -> None:
-        for places, rows in zip(self.sent.split(self.sent_counts), part.split(self.sent_counts), strict=True):
-            if places.shape[0]:
-                total.index_add_(0, places, rows)  # no place twice, so the order of additions is fixed
+        def add(total_dk: Tensor, total_dv: Tensor) -> None:
+            places = self.sent.split(self.sent_counts)
+            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                for some, rows in zip(places, part.split(self.sent_counts), strict=True):
+                    if some.shape[0]:
+                        total.index_add_(0, some, rows)  # no place twice, so the order of additions is fixed
+
+        return add
 
 
 def _exchange(message: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:

@@ -34,7 +34,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's rows."""
     size, rank = call.ranks.size, call.ranks.rank
@@ -43,7 +43,7 @@ def backward(
 
     def add_own(part: OwnKeys) -> None:
         if call.visible()[rank]:
-            gradients = call.backward(dout, dlse, q, k[part.rows], v[part.rows], out, lse, part.mask)
+            gradients = call.backward(dout, q, k[part.rows], v[part.rows], out, lse, part.mask)
             dq.add_(gradients[0])
             part.give_back(*gradients[1:], call.ranks)(dk, dv)
 
@@ -53,7 +53,7 @@ def backward(
             add_own(first)
             continue
         if call.visible()[source]:
-            dq_part, *dkv_part = call.backward(dout, dlse, q, ks, vs, out, lse, call.rows_mask(source))
+            dq_part, *dkv_part = call.backward(dout, q, ks, vs, out, lse, call.rows_mask(source))
             dq += dq_part
             dkv = join(*dkv_part).to(dq.dtype)
         else:

@@ -32,36 +32,35 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
     return own, tuple(slice(span.start // group, (span.stop - 1) // group + 1) for span in own)
 
 
+def divides_key_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether a rank has unlike numbers of query heads for its key heads."""
+    group = heads // kv_heads
+    spans = zip(*divide_heads(heads, kv_heads, ranks), strict=True)
+    return any(used.stop - used.start > 1 and (own.start % group or own.stop % group) for own, used in spans)
+
+
 def attend_to_heads(
-    attention: Callable[[Tensor, Tensor, Tensor, AttentionOptions], tuple[Tensor, Tensor]],
-    ranks: Ranks, layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention by ranks that divide heads, differentiable.
+    attention: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor], ranks: Ranks, layout: Layout, q: Tensor,
+    k: Tensor, v: Tensor, options: AttentionOptions,
+) -> Tensor:  # fmt: skip
+    """out (n, H, D_v) of the own rows by ranks that divide heads, differentiable.
 
     Args:
-        attention: (q, k, v, options) -> out and lse, of all rows and some heads.
+        attention: (q, k, v, options) -> out, of all rows and some heads.
         ranks: the ranks that divide heads.
         layout: which of their rows each of them owns.
         q, k, v: of the own rows.
         options: of all heads.
-        want_lse: whether log-sum-exps travel back, too.
-
-    Returns:
-        out (n, H, D_v), and lse (H, n) if it is wanted, of the own rows.
     """
     queries, keys = divide_heads(q.shape[1], k.shape[1], ranks.size)
     trade = Trade(ranks, layout)
-    group, own, used = q.shape[1] // k.shape[1], queries[ranks.rank], keys[ranks.rank]
+    group, own, first = q.shape[1] // k.shape[1], queries[ranks.rank], keys[ranks.rank].start
+    copies = divides_key_heads(q.shape[1], k.shape[1], ranks.size)
     q, k, v = _ToHeads.apply(trade, (queries, keys, keys), q, k, v)
-    if k.shape[1] > 1 and (own.start % group or own.stop % group):  # key heads with unlike numbers of query heads
-        places = torch.arange(own.start, own.stop, device=k.device) // group - used.start
+    if copies:  # so that each query head has a key head of its own
+        places = torch.arange(own.start, own.stop, device=k.device) // group - first
         k, v = k[:, places], v[:, places]
-    out, lse = attention(q, k, v, of_heads(options, own))
-    (out,) = _ToRows.apply(trade, (queries,), out)
-    if not want_lse:
-        return out, None
-    (lse,) = _ToRows.apply(trade, (queries,), lse.T[..., None])
-    return out, lse[..., 0].T
+    return _ToRows.apply(trade, queries, attention(q, k, v, of_heads(options, own)))
 
 
 class Trade:
@@ -129,15 +128,15 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
-    """(trade, spans, *tensors) -> `trade.to_rows(tensors, spans)`."""
+    """(trade, spans, x) -> `trade.to_rows` of one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, trade: Trade, spans: Sequence[Spans], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, trade: Trade, spans: Spans, x: Tensor) -> Tensor:
         ctx.arguments = trade, spans
-        return tuple(trade.to_rows(tensors, spans))
+        return trade.to_rows([x], [spans])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         trade, spans = ctx.arguments
-        return None, None, *trade.to_heads(gradients, spans)
+        return None, None, *trade.to_heads(gradients, [spans])
