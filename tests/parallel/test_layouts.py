@@ -256,7 +256,8 @@ def rows_of_tables():
                 cells += [f"{8 * longest:,}", f"{max(into):,}"]
             cells.append("group cast" if few_keys(mask, layout) else "all-gather")
         cells.append(f"{max(make_layout('documents', mask, 2).remote_keys(mask)):,}")  # nodes whose ranks divide heads
-        yield f"| {name} | {' | '.join(cells)} |"
+        if name != "median 8,000, window 1,024":
+            yield f"| {name} | {' | '.join(cells)} |"
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def test_few_rows_travel_in_the_layout_documents() -> None:
     mask = BlockDiagonalMask.from_seqlens(lengths)
     stay = {}
     for name in ("documents", "stripe"):
-        found = divide(lengths, 4, make_layout(name, mask, 4, chunk=16))
-        stay[name] = sum(one._travel._sent[rank] for rank, one in enumerate(found)) / sum(lengths)
+        found = divide(lengths, 4, make_layout(name, mask, 4))
+        stay[name] = sum(one.sent[rank] for rank, one in enumerate(found)) / sum(lengths)
     assert stay["documents"] > 0.95 > 0.5 > stay["stripe"]
 
 

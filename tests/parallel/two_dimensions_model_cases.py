@@ -124,7 +124,7 @@ def refuses_meshes_and_pairs():
         refused("a pair: 'ulysses' for the dimension along which ranks divide heads.*got", mesh, pair)
     refused("DeviceMesh of 3 dimensions, .*'dp', 'across', 'within'.*pass one or two", mesh_of(1, 2, 2), PAIR)
     refused(r"must ascend row by row; got \[\[0, 2\], \[1, 3\]\]", DeviceMesh("cpu", [[0, 2], [1, 3]]), PAIR)
-    unnamed = "needs names, such as" if dist.get_rank() < 2 else "isn't in the mesh"
+    unnamed = "needs names, such as" if dist.get_rank() < 2 else "isn't in the group"
     refused(unnamed, DeviceMesh("cpu", [[0], [1]]), PAIR)
 
     def over_a_dimension(model):

@@ -101,7 +101,7 @@ def _circumstances(module: PreTrainedModel, shared: Any) -> dict[str, Any]:
     device, called = module.device.type, [one is module for one in shared.shared_modules]
     return {
         "the model that is called": called.index(True) if any(called) else None,
-        "gradient checkpointing": module.is_gradient_checkpointing,
+        "gradient checkpointing": any(getattr(part, "gradient_checkpointing", False) for part in module.modules()),
         "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
     }
 
