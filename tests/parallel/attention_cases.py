@@ -1,12 +1,12 @@
 """`attend` on several ranks: results and gradients equal those of one process."""
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
 from tritonpack.parallel import attend, make_layout
@@ -14,8 +14,10 @@ from tritonpack.testing.cases import Case, make_inputs, parents_of
 from tritonpack.testing.tolerance import OUTPUTS, check_outputs
 
 EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
+KEYS = ("all_gather", "group_cast", "ring")
 LAYOUTS = ("contiguous", "zigzag", "stripe", "documents")
 LENGTHS = (3, 0, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
+EXACT = 3e-15  # of the largest number of a tensor
 
 
 def packed(**options):
@@ -79,39 +81,75 @@ def expected(batch):
     return differentiate(call, *tensors(batch))
 
 
-def on_ranks(batch, exchange, layout):
-    rank = dist.get_rank(batch.group)
+def on_ranks(batch, exchange, layout, group=None):
+    group, rank = group or batch.group, dist.get_rank(batch.group)
     *whole, sinks = tensors(batch)
 
     def call(q, k, v, sinks):
-        return attend(q, k, v, batch.mask, layout, batch.group, exchange=exchange, sinks=sinks, **batch.options)
+        return attend(q, k, v, batch.mask, layout, group, exchange=exchange, sinks=sinks, **batch.options)
 
     return differentiate(call, *(layout.shard(x, rank) for x in whole), sinks)
 
 
-def agrees(make_batch, exchange, layout_name):
+@cache
+def mesh_of(*shape):
+    """A mesh of all ranks; its last two dimensions are those of an exchange."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "across", "within")[-len(shape) :])
+
+
+def agrees(make_batch, exchange, layout_name, parts=1):
+    """Equals one process. `parts` is how many ranks get runs of the rows that the layout gives them together."""
     batch = make_batch()
-    layout = make_layout(layout_name, batch.mask, dist.get_world_size(batch.group))
-    got, wanted = on_ranks(batch, exchange, layout), expected(batch)
-    rank = dist.get_rank(batch.group)
+    size, rank = dist.get_world_size(batch.group), dist.get_rank(batch.group)
+    layout = make_layout(layout_name, batch.mask, size // parts).divide(parts)
+    group = batch.group if isinstance(exchange, str) else mesh_of(2, size // 2)
+    got, wanted = on_ranks(batch, exchange, layout, group), expected(batch)
     for name, ours, whole in zip(("out", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
         if name == "dsinks":
             dist.all_reduce(ours, group=batch.group)
-            mine = whole
-        else:
-            mine = layout.shard(whole, rank)
-        size = whole[whole.isfinite()].abs().max().item()
-        torch.testing.assert_close(
-            ours, mine, rtol=1e-10, atol=1e-10 * size, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        mine, scale = whole if name == "dsinks" else layout.shard(whole, rank), whole[whole.isfinite()].abs().max()
+        assert torch.equal(ours.isfinite(), mine.isfinite()), name
+        error = (ours - mine)[mine.isfinite()].abs().max() if mine.isfinite().any() else 0.0
+        assert error <= EXACT * scale, f"{name}: {error:.1e} of {scale:.1e}"
 
 
-def low_precision(exchange, dtype, backend="auto", group=None):
+def repeats_one_dimension(keys, along):
+    """If all ranks lie along the dimension of one exchange, the bits are those of this exchange alone."""
+    batch, size = BATCHES["all at once"](), dist.get_world_size()
+    layout = make_layout("stripe", batch.mask, size)
+    wanted = on_ranks(batch, along, layout)
+    for pair in ((keys, "ulysses"), ("ulysses", keys)):
+        mesh = mesh_of(size, 1) if pair[0] == along else mesh_of(1, size)
+        assert all(map(torch.equal, on_ranks(batch, pair, layout, mesh), wanted))
+
+
+def on_a_mesh_without_names():
+    batch, size = Batch(), dist.get_world_size()
+    layout = make_layout("stripe", batch.mask, size)
+    unnamed, pair = DeviceMesh("cpu", torch.arange(size).view(2, -1)), ("group_cast", "ulysses")
+    assert all(map(torch.equal, on_ranks(batch, pair, layout, unnamed), on_ranks(batch, pair, layout, mesh_of(2, 2))))
+
+
+def refuses_pairs():
+    def refused(message, exchange, group=None, **given):
+        batch = Batch(**given)
+        layout = make_layout("stripe", batch.mask, 4)
+        with pytest.raises(ValueError, match=message):
+            on_ranks(batch, exchange, layout, group or mesh_of(2, 2))
+
+    pair = ("group_cast", "ulysses")
+    refused("gives every rank a query head, and there are 1 for 2 ranks", pair, heads=1, kv_heads=1)
+    refused("each of 2 ranks needs equally many query heads .* are 9 query heads and 3", pair, heads=9, kv_heads=3)
+    refused("needs an exchange for each, such as exchange=.*; got 'ring'", "ring")
+    refused("is for a mesh of two dimensions, and the group has one", pair, dist.group.WORLD)
+
+
+def low_precision(exchange, dtype, backend="auto"):
     """Errors against float64 obey the tolerance rule for one process."""
     inputs = make_inputs(Case("packed", LENGTHS, heads=8, kv_heads=4, sinks=True), dtype)
     inputs = replace(inputs, dlse=torch.zeros_like(inputs.dlse))
     rank, size = dist.get_rank(), dist.get_world_size()
-    layout = make_layout("zigzag", inputs.mask, size)
+    layout, group = make_layout("zigzag", inputs.mask, size), None if isinstance(exchange, str) else mesh_of(2, 2)
 
     def call(q, k, v, sinks):
         return attend(q, k, v, inputs.mask, layout, group, exchange=exchange, sinks=sinks, backend=backend)
@@ -183,10 +221,6 @@ def gradient_of_keys_alone(exchange):
     torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-10, atol=1e-10)
 
 
-def whole_documents():
-    return Batch(BlockDiagonalMask.from_seqlens([13, 5] * 8), sinks=True)
-
-
 def repeats_itself(exchange):
     """Gradients of rows that several ranks see are sums in a fixed order, so they are the same bits each time."""
     batch = Batch(BlockDiagonalMask.from_seqlens([51], causal=False), kv_heads=1)
@@ -239,11 +273,23 @@ for exchange in EXCHANGES:
     }
 for exchange in ("auto", "all_gather", "ring", "ulysses"):
     CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in TREES.items()}
-CASES["group_cast, whole documents"] = partial(agrees, whole_documents, "group_cast", "documents")
-for name in ("windows", "padded, NaN in padding", "bidirectional", "3 tokens"):
-    CASES[f"group_cast, documents, {name}"] = partial(agrees, BATCHES[name], "group_cast", "documents")
 for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("zigzag", "windows")):
     CASES[f"auto, {layout}, {name}"] = partial(agrees, BATCHES[name], "auto", layout)
 CASES |= {f"auto, {name}": partial(agrees, make, "auto", "documents") for name, make in ALIBI.items()}
 CASES["auto, refusals"] = partial(options_are_refused, "auto")
 CASES["groups of two"] = in_groups_of_two
+for keys in KEYS:  # of meshes of two dimensions
+    pair = (keys, "ulysses")
+    makes = {name: make for name, make in (BATCHES | ALIBI).items() if name != "9 heads on 3 key heads"}
+    CASES |= {f"mesh, {keys}, {layout}": partial(agrees, Batch, pair, layout) for layout in LAYOUTS}
+    CASES |= {f"mesh, {keys}, {name}": partial(agrees, make, pair, "documents") for name, make in makes.items()}
+    CASES |= {f"mesh, {keys}, along {one}": partial(repeats_one_dimension, keys, one) for one in (keys, "ulysses")}
+    CASES |= {
+        f"mesh, ulysses, {keys}": partial(agrees, BATCHES["all at once"], ("ulysses", keys), "documents"),
+        f"mesh, {keys}, divided": partial(agrees, Batch, pair, "documents", 2),
+        f"mesh, {keys}, bfloat16": partial(low_precision, pair, torch.bfloat16),
+        f"mesh, {keys}, trees": partial(agrees, TREES["trees"], pair if keys != "group_cast" else ("auto", "ulysses"),
+                                        "stripe"),
+    }  # fmt: skip
+CASES["mesh, without names"] = on_a_mesh_without_names
+CASES["mesh, refusals"] = refuses_pairs

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.models import BATCHES, alone_on, loss_of, make_batch, make_model, on_ranks, packed, same
+from tests.parallel.models import (
+    BATCHES,
+    alone_on,
+    is_last,
+    loss_of,
+    make_batch,
+    make_model,
+    on_ranks,
+    packed,
+    same,
+)
 from tritonpack import SequenceParallel
 from tritonpack.parallel import consistency
 
@@ -21,10 +31,6 @@ ENDED = r"(?i)timed out|connection (closed|reset)"  # gloo's errors
 
 class UserError(Exception):
     pass
-
-
-def is_last():
-    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def make_group():

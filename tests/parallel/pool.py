@@ -103,10 +103,11 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
-    """A module's cases by name. More than two ranks run only those in ALSO_ON_FOUR, if the module has it."""
+    """A module's cases by name. More than two ranks run only those in ALSO_ON_FOUR, if the module has it, and those
+    whose names begin with "mesh", which need four."""
     home = import_module(f"tests.parallel.{module}")
     chosen = home.CASES if size == 2 else getattr(home, "ALSO_ON_FOUR", home.CASES)
-    return {name: home.CASES[name] for name in chosen}
+    return {name: case for name, case in home.CASES.items() if (size == 4 if name[:4] == "mesh" else name in chosen)}
 
 
 def start(folder: Path, first: str, pipes: list[Connection]) -> None:
