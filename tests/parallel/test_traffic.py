@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lengths import fill
-from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
 from tritonpack.parallel import Layout, attend, comm, make_layout
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import dimensions_of
@@ -315,6 +315,11 @@ def test_whole_documents_need_one_call_of_attention(traffic):
     mask = of([256] * RANKS)
     for _ in run(traffic, mask, make_layout("documents", mask, RANKS), "group_cast", 8, 8):
         assert [what for what, _ in traffic.events] == ["compute"]
+
+
+def test_without_a_group():
+    with pytest.raises(ValueError, match=r"no process group; call torch.distributed.init_process_group"):
+        AllGatherWithGrad()
 
 
 def test_a_mesh_of_one_rank():
