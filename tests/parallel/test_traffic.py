@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -346,26 +345,3 @@ def test_every_rank_of_a_mesh_gets_rows(name):
         layout = dimensions_of(ranks, ("ring", "ulysses")).make_layout(name, [mask])
         assert min(layout.lengths) > 0
         assert max(layout.lengths) - min(layout.lengths) <= 2
-
-
-def test_guide_has_the_megabytes_from_other_nodes():
-    """Of one document, whose last rank needs all keys."""
-    tokens, heads, kv_heads, size, gpus, bytes_per_number = 1 << 20, 32, 8, 128, 8, 2
-    rows: dict[str, list[str]] = {"alone": [], "ulysses": [], "pair": []}
-    for nodes in (2, 4, 8):
-        ranks, node = nodes * gpus, tokens // nodes
-
-        def share(ranks):
-            return tuple(spans[0].stop - spans[0].start for spans in divide_heads(heads, kv_heads, ranks))
-
-        rows["alone"].append((tokens - node) * kv_heads * 2 * size)
-        rows["pair"].append((nodes - 1) * node * share(gpus)[1] * 2 * size)
-        if ranks <= heads:
-            own, used = share(ranks)
-            outputs = tokens // ranks * (heads - own * gpus) * size
-            rows["ulysses"].append((tokens - node) * (own + 2 * used) * size + outputs)
-    cells = {name: " | ".join(f"{x * bytes_per_number / 1e6:,.0f}" for x in row) for name, row in rows.items()}
-    text = (Path(__file__).parents[2] / "docs/sequence-parallelism.md").read_text(encoding="utf-8")
-    assert f'| `"group_cast"` alone, the rank that receives most | {cells["alone"]} |' in text
-    assert f'| `"ulysses"` alone | {cells["ulysses"]} | impossible: fewer heads than ranks |' in text
-    assert f'| `("group_cast", "ulysses")` | {cells["pair"]} |' in text
