@@ -95,13 +95,13 @@ def attend(
     keys, heads = dimensions.keys, dimensions.heads
     seen = mask if keys is None else rows_mask(mask, across, keys.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
-    backend = resolve_backend(backend, q)
+    chosen = resolve_backend(backend, q)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Some heads of the rows that the ranks which divide heads own together."""
         if keys is None:
-            return run_attention(q, k, v, mask, options, backend)[0]
-        call = Call(keys, across, mask, replace(options, sinks=None), backend)
+            return run_attention(q, k, v, mask, options, chosen)[0]
+        call = Call(keys, across, mask, replace(options, sinks=None), chosen)
         return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
 
     if heads is None:
