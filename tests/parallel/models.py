@@ -57,6 +57,10 @@ def make_float32_model():
     return model
 
 
+def is_last():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
 def numbers(*shape, seed=1):
     return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
