@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.calls import call_of
 from tests.patches.foreign import (
     DTYPES,
     Convolution,
@@ -38,7 +39,6 @@ from tests.patches.foreign import (
     attention,
     config,
     mixes_states,
-    packed,
 )
 from tests.patches.models import VOCAB, Graphs, tiny_model
 from tritonpack.errors import UnsupportedModelError
@@ -66,13 +66,13 @@ def test_a_known_class_is_proven_with_another_transformers(tries: list[Any], mon
     model = tiny_model("llama")
     tritonpack.patch(model)
     for _ in range(2):
-        model(**packed())
+        model(**call_of())
     assert len(tries) == 1
 
 
 @pytest.mark.fast("not")
 @pytest.mark.parametrize(
-    "arguments", [packed(), {"input_ids": torch.ones(2, 5, dtype=torch.long)}], ids=["packed", "not"]
+    "arguments", [call_of(), {"input_ids": torch.ones(2, 5, dtype=torch.long)}], ids=["packed", "not"]
 )
 def test_the_first_call_proves_whatever_it_holds(arguments: dict[str, Tensor], tries: list[Any]) -> None:
     """So ranks prove together. A refused model is refused in every call, until the leak is gone."""
@@ -95,8 +95,8 @@ def test_a_model_inside_that_is_called_by_itself(tries: list[Any]) -> None:
     """The proof of a model covers those inside; that of a head with one result a row doesn't."""
     model = Unshown(config())
     tritonpack.patch(model)
-    model(**packed())
-    model.model(**packed())
+    model(**call_of())
+    model.model(**call_of())
     assert len(tries) == 1
 
     class Scores(LlamaForSequenceClassification):
@@ -110,7 +110,7 @@ def test_a_model_inside_that_is_called_by_itself(tries: list[Any]) -> None:
     tritonpack.patch(head)
     head(torch.ones(2, 5, dtype=torch.long))
     with pytest.raises(UnsupportedModelError, match=r"first in the model itself \(LlamaModel\)"):
-        head.model(**packed())
+        head.model(**call_of())
 
 
 def test_another_dtype_than_at_the_patch() -> None:
@@ -118,9 +118,9 @@ def test_another_dtype_than_at_the_patch() -> None:
     for one in (model, wrong):
         tritonpack.patch(one)
         one.to(torch.bfloat16)
-    model(**packed())
+    model(**call_of())
     with pytest.raises(UnsupportedModelError, match="don't stay apart"):
-        wrong(**packed())
+        wrong(**call_of())
 
 
 @pytest.mark.fast("torch.bfloat16")
@@ -144,7 +144,7 @@ def test_weights_that_come_later(dtype: torch.dtype, tmp_path: Path) -> None:
         empty.to_empty(device="cpu").to(dtype).load_state_dict(Unshown(config()).state_dict())
         empty.model.rotary_emb = type(empty.model.rotary_emb)(config())
         with pytest.raises(UnsupportedModelError) if kind is Mixing else contextlib.nullcontext():
-            empty(**packed())
+            empty(**call_of())
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -161,9 +161,9 @@ def test_a_call_in_any_context(context: str) -> None:
     with CONTEXTS[context]():
         tritonpack.patch(model)
         tritonpack.patch(wrong)
-        model(**packed())
+        model(**call_of())
         with pytest.raises(UnsupportedModelError, match="don't stay apart"):
-            wrong(**packed())
+            wrong(**call_of())
 
 
 def test_fake_tensors_pass() -> None:
@@ -223,7 +223,7 @@ def test_a_proof_leaves_no_trace(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     model = Watched(config()).train()
     model.model.layers[0].eval()
-    model(**packed()).logits.sum().backward()
+    model(**call_of()).logits.sum().backward()
     model.model.register_forward_pre_hook(lambda module, args: None)
     handle = tritonpack.patch(model, **options)
     model.model.register_forward_pre_hook(lambda module, args: None)
@@ -251,7 +251,7 @@ def test_the_first_call_trains_as_the_second(autocast: bool) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(**packed()).logits.float().square().mean()
+            loss = model(**call_of()).logits.float().square().mean()
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(map(torch.equal, *gradients))
     assert model.model.layers[1].mlp.calls == 2
@@ -270,7 +270,7 @@ def test_compiled_code_is_compiled_once(part: str) -> None:
     if part == "whole":
         forward = torch.compile(model, **options)
         with pytest.raises(Exception, match=r"Unshown isn't proven yet.*Call prove\(\) on the handle"):
-            forward(**packed(), use_cache=False)
+            forward(**call_of(), use_cache=False)
         torch._dynamo.reset()
         graphs.count = 0
     elif part == "layers":
@@ -301,7 +301,7 @@ def test_threads_wait_for_one_proof(tries: list[Any]) -> None:
 
     def run() -> None:
         try:
-            model(**packed())
+            model(**call_of())
         except Exception as error:
             failures.append(error)
 
@@ -324,8 +324,8 @@ def test_copies_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(LlamaAttention, "forward", attends_by_itself)
             with pytest.raises(UnsupportedModelError, match="self_attn"):
-                twin(**packed())
-        twin(**packed())
+                twin(**call_of())
+        twin(**call_of())
 
 
 def test_an_interrupted_proof_is_run_again(monkeypatch: pytest.MonkeyPatch, tries: list[Any]) -> None:
@@ -338,9 +338,9 @@ def test_an_interrupted_proof_is_run_again(monkeypatch: pytest.MonkeyPatch, trie
     with monkeypatch.context() as patched:
         patched.setattr(LlamaAttention, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(**packed())
+            model(**call_of())
     assert model.training
-    model(**packed())
+    model(**call_of())
     assert len(tries) == 2
 
 
@@ -353,7 +353,7 @@ def test_inside_of_peft(kind: Any) -> None:
     adapted = peft.get_peft_model(kind(config()), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     tritonpack.patch(adapted)
     with pytest.raises(UnsupportedModelError, match="Mixing") if kind is Mixing else contextlib.nullcontext():
-        adapted(**packed())
+        adapted(**call_of())
     known = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     handle = tritonpack.patch(known)
     assert all(all(head.trusted.values()) for head in handle._applied.heads[:1])
@@ -363,7 +363,7 @@ def test_layers_that_torch_quantizes(tries: list[Any]) -> None:
     """They are torch's own, so a known class stays trusted; replaced attention isn't."""
     quantized = torch.ao.quantization.quantize_dynamic(tiny_model("llama").float(), {nn.Linear}, dtype=torch.qint8)
     tritonpack.patch(quantized)
-    quantized(**packed())
+    quantized(**call_of())
     assert not tries
     torch.ao.quantization.quantize_dynamic(unknown := Unshown(config()), {nn.Linear}, dtype=torch.qint8, inplace=True)
     tritonpack.patch(unknown).prove()
@@ -379,7 +379,7 @@ def test_a_class_that_patches_its_instances() -> None:
             super().__init__(config)
             tritonpack.patch(self)
 
-    SelfPatching(config())(**packed())
+    SelfPatching(config())(**call_of())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
@@ -390,7 +390,7 @@ def test_documents_that_share_their_beginnings(
     monkeypatch.setattr(proof, "is_shown", lambda kind, in_trees=False: not in_trees)
     model = zoo.tiny_model(model_type)
     tritonpack.patch(model)
-    model(**packed())
+    model(**call_of())
     assert not tries
     ids, ends = torch.arange(3, 9)[None], torch.tensor([[6, 6, 4, 4, 6, 6]])
     call = {"input_ids": ids, "tree_ends": ends, "position_ids": torch.tensor([[0, 1, 2, 3, 2, 3]])}

@@ -16,18 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
+from tests.patches.comparison import Parts, apart, gradients_of, influence, tolerance
 from tests.patches.sweep import build as building
 from tests.patches.sweep import detectron, forms
 from tests.patches.sweep.classes import Case
 from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any
-from tests.patches.sweep.forms import LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
+from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
 from tests.patches.sweep.losses import NO_LABELS, Losses
-from tests.patches.sweep.means import means
+from tests.patches.sweep.outputs import Output, UnlikeError
 from tests.patches.sweep.results import VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
-from tests.small_copies.comparison import Parts, apart, gradients_of, influence, tolerance
-from tests.small_copies.outputs import Output, UnlikeError
-from tests.small_copies.packed_forms import LENGTHS
 from tritonpack.patches.forwards import installed, versions
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
@@ -400,3 +398,19 @@ def has_remedy(text: str) -> bool:
 
 def message(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:480]
+
+
+def means(handle: Any) -> str:
+    """Describe a handle's report; empty for a model without a handle."""
+    report = getattr(handle, "report", None)
+    if report is None:
+        return ""
+    words = [report.attention] if report.attention == "dense" else []
+    if windows := {window for window in report.windows if window}:
+        words.append(f"window{'s' if len(windows) > 1 else ''}")
+    words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]
+    if report.by_document:
+        words.append("by document")
+    if report.positions:
+        words.append("positions")
+    return ", ".join(words)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.patches import zoo
 from tests.patches.sweep.extras import extras
-from tests.patches.sweep.forms import alone, end_to_end
-from tests.small_copies.outputs import Output, UnlikeError, outputs_alone, parts_of
-from tests.small_copies.packed_forms import Batch, with_choices
-from tests.small_copies.subject import codebooks_of, exchanged, rows_for_codebooks, side_by_side
+from tests.patches.sweep.forms import OF_TOKENS, alone, end_to_end
+from tests.patches.sweep.outputs import Output, UnlikeError, outputs_alone, parts_of
+from tests.patches.zoo import codebooks_of, rows_for_codebooks, side_by_side
+from tests.patches.zoo_rows import DIFFERENTIABLE
 from tritonpack.patches.configurations import is_config, special_tokens
-from tritonpack.patches.measuring import draw
+from tritonpack.patches.measuring import Batch, draw
 from tritonpack.patches.parse_inputs import CACHES
 
 # The least number of tokens in documents of a few model types.
@@ -33,13 +33,10 @@ LEFT_OUT = (
     "cross_attentions", "loss",
 )  # fmt: skip
 
-# Arguments that a patched encoder-decoder model reads for each side, whatever its forward takes.
-READ = ("attention_mask", "position_ids", "seq_idx")
-
 # Encoder-decoder models whose configuration doesn't say so.
 WITH_DECODER = ("BlipForQuestionAnswering",)
 
-PER_TOKEN = ("attention_mask", "position_ids", "seq_idx", "token_type_ids")
+PER_TOKEN = (*OF_TOKENS, "token_type_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Subject:
             arguments["decoder_input_ids"] = rows_for_codebooks(decoder.ids, self.books, self.size)
             told = decoder.arguments
             for name in PER_TOKEN:
-                if name in told and (f"decoder_{name}" in self.names or (name in READ and not self.stock)):
+                if name in told and (f"decoder_{name}" in self.names or (name in OF_TOKENS and not self.stock)):
                     arguments[f"decoder_{name}"] = told[name]
             for name in ("cu_seq_lens", "max_length"):  # of the decoder's queries and the encoder's keys
                 if f"{name}_q" in told:
@@ -139,7 +136,7 @@ class Subject:
         if self.config.model_type == "fsmt":  # with a cache, its decoder sees both ways
             arguments = {"use_cache": False, **arguments}
         if torch.is_grad_enabled():
-            arguments = {**zoo.DIFFERENTIABLE.get(self.config.model_type, {}), **arguments}
+            arguments = {**DIFFERENTIABLE.get(self.config.model_type, {}), **arguments}
         for name, make in self.extras.arguments.items():
             if name not in arguments:
                 value = make(self.config, batch)
@@ -232,3 +229,24 @@ def _vocabulary(model: Any, config: Any) -> int:
         return int(model.get_input_embeddings().num_embeddings)
     except (NotImplementedError, AttributeError):  # characters, hashed
         return 64
+
+
+def with_choices(arguments: dict[str, Any], another: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return the arguments of a call in multiple choice: each document and its copy in other tokens are two options.
+
+    Arguments `[b, t]` with a value for each token become `[b, 2, t]`. Offsets are taken for a single row.
+    """
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if name in ("input_ids", *OF_TOKENS):
+            found[name] = torch.stack([value, another(value) if name == "input_ids" else value], dim=1)
+        elif name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            found[name] = torch.cat([value, value[1:] + value[-1]])
+    return found
+
+
+def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that replaces each ordinary token by another one, and keeps others, such as padding."""
+    table = torch.arange(size, device="cpu")
+    table[ordinary] = ordinary.roll(1)
+    return lambda ids: table.to(ids.device)[ids]

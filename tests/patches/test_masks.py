@@ -1,4 +1,5 @@
-"""Mask functions as intervals, compared with the masks that transformers makes of the same functions."""
+"""Mask functions as intervals, beside the masks that transformers makes of them; objects in place of a mask, which are
+passed on unchanged, and are a tensor when a model computes with them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from transformers import masking_utils as stock
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals, read_mask_spec
-from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 
 SERVING = Serving("tritonpack", "reference")
 LENGTHS = (7, 1, 3, 11)
@@ -116,3 +117,71 @@ def test_padding_sees_nothing() -> None:
     begin, end = torch.tensor([[0, 0, 2, 2, 2]]), torch.tensor([[2, 2, 2, 2, 2]])
     start, stop = overlay_intervals(OVERLAYS["both ways"], rows, begin, end, 5)
     assert (stop - start).tolist() == [[2, 2, 0, 0, 0]]
+
+
+# Objects in place of a mask
+
+
+def two_documents(padding: int = 0) -> PackedBatch:
+    positions = torch.cat([torch.arange(n) for n in (3, 2, padding) if n])[None]
+    mask = torch.tensor([[1] * 5 + [0] * padding], dtype=torch.int32)
+    return PackedBatch(mask, positions, None, positions.shape, positions.device, SERVING)
+
+
+def interval_mask() -> IntervalMask:
+    return two_documents().interval_mask(5, 0, 0, CAUSAL)
+
+
+BOOL = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).tril().bool()[None, None]
+
+
+def test_passing_on_makes_no_tensor() -> None:
+    mask = interval_mask()
+    for same in (mask.to("cpu"), mask.contiguous(), mask[:, :, :, :5], mask[:, :, -5:, :], mask.to(torch.bool)):
+        assert same is mask
+    assert (mask.shape, mask.ndim, mask.dim(), mask.size(-1), len(mask)) == ((1, 1, 5, 5), 4, 4, 5, 1)
+    assert mask.dtype == torch.bool
+    both = two_documents()
+    assert both.to(device="cpu", dtype=torch.bool) is both
+    assert both[:, -5:] is both
+
+
+def test_computing_makes_a_tensor() -> None:
+    mask = interval_mask()
+    assert torch.equal(mask.to_tensor(), BOOL)
+    for got in (mask[:, 0], mask.squeeze(1), torch.squeeze(mask, 1)):
+        assert torch.equal(got, BOOL[:, 0])
+    assert torch.equal(~mask, ~BOOL)
+    assert torch.equal(mask & torch.ones(5, 5, dtype=torch.bool), BOOL)
+    assert torch.equal(torch.where(mask, 1.0, 0.0), BOOL.float())
+    assert torch.equal(mask == 1, BOOL)
+    assert torch.equal(mask.float(), BOOL.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_adding_to_scores_adds_an_additive_mask(dtype: torch.dtype) -> None:
+    scores = torch.randn(1, 2, 5, 5).to(dtype)
+    expected = scores.masked_fill(~BOOL, -torch.inf).softmax(-1)
+    mask = interval_mask()
+    for added in (scores + mask, mask + scores, torch.add(scores, mask), scores.clone().__iadd__(mask)):
+        assert added.dtype == dtype
+        assert torch.equal(added.softmax(-1), expected)
+
+
+def test_tokens_are_counted_per_document() -> None:
+    """Models that make positions of their mask compute ((mask.cumsum(-1) - 1) * mask)."""
+    both = two_documents(padding=2)
+    assert ((both.cumsum(dim=-1) - 1) * both).tolist() == [[0, 1, 2, 0, 1, 0, 0]]
+    assert both.to_tensor().tolist() == [[1, 1, 1, 1, 1, 0, 0]]
+    assert (1 - both).tolist() == [[0, 0, 0, 0, 0, 1, 1]]
+
+
+def test_padding_sees_itself_in_a_dense_mask() -> None:
+    mask = two_documents(padding=2).interval_mask(7, 0, 0, CAUSAL)
+    assert mask.mask.to_dense()[5:].sum() == 0
+    assert mask.to_tensor()[0, 0, 5:].int().tolist() == [[0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+
+
+def test_unknown_attributes_raise() -> None:
+    with pytest.raises(AttributeError):
+        interval_mask().nonsense  # noqa: B018
