@@ -42,15 +42,6 @@ def attends_by_the_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     return OWN_FORWARD(self, *args, **kwargs)
 
 
-class Replacement(nn.Module):
-    def __init__(self, own: LlamaAttention) -> None:
-        super().__init__()
-        self.own = own
-
-    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        return attends_by_itself(self.own, hidden_states, **kwargs)
-
-
 class AnyArguments(nn.Module):
     """A module whose signature names no argument."""
 

@@ -189,7 +189,7 @@ def without_mask(model: PreTrainedModel) -> Tensor | None:
 
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-@every_type("bert", "bloom", "gpt_oss", "lfm2", "mpt", "opt")
+@every_type("bert", "bloom", "gpt_oss", "jamba", "lfm2", "mpt", "opt", "qwen3_next")
 def test_continued_text(name: str) -> None:
     """Of the head and of the model in it, which users may patch by itself, wherever stock transformers is right."""
     if name == "git" or name.endswith(PAIR):
@@ -208,10 +208,11 @@ def test_continued_text(name: str) -> None:
             if stock is None or not relative(whole, stock) < tolerance(model.dtype):
                 continue
             right += 1
-            with tritonpack.patch(model):
-                got = continued(model)
-            assert got is not None
-            assert relative(whole, got) < tolerance(model.dtype), (type(model).__name__, continued.__name__)
+            for attention in ("tritonpack", "eager"):
+                with tritonpack.patch(model, attention=attention):
+                    got = continued(model)
+                assert got is not None
+                assert relative(whole, got) < tolerance(model.dtype), (type(model).__name__, continued.__name__)
     assert right == 4 or name not in STOCK_IS_RIGHT
 
 

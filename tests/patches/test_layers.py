@@ -174,20 +174,6 @@ def test_a_packed_batch_leaves_no_cache(name: str) -> None:
             model(**call_of(), **{name: DynamicCache(config=model.config)})
 
 
-@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
-@pytest.mark.parametrize("model_type", ["jamba", "nemotron_h", "qwen3_next"])
-def test_one_more_token_without_a_mask(model_type: str, attention: Any) -> None:
-    """The first layer has no keys, but transformers takes the length of the cache from it."""
-    model, (ids,) = build(model_type), documents((9,))
-    for name in NAMES_OF_CACHE:
-        with torch.no_grad():
-            expected = model(ids, use_cache=False).logits[:, -2:]
-            with tritonpack.patch(model, attention=attention):
-                cache = model(ids[:, :7], use_cache=True)[name]
-                got = [model(ids[:, i : i + 1], **{name: cache}, use_cache=True).logits for i in (7, 8)]
-        assert relative(expected, torch.cat(got, 1)) < EXACT
-
-
 # Losses of routers get a mask of 0 and 1, in whatever way the call tells documents apart, and leave out padding ----
 
 

@@ -35,7 +35,6 @@ from tests.patches.foreign import (
     Mixing,
     Noisy,
     OwnPooler,
-    Replacement,
     Scaled,
     Stranger,
     StrangerConfig,
@@ -173,9 +172,6 @@ CASES = {
         llama,
         rf"{OWN}.*first in model\.layers\.1\.self_attn \(LlamaAttention\)",
         lambda model, _: setattr(attention(model), "forward", attends_by_itself.__get__(attention(model))),
-    ),
-    "attention as another module": Case(
-        llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(Repl", wrap("model.layers.1.self_attn", Replacement)
     ),
     "attention of any arguments": Case(
         llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(Any", wrap("model.layers.1.self_attn", AnyArguments)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.comparison import Parts, apart, gradients_of, influence, tolerance
+from tests.patches.comparison import Parts, apart, gradients_of, tolerance
 from tests.patches.sweep import build as building
 from tests.patches.sweep import detectron, forms
 from tests.patches.sweep.classes import Case
@@ -308,12 +308,18 @@ class Trial:
         batch = subject.lay_out(forms.laid_out(form), self.documents if documents is None else documents)
         return subject.gather(subject.call(batch, **OUTPUTS.get(form, {})), batch, strict=strict)
 
+    @torch.no_grad()
     def influence(self, subject: Subject, form: str) -> float:
         """Return how far other tokens in the first document, or in the last, move the values of the rest."""
-        others = {i: self.subject.draw((self.lengths[i],), seed=9)[0] for i in (0, len(self.lengths) - 1)}
-        return influence(
-            lambda given: self._parts(subject, form, given, strict=False).parts, self.documents, others
-        ).size
+        before, worst = self._parts(subject, form, strict=False).parts, 0.0
+        for number in (0, len(self.lengths) - 1):
+            documents = list(self.documents)
+            documents[number] = self.subject.draw((self.lengths[number],), seed=9)[0]
+            after = self._parts(subject, form, documents, strict=False).parts
+            kept = [i for i in range(len(documents)) if i != number]
+            for name in before.keys() & after.keys():
+                worst = max(worst, apart([before[name][i] for i in kept], [after[name][i] for i in kept]))
+        return worst
 
     @torch.no_grad()
     def _stock_is_wrong(self, form: str) -> bool:

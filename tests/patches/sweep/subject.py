@@ -129,7 +129,7 @@ class Subject:
             name, columns, size = self.extras.columns
             arguments[name] = torch.stack([(arguments[name] + i) % size for i in range(columns)], dim=-1)
         if self.choices:
-            arguments = with_choices(arguments, exchanged(self.ordinary, self.size))
+            arguments = self._with_choices(arguments)
         if "use_cache" in arguments and "use_cache" not in self.names and not self.takes_any:
             del arguments["use_cache"]
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
@@ -144,6 +144,20 @@ class Subject:
         if self.stock and not self.takes_any:
             arguments = {name: value for name, value in arguments.items() if name in self.names}
         return arguments
+
+    def _with_choices(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call in multiple choice: each document and its copy in other tokens.
+
+        Arguments `[b, t]` with a value for each token become `[b, 2, t]`. Offsets are taken for a single row.
+        """
+        table, found = torch.arange(self.size), dict(arguments)  # each ordinary token becomes another one
+        table[self.ordinary] = self.ordinary.roll(1)
+        for name, value in arguments.items():
+            if name in ("input_ids", *OF_TOKENS):
+                found[name] = torch.stack([value, table[value] if name == "input_ids" else value], dim=1)
+            elif name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+                found[name] = torch.cat([value, value[1:] + value[-1]])
+        return found
 
     def run(self, **arguments: Any) -> Any:
         """Call the model."""
@@ -229,24 +243,3 @@ def _vocabulary(model: Any, config: Any) -> int:
         return int(model.get_input_embeddings().num_embeddings)
     except (NotImplementedError, AttributeError):  # characters, hashed
         return 64
-
-
-def with_choices(arguments: dict[str, Any], another: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return the arguments of a call in multiple choice: each document and its copy in other tokens are two options.
-
-    Arguments `[b, t]` with a value for each token become `[b, 2, t]`. Offsets are taken for a single row.
-    """
-    found = dict(arguments)
-    for name, value in arguments.items():
-        if name in ("input_ids", *OF_TOKENS):
-            found[name] = torch.stack([value, another(value) if name == "input_ids" else value], dim=1)
-        elif name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            found[name] = torch.cat([value, value[1:] + value[-1]])
-    return found
-
-
-def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that replaces each ordinary token by another one, and keeps others, such as padding."""
-    table = torch.arange(size, device="cpu")
-    table[ordinary] = ordinary.roll(1)
-    return lambda ids: table.to(ids.device)[ids]
