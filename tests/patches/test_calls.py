@@ -274,8 +274,8 @@ def test_rotary_embeddings_that_depend_on_the_longest_document(kind: str) -> Non
         assert differs((9, 12)) < EXACT
 
 
-@pytest.mark.parametrize("name", ["layoutlmv3", "luke", "m2m_100", "mpnet", "roberta", "xmod"])
-@pytest.mark.fast("roberta", "m2m_100", "mpnet")
+@pytest.mark.parametrize("name", ["esm", "layoutlmv3", "luke", "m2m_100", "mpnet", "roberta", "xmod"])
+@pytest.mark.fast("esm", "roberta", "m2m_100", "mpnet")
 def test_padding_tokens_inside_documents(name: str) -> None:
     """These models don't count the padding token as a place, whatever the mask says."""
     model = build(next(case for case in cases() if case.model_type == name and "BASE" in case.mappings))

@@ -1,4 +1,7 @@
-"""Heads on packed rows: a result for each document, a loss that is the mean over documents, or a refusal."""
+"""Heads on packed rows: a result for each document, a loss that is the mean over documents, or a refusal.
+
+All classes of transformers, with their outputs and losses, are in test_sweep.py.
+"""
 
 import pathlib
 import re
@@ -21,7 +24,6 @@ from tests.patches.zoo import spread
 from tritonpack import UnsupportedModelError
 from tritonpack.patches import proof
 
-# The ways to tell documents apart.
 TOLD = ("position_ids", "collator", "offsets_alone", "segments_alone", "two_rows")
 
 
@@ -50,7 +52,7 @@ def require_equal(model: nn.Module, want: Tensor, got: Tensor) -> None:
     assert apart(gradients(model, want), gradients(model, got)) < EXACT
 
 
-# Heads that pass on neither offsets nor numbers, and heads of users that pass on nothing, or positions of the row.
+# Heads of users that pass on nothing, or positions of the row.
 
 
 class Silent(LlamaForCausalLM):
@@ -68,26 +70,17 @@ def own(kind: Any) -> Any:
     return kind(zoo.tiny_config("llama")).double().eval()
 
 
-KEEPING = {
-    "GPTNeoForTokenClassification": lambda: head("GPTNeoForTokenClassification", "gpt_neo"),
-    "BigBirdForTokenClassification": lambda: head("BigBirdForTokenClassification", "big_bird"),
-    "XLNetForTokenClassification": lambda: head("XLNetForTokenClassification", "xlnet"),
-    "Silent": lambda: own(Silent),
-    "Counting": lambda: own(Counting),
-}
+# Positions that a head makes contradict those that are given.
+OF_HEADS = {Silent: TOLD, Counting: ("offsets_alone", "segments_alone")}
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("name", KEEPING)
-def test_heads_that_pass_on_only_some_arguments(name: str) -> None:
-    model, pieces = KEEPING[name](), documents()
+@pytest.mark.parametrize("kind", OF_HEADS)
+def test_heads_that_pass_on_only_some_arguments(kind: Any) -> None:
+    model, pieces = own(kind), documents()
     expected = torch.cat([model(ids).logits for ids in pieces], dim=1)[0]
-    # XLNet's causal mask has room for one row. Positions that a head makes contradict those that are given.
-    forms = (
-        TOLD[:-1] if name.startswith("XLNet") else ("offsets_alone", "segments_alone") if name == "Counting" else TOLD
-    )
     with tritonpack.patch(model):
-        for form in forms:
+        for form in OF_HEADS[kind]:
             batch = FORMS[form](pieces)
             got = batch.gather(model(input_ids=batch.ids, **batch.arguments).logits)
             assert relative(expected, got) < EXACT, form
@@ -188,36 +181,6 @@ def test_multiple_choice() -> None:
         for name, value in packed.items():
             with pytest.raises(ValueError, match="BertForMultipleChoice gives one result for each row"):
                 model(input_ids=torch.cat(pieces, 1)[None].repeat(1, 2, 1), **{name: value})
-
-
-POOLING = {"BertModel": "bert", "AlbertModel": "albert", "BigBirdModel": "big_bird", "RemBertModel": "rembert"}
-
-
-@pytest.mark.parametrize("name", POOLING)
-@pytest.mark.fast("BertModel", "BigBirdModel")
-def test_one_vector_a_document(name: str) -> None:
-    model, pieces = head(name, POOLING[name]), documents()
-    alone = [model(ids) for ids in pieces]
-    vectors = torch.cat([one.pooler_output for one in alone])
-    states = torch.cat([one.last_hidden_state for one in alone], dim=1)[0]
-    with tritonpack.patch(model):
-        for form in TOLD:
-            batch = FORMS[form](pieces)
-            output = model(input_ids=batch.ids, **batch.arguments)
-            assert relative(vectors, output.pooler_output) < EXACT
-            assert relative(states, batch.gather(output.last_hidden_state)) < EXACT
-            assert torch.equal(model(**call_of(form), return_dict=False)[1], output.pooler_output)
-
-
-@pytest.mark.parametrize("name", ["BertForPreTraining", "AlbertForPreTraining", "BigBirdForPreTraining"])
-def test_pretraining_heads(name: str) -> None:
-    """The loss of tokens, and the loss of pairs of sentences."""
-    model_type = {"Be": "bert", "Al": "albert", "Bi": "big_bird"}[name[:2]]
-    model, call, row = head(name, model_type, num_labels=2), padded(documents()), call_of("collator")
-    target = {"sentence_order_label" if model_type == "albert" else "next_sentence_label": torch.tensor([1, 0, 0, 1])}
-    expected = model(**call, labels=torch.where(call["attention_mask"] == 1, call["input_ids"], -100), **target).loss
-    with tritonpack.patch(model):
-        require_equal(model, expected, model(**row, labels=row["input_ids"], **target).loss)
 
 
 def test_poolers_read_the_first_token() -> None:

@@ -1,4 +1,4 @@
-"""Layers beside attention: recurrences and convolutions, routers, towers, embeddings that are scaled by masks."""
+"""Layers beside attention: recurrences and convolutions, routers, states of one token."""
 
 import functools
 import importlib
@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EsmConfig, EsmForMaskedLM, Gemma3Config, PreTrainedModel, Qwen2_5_VLConfig
-from transformers import Gemma3ForConditionalGeneration as Gemma3
-from transformers import Qwen2_5_VLForConditionalGeneration as Qwen2_5_VL
+from transformers import DynamicCache, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, packed, relative, require_exact
+from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, packed, require_exact
 from tests.patches.comparison import apart
-from tests.patches.models import COMMON, NAMES_OF_CACHE
-from tests.patches.zoo import spread
+from tests.patches.models import NAMES_OF_CACHE
 from tritonpack.patches.layers.mixers import DocumentByDocument
 
 
@@ -238,85 +235,6 @@ def test_forward_replaced_after_patching_is_refused() -> None:
         with pytest.raises(ValueError, match=r"the forward of MixtralForCausalLM was replaced since .* was patched"):
             model(**call)
         model.forward = own
-
-
-# Embeddings that masked tokens scale
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"unpad": True}], ids=["packed", "unpad"])
-@pytest.mark.parametrize("kind", ["absolute", "rotary"])
-def test_esm(kind: str, options: dict[str, bool]) -> None:
-    """Masked tokens of one document scale no other. A mask of ones says that padding tokens are tokens: absolute
-    positions leave them out, rotary positions count them."""
-    config = EsmConfig(
-        vocab_size=33, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=1, mask_token_id=32, position_embedding_type=kind, token_dropout=True,
-        emb_layer_norm_before=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = EsmForMaskedLM(config)
-    spread(model, torch.Generator().manual_seed(0))
-    model = model.double().eval()
-    pieces = [piece % 20 + 4 for piece in documents((7, 4, 11))]
-    for piece, masked, padding in zip(pieces, (1, 0, 5), (4, 0, 8), strict=True):
-        piece[0, 1 : 1 + masked], piece[0, padding] = 32, 1
-    expected = torch.cat([model(ids, attention_mask=torch.ones_like(ids)).logits for ids in pieces], dim=1)[0]
-    with tritonpack.patch(model, **options):
-        for form in ("segments_alone", "segments_padded", "two_rows_padded", "padded_right"):
-            batch = FORMS[form](pieces)
-            ids = torch.where(batch.ids == 0, 1, batch.ids)
-            told = {"attention_mask": batch.arguments["attention_mask"]}
-            if form == "two_rows_padded":
-                told["position_ids"] = batch.arguments["position_ids"]
-            assert relative(expected, batch.gather(model(ids, **told).logits)) < EXACT, form
-
-
-# Attention without documents
-
-IMAGE = 5
-VISION = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
-
-
-def qwen(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Two images of different sizes in one call of the tower, with offsets."""
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    vision = {
-        **VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 1,
-        "window_size": 16, "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    tokens = {"image_token_id": IMAGE, "video_token_id": 4, "vision_start_token_id": 3, "vision_end_token_id": 6}
-    config = Qwen2_5_VLConfig(text_config={**COMMON, "rope_parameters": rope}, vision_config=vision, **tokens)
-    ids = torch.tensor([[7, 8, 3] + [IMAGE] * 16 + [9, 10, 3] + [IMAGE] * 8 + [11, 12]])
-    call = {"mm_token_type_ids": (ids == IMAGE).long(), "image_grid_thw": torch.tensor([[1, 8, 8], [1, 4, 8]])}
-    return Qwen2_5_VL._from_config(config, attn_implementation=name), {"input_ids": ids, **call}
-
-
-def gemma(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A tower whose rows are images, and text in which image tokens see their whole image."""
-    vision = {**VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "vision_use_head": False}
-    config = Gemma3Config(
-        text_config={**COMMON, "sliding_window": 4, "model_type": "gemma3_text"},
-        vision_config={**vision, "model_type": "siglip_vision_model"},
-        mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=6, eoi_token_index=7,
-    )  # fmt: skip
-    ids = torch.tensor([[8, 9, 6] + [IMAGE] * 4 + [7, 10, 11, 12, 13]])
-    call = {"input_ids": ids, "token_type_ids": (ids == IMAGE).long()}
-    return Gemma3._from_config(config, attn_implementation=name), call
-
-
-@pytest.mark.parametrize(("make", "shape"), [(qwen, (96, 48)), (gemma, (1, 3, 16, 16))], ids=["qwen", "gemma"])
-def test_towers_loaded_by_name_compute_what_sdpa_computes(make: Any, shape: tuple[int, ...]) -> None:
-    results = []
-    for attention in ("sdpa", "tritonpack"):
-        torch.manual_seed(0)
-        model, call = make(attention)
-        spread(model, torch.Generator().manual_seed(0))
-        assert model.config.vision_config._attn_implementation == attention
-        torch.manual_seed(1)
-        results.append(model.double().eval()(**call, pixel_values=torch.randn(shape).double()).logits)
-    assert torch.isfinite(results[0]).all()
-    assert relative(*results) < EXACT
 
 
 @pytest.mark.fast("inkling2_text-eager")

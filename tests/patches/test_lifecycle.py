@@ -463,20 +463,3 @@ def test_a_wrapped_part_is_accepted() -> None:
         model.model = Wrapper(model.model)
         require_exact(model, expected)
         model.model = model.model.inner
-
-
-@pytest.mark.parametrize("unpatched_first", [False, True])
-def test_a_part_that_outlives_its_model(unpatched_first: bool) -> None:
-    model = llama()
-    head = llama(LlamaForTokenClassification, copy.deepcopy(model.config))
-    head.model = model.model
-    before, expected = state(head), alone(head, gradients=False)
-    tritonpack.patch(model)
-    del model
-    if unpatched_first:
-        tritonpack.unpatch(head)
-    with tritonpack.patch(head):
-        require_exact(head, expected)
-    if not unpatched_first:
-        tritonpack.unpatch(head)
-    assert state(head) == before

@@ -28,10 +28,10 @@ from tritonpack.testing import check_isolation
 IMAGE, BEGIN, END, SOUND = 60, 58, 59, 62
 
 
-def build(kind: Any, config: Any) -> PreTrainedModel:
+def build(kind: Any, config: Any, attention: str | None = None) -> PreTrainedModel:
     """A model with weights so large that attention matters."""
     torch.manual_seed(0)
-    model = kind._from_config(config, experts_implementation="eager")
+    model = kind._from_config(config, experts_implementation="eager", attn_implementation=attention)
     spread(model, torch.Generator().manual_seed(0))
     return model.double().eval()
 
@@ -104,13 +104,13 @@ def kinds(family: str, ids: Tensor) -> dict[str, Tensor]:
     return {} if "omni" in family else {"mm_token_type_ids": (ids == IMAGE).int()}
 
 
-def qwen(family: str = "qwen2_vl") -> Images:
+def qwen(family: str = "qwen2_vl", attention: str | None = None) -> Images:
     prefix, parts = FAMILIES[family]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     config = getattr(module, f"{prefix}Config")(**parts)
     for token, number in TOKENS.items():
         setattr(config, token, number)
-    model = build(getattr(module, f"{prefix}ForConditionalGeneration"), config)
+    model = build(getattr(module, f"{prefix}ForConditionalGeneration"), config, attention)
     generator, grids = torch.Generator().manual_seed(1), [(1, 4, 6), (1, 6, 4), (1, 4, 4)]
     documents = [document([h * w // 4], generator) for _, h, w in grids]
     pixels = [torch.randn(h * w, 3 * 2 * 16, generator=generator, dtype=torch.float64) for _, h, w in grids]
@@ -222,14 +222,14 @@ SIGLIP = {
 }  # fmt: skip
 
 
-def gemma() -> PreTrainedModel:
+def gemma(attention: str | None = None) -> PreTrainedModel:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3Config(
         text_config={**COMMON, "layer_types": kinds, "sliding_window": 4, "query_pre_attn_scalar": 16},
         vision_config=SIGLIP, mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=BEGIN,
         eoi_token_index=END,
     )  # fmt: skip
-    return build(Gemma3ForConditionalGeneration, config)
+    return build(Gemma3ForConditionalGeneration, config, attention)
 
 
 def with_images(ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -255,6 +255,22 @@ def test_image_tokens_that_see_their_whole_image(attention: Any) -> None:
         assert relative(alone, model(**packed, **told).logits) > 0.1
         with tritonpack.patch(model, attention=attention):
             assert relative(alone, model(**packed, **told).logits) < EXACT
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_towers_loaded_by_name_compute_what_sdpa_computes(family: str) -> None:
+    """A tower whose rows are images, and one that takes images of different sizes in one row, with offsets."""
+    results = []
+    for attention in ("sdpa", "tritonpack"):
+        if family == "gemma3":
+            model, generator = gemma(attention), torch.Generator().manual_seed(1)
+            results.append(model(**with_images(document([4], generator), generator)).logits)
+        else:
+            images = qwen(family, attention)
+            model = images.model
+            results.append(images.run())
+        assert model.config.vision_config._attn_implementation == attention
+    assert relative(*results) < EXACT
 
 
 # PaliGemma: by token_type_ids, image and prompt of a document see each other, and its answer is causal

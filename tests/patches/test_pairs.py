@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
 
 import tritonpack
-from tests.patches.calls import FORMS, alone, difference, documents, packed, relative, require_exact
+from tests.patches.calls import FORMS, alone, documents, relative
 from tests.patches.comparison import tolerance
 from tests.patches.models import COMMON
 from tests.patches.pairs import PAIRS, tiny_pair_model
@@ -19,8 +19,6 @@ from tests.patches.sweep.subject import Subject
 from tests.patches.zoo import spread
 
 FORM = "segments_alone"
-STOCK_FAILS = {"switch_transformers": {"with_cache"}}  # it tells its encoder to use a cache, too
-
 every_type = pytest.mark.parametrize("name", PAIRS)
 
 
@@ -32,23 +30,6 @@ def call_of(model: PreTrainedModel, form: str = FORM, pieces: list[Tensor] | Non
 def sides(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
     """The documents of the encoder, and of the decoder."""
     return documents(), Subject(model).targets(documents())
-
-
-@pytest.mark.fast("bart", "t5", "seamless_m4t_v2")
-@every_type
-def test_packed_equals_alone(name: str) -> None:
-    """Patched, or by name; stock leaks in the same test."""
-    model = tiny_pair_model(name)
-    expected = alone(model)
-    forms = [form for form in FORMS if form not in STOCK_FAILS.get(name, ())]
-    with tritonpack.patch(model):
-        require_exact(model, expected, *forms)
-    require_exact(tiny_pair_model(name, attention="tritonpack"), expected, FORM, "offsets_alone", "padded_left")
-    plain = tiny_pair_model(name, dtype=torch.float32)  # padding gives NaN in float64 in some types
-    try:
-        assert difference(alone(plain, gradients=False), packed(plain, FORM, gradients=False)) > 1e-3
-    except RuntimeError:  # its positions are those of a mask of 0 and 1
-        assert name == "encoder-decoder"
 
 
 @pytest.mark.fast("bart", "mvp", "umt5")

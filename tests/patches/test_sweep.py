@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import tritonpack
 from tests.patches import table, zoo
-from tests.patches.sweep import build, forms, results, running
+from tests.patches.sweep import forms, results, running
 from tests.patches.sweep.classes import Case, cases, no_text
 from tests.patches.sweep.judging import Trial, has_remedy
 from tests.patches.sweep.padded import PaddedTrial, takes_options
@@ -42,7 +41,11 @@ FEW = (
     "XLMWithLMHeadModel/xlm-patch", "ZayaForCausalLM/zaya-patch", "MixtralForCausalLM/mixtral-name",
     "BertForSequenceClassification/bert-patch", "BltForCausalLM/blt-unpad", "GptOssForCausalLM/gpt_oss-share_prefixes",
     "Llama4ForCausalLM/llama4_text-unpad", "Qwen3NextForCausalLM/qwen3_next-share_prefixes",
-    "T5ForConditionalGeneration/t5-patch", "ColModernVBertForRetrieval/colmodernvbert-patch",
+    "T5ForConditionalGeneration/t5-patch", "BartForConditionalGeneration/bart-name",
+    "SeamlessM4Tv2ForTextToText/seamless_m4t_v2-patch", "MBartForQuestionAnswering/mbart-patch",
+    "BertModel/bert-patch", "AlbertForPreTraining/albert-patch", "GPTNeoForTokenClassification/gpt_neo-patch",
+    "BertForMultipleChoice/bert-patch", "Qwen3MoeForQuestionAnswering/qwen3_moe-patch",
+    "ColModernVBertForRetrieval/colmodernvbert-patch",
     *(f"{key}-patch" for key in BUILT[3::70]),
 )  # fmt: skip
 TRIED = [(key, how) for key in BUILT for how in ("patch", "name", *(OPTIONS if key in CAUSAL else ()))]
@@ -236,23 +239,17 @@ class TestJudge:
         assert "ran on 57 of 88 tokens, and 33 would do" in row.reason
 
     @pytest.mark.slow
-    def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """The clock goes on when the hanging class begins."""
-        hangs = tmp_path / "hangs"
-
+    def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def judge(given: Case, **options: Any) -> list[Row]:
             if given.name == "crash":
                 os._exit(3)
             if given.name == "hang":
-                hangs.touch()
                 time.sleep(600)
             return [Row(given.key, "patch", "exact")]
 
         monkeypatch.setattr(running, "judge_case", judge)
-        clock = SimpleNamespace(monotonic=lambda: 10.0 * hangs.exists(), perf_counter=time.perf_counter)
-        monkeypatch.setattr(running, "time", clock)
         todo = [Case(name, "a", ()) for name in ("first", "crash", "hang", "last")] + [Case("other", "b", ())]
-        rows = {row.key: row for row in running.run(todo, jobs=1, limit=2.0)}
+        rows = {row.key: row for row in running.run(todo, jobs=2, limit=2.0)}
         assert {key: (row.verdict, row.reason) for key, row in rows.items() if row.verdict != "exact"} == {
             "crash/a": ("error", "its process ended with 3"), "hang/a": ("error", "it took more than 2 seconds"),
         }  # fmt: skip
@@ -335,8 +332,6 @@ def test_what_a_row_of_the_zoo_sets_is_felt_by_short_documents(name: str) -> Non
         assert (run(model) - expected)[0, 3].abs().max() > 3e-3 * expected.abs().max()
 
 
-def test_weights_and_draws_are_the_same_in_every_run() -> None:
+def test_weights_are_the_same_in_every_run() -> None:
     model, twin = (zoo.tiny_model("qwen3_next").state_dict() for _ in range(2))
     assert all(torch.equal(model[key], twin[key]) for key in model)
-    one, other = (build.build(CASES["VitsModel/vits"]) if "VitsModel/vits" in CASES else None for _ in range(2))
-    assert one is None or all(map(torch.equal, one.parameters(), other.parameters()))
