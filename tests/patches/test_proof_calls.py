@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
@@ -295,15 +291,6 @@ def test_an_interrupted_proof_is_run_again(monkeypatch: pytest.MonkeyPatch, trie
     assert len(tries) == 2
 
 
-def test_a_class_that_patches_its_instances() -> None:
-    class SelfPatching(LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            tritonpack.patch(self)
-
-    SelfPatching(config())(**call_of())
-
-
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_documents_that_share_their_beginnings(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tries: list[Any]
@@ -340,20 +327,3 @@ def test_a_tree_that_mixes_branches_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="don't stay apart"):
         tritonpack.patch(Branches(config()), share_prefixes=True).prove()
-
-
-def test_a_softcap_that_sdpa_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in transformers up to 5.17: documents alone run by eager attention."""
-
-    def dropping(*args: Any, softcap: Any = None, **options: Any) -> Any:
-        return sdpa_attention_forward(*args, **options)
-
-    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", dropping)
-    model = type("Own", (Gemma2ForCausalLM,), {})(zoo.tiny_config("gemma2", attn_logit_softcapping=0.5))
-    assert model.config._attn_implementation == "sdpa"
-    words = r"doesn't support sdpa with its softcap; use attention='eager'"
-    with pytest.raises(UnsupportedModelError, match=words):
-        tritonpack.patch(model, attention="sdpa")
-    tritonpack.patch(model).prove()
-    assert model.config._attn_implementation == "tritonpack"
