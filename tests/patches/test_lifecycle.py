@@ -244,11 +244,12 @@ def broken_at(line: int) -> Iterator[list[int]]:
                 raise Broken
         return trace
 
+    before = sys.gettrace()  # of a debugger, or of a measurement of coverage
     sys.settrace(trace)
     try:
         yield count
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
 
 
 def broken_anywhere(make: Callable[[], Any], action: Callable[[Any], Any], points: int) -> Iterator[Any]:
@@ -285,7 +286,7 @@ def test_interrupts_of_patch_and_unpatch(family: str, action: str) -> None:
         "patch again": lambda model: tritonpack.patch(model, backend="reference"),
     }  # fmt: skip
     outcomes = set()
-    for broken in broken_anywhere(prepared, actions[action], 80):
+    for broken in broken_anywhere(prepared, actions[action], 60):
         outcomes.add(is_patched(broken))
         if is_patched(broken):
             require_exact(broken, expected)
