@@ -191,6 +191,16 @@ def test_dropout_in_training() -> None:
     assert abs(float(loss - without)) > 1e-6
 
 
+def test_a_full_graph() -> None:
+    """Traced and not compiled, so that it is quick; other tests of torch.compile take minutes (test_compiled.py)."""
+    torch._dynamo.reset()
+    call, model = call_of("without_cache"), tiny_model("llama", num_hidden_layers=1)
+    with tritonpack.patch(model), torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+        call["labels"] = call["input_ids"]
+        assert torch.equal(compiled(**call).logits, model(**call).logits)
+
+
 # Arguments that tell documents apart twice, and agree
 
 PADDED = told("segments_padded")["attention_mask"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as stock
 
+import tritonpack
 from tritonpack import UnsupportedModelError
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
@@ -135,6 +136,32 @@ def test_adding_to_scores_adds_an_additive_mask(dtype: torch.dtype) -> None:
     for added in (scores + mask, mask + scores, torch.add(scores, mask), scores.clone().__iadd__(mask)):
         assert added.dtype == dtype
         assert torch.equal(added.softmax(-1), expected)
+
+
+def test_attention_of_layers_that_differ() -> None:
+    """Arguments are checked once for layers that are alike, and again for any other."""
+    mask, options = interval_mask(), {"scale": None, "softcap": 0.0}
+    q, wide = (torch.randn(5, 2, n) for n in (8, 16))
+    for inputs, changes in (
+        ((q, q, q), {}),
+        ((q, q, q), {}),
+        ((q, q[:, :1], q[:, :1]), {}),
+        ((wide, wide, q), {}),
+        ((q.bfloat16(), q.bfloat16(), q.bfloat16()), {}),
+        ((q, q, q), {"scale": 0.7}),
+        ((q, q, q), {"scale": 0.7, "softcap": 3.0}),
+        ((q, q, q), {"sinks": q[0, :, 0]}),
+    ):
+        expected = tritonpack.varlen_attention(*inputs, mask.mask, backend="reference", **changes)
+        assert torch.equal(mask.attention(*inputs, **options | changes), expected)
+    for inputs, changes, words in (
+        ((q, q, q.double()), {}, "must share one dtype"),
+        ((q, wide, q), {}, "the same head dimension"),
+        ((q, q, q), {"scale": -1.0}, "scale must be"),
+    ):
+        mask.attention(q, q, q, **options)
+        with pytest.raises(ValueError, match=words):
+            mask.attention(*inputs, **options | changes)
 
 
 def test_padding() -> None:
