@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import tritonpack
 from tests.ecosystem.training import EXACT, features, pad
 from tests.patches import zoo
+from tests.patches.calls import documents, state, told
 from tests.patches.models import tiny_model
-from tests.patches.test_patching import documents, positions, state
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -57,7 +57,7 @@ def test_placed_models(family: str, placement: str, first: str, tmp_path: Path) 
     before = state(model)
     if first == "accelerate":
         tritonpack.patch(model)
-    assert error(model(ids, position_ids=positions()).logits, expected) < EXACT
+    assert error(model(ids, **told()).logits, expected) < EXACT
     if first == "patch":
         accelerate.hooks.remove_hook_from_module(model, recurse=True)
     tritonpack.unpatch(model)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import tritonpack
-from tests.ecosystem.training import EXACT
 from tests.patches import zoo
-from tests.patches.test_patching import FORMS, alone, difference, documents, logits_and_gradients, state
+from tests.patches.calls import alone, require_exact, state
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flex_attention", "eager", "sdpa", "kernels-community/flash-attn2")
 
@@ -19,9 +18,8 @@ def test_any_name_is_replaced_and_restored(family: str, name: str) -> None:
     expected = alone(model)
     model.config._attn_implementation_internal = name
     before = state(model)
-    call = {"input_ids": torch.cat(documents(), 1), **FORMS["all_ones_mask"]()}
     with tritonpack.patch(model) as handle:
         assert (handle.report.attention, handle.report.replaced) == ("tritonpack", name)
-        assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
+        require_exact(model, expected, "all_ones_mask")
     assert state(model) == before
     assert model.config._attn_implementation == name

@@ -16,8 +16,8 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArgum
 import tritonpack
 from tests.ecosystem.test_trainer_padded import encoder
 from tests.ecosystem.training import EXACT, Outcome, arguments, distance, evaluated, features, pad, trained
+from tests.patches.calls import state as state_of_model
 from tests.patches.models import tiny_model
-from tests.patches.test_patching import state as state_of_model
 
 pytest.importorskip("accelerate")
 

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tests.small_copies.comparison import Parts, apart
-from tests.small_copies.packed_forms import Batch
-from tritonpack.patches.measuring import tensors_in
+from tests.patches.comparison import Parts, apart
+from tritonpack.patches.measuring import Batch, tensors_in
 
 # The shape of an output: (B, T, ...), (k, B, T, ...), (B * T, ...) or (documents, ...).
 Kind = Literal["token", "layered", "flat", "document"]
