@@ -9,8 +9,7 @@ from tests.packing.planning.test_plan import AWKWARD, MODEL, deferrals
 from tritonpack import Units
 from tritonpack.packing import plan_epoch, plan_statistics
 from tritonpack.packing.planning.order import shuffled
-from tritonpack.packing.planning.plan import Plan, choose_steps_together
-from tritonpack.packing.planning.tail import check_tail
+from tritonpack.packing.planning.plan import Plan, choose_steps_together, demands
 
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
 CAPACITY = 4096
@@ -186,14 +185,13 @@ def test_statistics_count_squares():
 def test_a_step_that_is_full_of_anything_is_full():
     """48 patches fill two steps of three ranks; their tokens fill a fifth."""
     units = Units.of_documents([8] * 12, patches=[4] * 12)
-    check_tail(units, 80, 3, "drop", {"patches": 8})
     plan = plan_epoch(units, 80, 3, budgets={"patches": 8})
     assert (plan.num_steps, plan.num_documents) == (2, 12)
     with pytest.raises(
         ValueError,
-        match="96 tokens and 48 patches don't fill one step of 3 ranks with 80 tokens and 20 patches each to 95%",
+        match="96 tokens can't fill one step of 3 ranks with 80 tokens each to 95%",
     ):
-        check_tail(units, 80, 3, "drop", {"patches": 20})  # fmt: skip
+        plan_epoch(units, 80, 3, budgets={"patches": 20})
     some = plan_epoch(units, 80, 3, budgets={"patches": 8}, order=np.arange(8))
     assert (some.num_steps, some.num_documents) == (1, 6)
 
@@ -227,8 +225,9 @@ def test_steps_together_are_chosen_by_what_is_scarce():
     """Rows hold two images, which combine badly, and any number of tokens."""
     rng = np.random.default_rng(0)
     units = Units.of_documents(rng.integers(1, 40, 3000), patches=rng.integers(200, 700, 3000))
-    assert choose_steps_together(units, 10**6, 1, budgets={"patches": 1024}) >= 16
-    assert choose_steps_together(units.tokens, 10**6, 1) == 1
+    takes, _, limits = demands(units, 10**6, {"patches": 1024})
+    assert choose_steps_together(takes, limits, 1) >= 16
+    assert choose_steps_together(takes[:, :1], limits[:1], 1) == 1
 
 
 def test_resumes_and_orders_as_documents():

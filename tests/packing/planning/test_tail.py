@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from tests.packing.naive import fewest_bins
-from tritonpack.packing.planning.demands import Demands
-from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.plan import plan_epoch
 from tritonpack.packing.planning.tail import FULL, _fit, check_tail, whole_steps
 
 TAILS = ["keep", "spread"]
@@ -92,14 +91,12 @@ def test_borrows_latest_documents_of_fullest_rows_of_latest_steps():
     """Three steps of 3 ranks; ranks 0 and 2 of the last step have no document."""
     rows = np.array([0, 1, 2, 0, 3, 4, 5, 4, 5, 3, 7])
     lengths = np.array([5, 9, 9, 4, 2, 5, 4, 4, 6, 3, 1], dtype=np.int32)  # rows 3, 4, 5 hold 5, 9 and 10
-    now, num_steps, empty = whole_steps(rows, np.arange(len(rows)), Demands.of(lengths, 10, None), 3, 1)
+    now, num_steps, empty = whole_steps(rows, lengths[:, None], np.array([10]), 3, 1)
     moved = {document: int(row) for document, row in enumerate(now) if row != rows[document]}
     assert (moved, num_steps, empty) == ({8: 6, 7: 8}, 3, 0)
     # Four ranks miss a document: three rows of the second step give one, and then the first step gives one.
     rows = np.array([0, 1, 2, 3, 4, 0, 0, 5, 6, 7, 8, 9, 5, 6, 8, 10])
-    now, num_steps, empty = whole_steps(
-        rows, np.arange(len(rows)), Demands.of(np.ones(16, dtype=np.int32), 10, None), 5, 1
-    )
+    now, num_steps, empty = whole_steps(rows, np.ones((16, 1), dtype=np.int64), np.array([10]), 5, 1)
     assert np.flatnonzero(now != rows).tolist() == [6, 12, 13, 14]
     assert (sorted(now[[6, 12, 13, 14]]), num_steps, empty) == ([11, 12, 13, 14], 3, 0)
 
@@ -125,13 +122,13 @@ def test_drop_needs_tokens_of_one_step_and_then_plans_every_epoch():
     """80 documents of half a row and a bit: 20 rows hold 20 of them, and 40 of them have the tokens of a step."""
     capacity, num_ranks = 100, 20
     enough = np.full(38, 51)  # 1,938 tokens; a step that is 95% full has 1,900
-    check_tail(enough, capacity, num_ranks, "drop")
+    check_tail(enough[:, None], np.array([capacity]), num_ranks, "drop")
     for epoch in range(5):
         plan = plan_epoch(enough, capacity, num_ranks, epoch=epoch)
         assert (plan.num_steps, plan.num_documents, plan.filler_rows) == (1, 20, 0)
-    with pytest.raises(ValueError, match="1887 tokens don't fill one step of 20 ranks with 100 tokens each to 95%"):
-        check_tail(enough[:37], capacity, num_ranks, "drop")
-    check_tail(enough[:1], capacity, num_ranks, "keep")
+    with pytest.raises(ValueError, match="1,887 tokens can't fill one step of 20 ranks with 100 tokens each to 95%"):
+        check_tail(enough[:37, None], np.array([capacity]), num_ranks, "drop")
+    check_tail(enough[:1, None], np.array([capacity]), num_ranks, "keep")
 
 
 def test_drop_keeps_a_last_step_that_is_full_enough_without_empty_rows():
@@ -159,9 +156,3 @@ def test_search_goes_back():
     bins = _fit([[length] for length in (4, 4, 3, 3, 3, 3)], 2, [10])
     assert bins is not None
     assert bins[0] != bins[1]
-
-
-@pytest.mark.parametrize("filler_rows", [-1, 2, True])
-def test_plan_refuses_filler_rows_without_another_rank(filler_rows):
-    with pytest.raises(ValueError, match="filler_rows must be an integer from 0 to 1, because another rank"):
-        Plan(np.array([0, 0]), np.array([0, 1, 2]), 2, 8, filler_rows)

@@ -269,7 +269,7 @@ def test_collator_cuts_documents_as_planned():
         ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
         ({"lengths": [5, -2, 3, 4]}, "document 1 has length -2"),
         ({"lengths": [5.0, float("nan")]}, "lengths must be a row of integers.*float64.*NaN"),
-        ({"lengths": [5, 5, 5]}, "15 tokens don't fill one step of 4 ranks with 512 tokens each to 95%"),
+        ({"lengths": [5, 5, 5]}, "15 tokens can't fill one step of 4 ranks with 512 tokens each to 95%"),
         ({"lengths": [5, 5, 5, 513]}, "longer than the batch_max_length of 512"),
         ({"seed": -1}, "seed must be"),
         ({"tail": "all"}, "tail must be one of"),

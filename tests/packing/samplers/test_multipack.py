@@ -65,7 +65,7 @@ class TestBatches:
             batches.set_epoch(epoch)
             length = len(batches)
             listed = list(batches)
-            assert len(listed) == length == batches.len_across_ranks
+            assert len(listed) == length
             assert listed == batches.generate_batches()
             assert all(len(batch) == batch_size for batch in listed[: None if drop_last else -1])
             seen = documents_of(listed)
@@ -73,7 +73,7 @@ class TestBatches:
             assert all(LENGTHS[items].sum() <= CAPACITY for items in chain.from_iterable(listed))
             tokens = LENGTHS[seen].sum()
             assert batches.efficiency() == tokens / (sum(map(len, listed)) * CAPACITY)
-            assert batches.gather_efficiency() == batches.efficiency() > 0.9
+            assert batches.efficiency() > 0.9
         if not drop_last:
             assert batches.dropped_documents == 0
 
@@ -314,10 +314,7 @@ def test_values_that_axolotl_takes(given):
 
 def test_members_that_axolotl_has():
     batches = batches_of(packing_efficiency_estimate=1.03, num_processes=2, safe_mode=None, mp_start_method="spawn")
-    assert (batches.packing_efficiency_estimate, batches.num_processes, batches.safe_mode) == (1.03, 2, None)
-    assert (batches.mp_start_method, batches.num_count_samples, batches.group_size) == ("spawn", 4, 100_000)
     tokens = LENGTHS[documents_of(batches)].sum()
-    assert (batches.total_tokens_used, batches.total_token_slots) == (tokens, len(batches) * 3 * CAPACITY)
     assert batches.efficiency() == tokens / (len(batches) * 3 * CAPACITY)
     assert batches.generate_batches(set_stats=True) == list(batches)
     assert batches.capacity == CAPACITY
@@ -339,9 +336,6 @@ def two_ranks(rank, path):
     with pytest.raises(ValueError, match=r"samplers of ranks \[1\] yield documents in another order"):
         iter(mine)
 
-    batches = batches_of()
-    assert batches.gather_efficiency() == batches.efficiency()
-    assert batches.gather_len_batches(5 + rank) == 5
     torch.distributed.destroy_process_group()
 
 

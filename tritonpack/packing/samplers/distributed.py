@@ -26,6 +26,7 @@ from tritonpack.packing.planning.plan import (
     Plan,
     check_options,
     choose_steps_together,
+    demands,
 )
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.ranks import (
@@ -55,7 +56,7 @@ from tritonpack.packing.units import Units, as_units, check_budgets
 _TEXTS = ("budgets", "cost_model")  # settings that are JSON in states, which hold plain numbers and strings
 
 
-class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[int]]):
+class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
@@ -170,13 +171,12 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
                 self._order = order if callable(order) else in_epoch  # a copy
                 self._order_digest = digest(given_order(order, len(self.lengths), 0, 0))
             fitting = in_epoch[self.lengths[in_epoch] > 0]
-            check_tail(self._select(fitting), self.batch_max_length, self.num_replicas, tail, self.budgets)
+            takes, _, limits = demands(self._select(fitting), self.batch_max_length, self.budgets)
+            check_tail(takes, limits, self.num_replicas, tail)
             if steps_together is None and (order is not None or not shuffle):
                 steps_together = 1  # which nearly keeps the order
             elif steps_together is None:
-                steps_together = choose_steps_together(
-                    self._select(fitting), self.batch_max_length, self.num_replicas, self.budgets
-                )
+                steps_together = choose_steps_together(takes, limits, self.num_replicas)
             self.steps_together = check_integer(steps_together, "steps_together", 1, MOST_TOGETHER)
             self._epochs = check_integer(epochs, "epochs")
             self._least_steps: dict[int, int] = {}  # by seed
@@ -218,9 +218,6 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
     def _batch(self, made: Segment, number: int) -> list[int]:
         step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
         return made.plan.row(step - made.steps_before, rank).tolist()
-
-    def _digest(self, made: Segment) -> str:
-        return made.digest
 
     def _settings(self) -> dict[str, Any]:
         return self._settings_with(self.seed)
@@ -274,7 +271,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
         texts = {name: json.dumps(made.settings[name]) for name in _TEXTS}
         return {**place, "plan": made.digest, **made.settings, **texts}
 
-    def _find_place(self, state: Mapping[str, Any]) -> Place[Segment]:
+    def _find_place(self, state: Mapping[str, Any]) -> Place:
         settings = self._settings()
         epoch = self._check_header(state, {"lengths", "before", "rows_done", "plan", *settings})
         if not same(state["lengths"], self._lengths_summary):
@@ -408,7 +405,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
         Raises:
             ValueError: on every rank, if any two ranks differ.
         """
-        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._digest(self._current())}
+        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._current().digest}
         fault = _find_difference([{**values, "rank": None} for values in gather(mine, group)])
         if fault:
             raise ValueError(fault)
