@@ -93,7 +93,7 @@ def test_random_lengths_and_options(seed):
     tail, lookahead = str(rng.choice(["drop", "spread", "keep"])), float(rng.choice([0, 0.01, 0.05]))
     options = OBJECTIVES[str(rng.choice(list(OBJECTIVES)))]
     if tail == "drop" and lengths.sum() < 0.95 * num_ranks * capacity:
-        with pytest.raises(ValueError, match="don't fill one step"):
+        with pytest.raises(ValueError, match="can't fill one step"):
             plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
         return
     plan = plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
@@ -275,7 +275,7 @@ def test_no_shuffle_keeps_input_order():
 @pytest.mark.parametrize(
     ("count", "options", "message"),
     [
-        (8, {}, "800 tokens can't fill one step of 4 ranks with 1024 tokens each to 95%.*tail='keep'"),
+        (8, {}, "800 tokens can't fill one step of 4 ranks with 1,024 tokens each to 95%.*tail='keep'"),
         (8, {"tail": "last"}, "tail must be one of 'drop', 'spread', 'keep'; got 'last'"),
         (8, {"objective": "cubic"}, "objective must be one of 'quadratic', 'linear', 'cost'; got 'cubic'"),
         (8, {"objective": "cost"}, "objective='cost' and cost_model go together"),

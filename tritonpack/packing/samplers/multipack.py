@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
@@ -17,8 +18,9 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import Algorithm, pack
 from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.samplers.ranks import place_among_processes
-from tritonpack.packing.samplers.state import Place, ResumableSampler, describe_changes, digest, gather
+from tritonpack.packing.samplers.ranks import has_group, place_among_processes
+from tritonpack.packing.samplers.state import Place, ResumableSampler, describe_changes, digest
+from tritonpack.packing.units import as_units
 
 
 class _Bins(NamedTuple):
@@ -140,7 +142,7 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
                 seed = torch.initial_seed() if self.num_replicas == 1 else 0
         self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
         super().__init__(
-            _whole(lengths),
+            as_units(_whole(lengths)),
             self.batch_max_len,
             overlong,
             "batch_max_len",
@@ -259,8 +261,9 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
 
     def __iter__(self) -> Any:  # yields bins, not documents
         batches = super().__iter__()
-        if not self._same_on_all_ranks:
-            orders = gather(self._current().order)
+        if has_group() and not self._same_on_all_ranks:
+            orders: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(orders, self._current().order)
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]
             if different:
                 raise ValueError(

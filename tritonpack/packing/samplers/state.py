@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pprint import pformat
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import FittedLengths, check_integer, fit_for_sampler
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
-from tritonpack.packing.samplers.ranks import has_group
 from tritonpack.packing.units import FittedUnits, Units, fit_units
 
 
@@ -78,7 +76,7 @@ class ResumableSampler(EpochCounter, ABC):
 
     def __init__(
         self,
-        lengths: Sequence[int] | NDArray[Any] | Units,
+        units: Units,
         capacity: int,
         overlong: Literal["error", "drop"],
         name: str,
@@ -90,17 +88,15 @@ class ResumableSampler(EpochCounter, ABC):
         EpochCounter.__init__(self)
         self.seed = check_integer(seed, "seed", 0, None)
         fitted: FittedLengths | FittedUnits
-        tokens: NDArray[Any]
-        if isinstance(lengths, Units):
-            fitted = fit_units(lengths, capacity, budgets, overlong, name=name)
-            tokens = fitted.units.tokens
+        if are_documents(units):  # whose messages say how to cut them
+            fitted = fit_for_sampler(units.tokens, capacity, overlong, name)
         else:
-            fitted = fit_for_sampler(lengths, capacity, overlong, name)
-            tokens = fitted.lengths
+            fitted = fit_units(units, capacity, budgets, overlong, name=name)
         self.capacity = capacity
         self.report = fitted.report
-        self.lengths = np.zeros(len(lengths), dtype=np.int32)
-        self.lengths[slice(None) if fitted.documents is None else fitted.documents] = tokens
+        self.lengths = np.zeros(len(units), dtype=np.int32)
+        chosen = slice(None) if fitted.documents is None else fitted.documents
+        self.lengths[chosen] = units.tokens[chosen]
         self._epochs_differ = epochs_differ  # whether another epoch has another order
         self._made: tuple[int, str, Any] | None = None  # an epoch, `before`, the result of `_make`
         self._counted_epoch = 0
@@ -238,15 +234,6 @@ class ResumableSampler(EpochCounter, ABC):
         return check_integer(state["epoch"], "epoch", 0, None)
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank, on every rank; only this one's without a process group."""
-    if not has_group():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
-
-
 def digest(*arrays: NDArray[Any]) -> str:
     """32 hexadecimal digits of the values of arrays, the same on every machine."""
     summary = hashlib.blake2b(digest_size=16)
@@ -257,21 +244,11 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 def describe_units(units: Units) -> str:
     """How many units there are, what they take together, and a digest of what each of them takes."""
-    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in _amounts(units).items())
+    amounts = {"tokens": units.tokens} | ({} if are_documents(units) else {"squares": units.squares})
+    amounts |= {name: units.resources[name] for name in sorted(units.resources)}
+    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
     noun = "documents" if are_documents(units) else "units"
-    return f"{len(units)} {noun} with {totals}, digest {digest_units(units)}"
-
-
-def digest_units(units: Units) -> str:
-    """A digest of what each unit takes: that of their lengths, if they are one document each."""
-    return digest(*_amounts(units).values())
-
-
-def _amounts(units: Units) -> dict[str, NDArray[np.int64]]:
-    if are_documents(units):
-        return {"tokens": units.tokens}
-    resources = {name: units.resources[name] for name in sorted(units.resources)}
-    return {"tokens": units.tokens, "squares": units.squares, **resources}
+    return f"{len(units)} {noun} with {totals}, digest {digest(*amounts.values())}"
 
 
 def are_documents(units: Units) -> bool:
