@@ -55,19 +55,6 @@ def test_plans_whatever_brute_force_can_plan(part, tail):
     assert min(planned, repeated) > 40
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (7, 64))])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-def test_no_documents_that_fit_are_refused(seed, num_ranks, tail):
-    rng = np.random.default_rng(seed)
-    capacity = int(rng.choice([1, 2, 30, 1000]))
-    around_half = capacity // 2 + rng.integers(0, 2 + capacity // 10, 300)
-    for lengths in (around_half, rng.integers(1, capacity + 1, 300), np.full(300, capacity), np.full(300, 1)):
-        for count in (1, num_ranks - 1, num_ranks + 1, int(rng.integers(1, 301)), 300):
-            some = np.clip(lengths[: max(1, count)], 1, capacity)
-            assert_complete(plan_epoch(some, capacity, num_ranks, tail=tail, epoch=seed), some, capacity)
-
-
 def test_spread_makes_no_more_steps_than_keep():
     for seed in range(100):
         rng = np.random.default_rng(seed)
@@ -109,13 +96,6 @@ def test_packs_shortest_documents_together_to_save_a_step(tail):
         plan = plan_epoch(lengths, 6, 5, tail=tail, epoch=epoch)
         assert_complete(plan, lengths, 6)
         assert (plan.num_steps, plan.filler_rows) == (1, 0)
-
-
-def test_filler_rows_are_the_last_of_the_last_step():
-    lengths = np.array([1000, 900, 1001, 800, 999])
-    plan = plan_epoch(lengths, 1024, 4, tail="keep")
-    assert repr(plan) == "Plan(2 steps of 4 ranks with 1024 tokens each, 5 documents, 3 filler rows)"
-    assert [plan.row(1, rank).tolist() for rank in range(1, 4)] == [[3], [1], [4]], "the shortest ones"
 
 
 def test_drop_needs_tokens_of_one_step_and_then_plans_every_epoch():

@@ -55,18 +55,6 @@ def test_sampler_chooses_once_for_all_ranks_and_epochs():
     assert "steps planned together" in repr(samplers[0].plan)
 
 
-def test_plan_epoch_chooses_as_the_sampler():
-    plan = plan_epoch(openchat(), 8192, 8)
-    assert plan.steps_together == MultipackDistributedBatchSampler(8192, openchat(), 8, 0).steps_together
-    assert plan_epoch(openchat(), 8192, 8, steps_together=1).steps_together == 1
-
-
-def test_order_of_documents_does_not_matter_much():
-    """A sorted data set is sampled at random."""
-    lengths = np.sort(log_normal(100_000)).astype(np.int32)
-    assert choose_steps_together(lengths[:, None], np.array([8192]), 1) > 1
-
-
 def test_a_few_crowded_rows_share_steps():
     """A row may hold two long documents, and is then a third fuller than the others, for which its step waits."""
     rng = np.random.default_rng(2)

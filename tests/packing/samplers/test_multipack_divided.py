@@ -80,15 +80,6 @@ class TestAccelerate:
         assert batches_of().num_replicas == 4
         assert batches_of(num_replicas=2).num_replicas == 2
 
-    def test_accelerate_with_one_process(self):
-        import accelerate
-
-        loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches_of(), collate_fn=list)
-        loader = accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
-        first, second = list(loader), list(loader)
-        assert first != second
-        assert first == list(batches_of())
-
 
 class Embed(torch.nn.Module):
     """A model for Trainer; its collator keeps the document numbers of the batches."""
