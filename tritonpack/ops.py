@@ -8,9 +8,8 @@ torch's dispatcher and its autograd for operators take the host longer than ever
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from tritonpack.backends import BackendModule, load
 from tritonpack.backends.tile_table import TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
+
+T = TypeVar("T")
 
 PLAIN = frozenset((Tensor, Parameter))
 
@@ -107,18 +108,23 @@ def _is_plain_call(*tensors: Tensor) -> bool:
     )
 
 
-def _forward(backend: BackendModule, q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    with _plain_precision(q):
-        out, lse = backend.forward(q, *others)
+def _forward(backend: BackendModule, *arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _without_autocast(backend.forward, *arguments)
     return out.contiguous(), lse.contiguous()  # the layouts of `_attention_fake`
 
 
-def _backward(
-    backend: BackendModule, dout: Tensor, dlse: Tensor | None, q: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    with _plain_precision(q):
-        dq, dk, dv, dsinks = backend.backward(dout, dlse, q, *others)
+def _backward(backend: BackendModule, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dq, dk, dv, dsinks = _without_autocast(backend.backward, *arguments)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+
+
+def _without_autocast(function: Callable[..., T], x: Tensor, *others: Any) -> T:
+    """Call a function of a backend, which chooses the precision of each product itself."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return function(x, *others)
+    with torch.autocast(device, enabled=False):
+        return function(x, *others)
 
 
 class _Attention(torch.autograd.Function):
@@ -290,10 +296,3 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
         mask.cached("transpose", lambda: transposed)
     tiles = TileTables(given.forward_tiles, given.key_tiles, given.query_tiles, given.blocks)
     return load(given.backend), mask, options, tiles
-
-
-def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: the backends choose the precision of each product."""
-    device = q.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()

@@ -17,7 +17,7 @@ from benchmarks.harness.peers import OURS, PEERS, Prepared
 from benchmarks.harness.verify import ResultCheck
 from tests.trees import group, path_lengths
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.blocked import plan_of
+from tritonpack.backends.blocked import plan_rows
 from tritonpack.testing.cases import parents_of
 
 NODES = group(2048, [256] * 8)
@@ -62,4 +62,4 @@ def test_building_trees(benchmark: BenchmarkFixture, case: str) -> None:
     """The mask from the parents, and the plan of the backend of CPUs."""
     benchmark.group = "trees, mask and blocks"
     parents = torch.tensor(parents_of(*[NODES] * 8))
-    benchmark(lambda: plan_of(BlockDiagonalMask.from_tree(parents), fuse=True, pack_invariant=False))
+    benchmark(lambda: plan_rows(BlockDiagonalMask.from_tree(parents), fuse=True, pack_invariant=False))

@@ -55,8 +55,7 @@ ISOLATED = BY_NAME | {
 
 def plan_of(inputs: Inputs, **options: Any) -> blocked.Plan:
     given = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **(inputs.keywords | options))
-    tiles = blocked.plan_tiles(inputs.q, inputs.k, inputs.v, inputs.mask, given, backward=True)
-    return blocked.read_plan(inputs.q, inputs.k, inputs.mask, given, tiles)
+    return blocked.plan_tiles(inputs.q, inputs.k, inputs.v, inputs.mask, given, backward=True).plan
 
 
 def run_without_lse(inputs: Inputs) -> dict[str, Tensor]:
@@ -221,7 +220,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
     def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
-        (read,) = fused._as_the_kernel_reads(torch.zeros(tokens, 2, 16))
+        read = fused._as_the_kernel_reads(torch.zeros(tokens, 2, 16), 16)
         assert read.shape == (1, 2, tokens, 16)
         assert read.is_contiguous() == (tokens > fused.MOST_KEYS)
 
@@ -253,8 +252,8 @@ class TestPlan:
 
     def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made = []
-        plan = blocked.plan_of
-        monkeypatch.setattr(blocked, "plan_of", lambda *a, **k: made.append(a) or plan(*a, **k))
+        documents_of = fused.documents_of
+        monkeypatch.setattr(fused, "documents_of", lambda mask: made.append(mask) or documents_of(mask))
         inputs = make_inputs(BY_NAME["mixed"])
         for _ in range(3):
             run(inputs, "blocked")

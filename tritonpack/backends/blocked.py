@@ -7,12 +7,14 @@ of up to `BLOCK_ROWS` rows, and a tile is computed in blocks of up to `BLOCK_KEY
 rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for the plan,
 so on an accelerator this backend waits.
 
-Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
+Shapes: T tokens, H heads, n key heads, d head dimension; r rows, of which each token has one for each query head that
+shares a key head; m rows and k keys of a block.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,9 +40,9 @@ FULL, MASKED = 3, 4
 
 
 class Block(NamedTuple):
-    """The rows of a tile and some of the keys that they see; `masked` if a row doesn't see all of these keys."""
+    """The queries of a tile and some of the keys that they see; `masked` if a query doesn't see all of these keys."""
 
-    rows: slice
+    queries: slice
     keys: slice
     masked: bool
 
@@ -49,21 +51,17 @@ class Plan(NamedTuple):
     """What is computed.
 
     Attributes:
-        table: (blocks and runs, 5) int64 on the host: the rows of `plan_of`.
         blocks: blocks, one tile after the other.
-        blind, unseen: (queries,) and (keys,) bool, the rows that see nothing and those that nothing sees; None if there
-            are none, or no blocks.
+        blind, unseen: (queries, 1, 1) and (keys, 1, 1) bool, the rows that see nothing and those that nothing sees;
+            None if there are none.
         runs: calls of the fused kernel.
-        all_rows: whether runs have every query of the mask.
         one_run: whether a single run has all queries and all keys.
     """
 
-    table: Tensor
     blocks: list[Block]
     blind: Tensor | None
     unseen: Tensor | None
     runs: list[fused.Run]
-    all_rows: bool
     one_run: bool
 
 
@@ -74,75 +72,67 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The plan as a table, made once; no table where the mask can't be read now, as under torch.compile."""
-    if not on_host(mask.key_start):
-        return NO_TABLES
-    plan = read_plan(q, k, mask, options, NO_TABLES)
-    return NO_TABLES._replace(blocks=plan.table, plan=plan)
+    """The plan, made once per mask; no table where the mask can't be read now, as under torch.compile."""
+    return read_plan(q, k, mask, options, None) if on_host(mask.key_start) else NO_TABLES
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
-    plan, dtype, head_dim_v = tiles.plan or read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
-    q, k, v = _widened(q, options), _widened(k, options), _widened(v, options)
+    plan, dtype, head_dim_v = tiles.plan or read_plan(q, k, mask, options, tiles.blocks).plan, q.dtype, v.shape[2]
+    q, k, v = _widened(options, q, k, v)
     if plan.one_run:
         out, lse = fused.forward(plan.runs[0], q, k, v, options)
     else:
-        out = q.new_empty(*q.shape[:2], v.shape[2])
-        lse = q.new_empty(q.shape[:2])
-        if not plan.all_rows:
-            out.zero_()
-            lse.fill_(-math.inf)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if plan.blocks:
-            _forward_blocks(plan, q, k, v, mask, options, out, lse.T)
+            out, lse = _forward_blocks(plan, q, k, v, mask, options)
+        else:
+            out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -math.inf)
         for run in plan.runs:
-            out[run.rows], lse[run.rows] = fused.forward(run, q, k, v, options)
-    return out[..., :head_dim_v].to(dtype), lse.T
+            rows, keys = run.rows, run.keys
+            out[rows], lse[:, rows] = fused.forward(run, q[rows], k[keys], v[keys], options)
+    if options.pack_invariant:
+        out = out[..., :head_dim_v]
+    return out if out.dtype == dtype else out.to(dtype), lse
 
 
 def _forward_blocks(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockDiagonalMask,
-    options: AttentionOptions,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Write the rows of the blocks in out and lse, which are zeros and -inf before."""
-    qs, ks, vs = _heads_first(q, k, v, plan)
-    outs = _split_heads(out, ks)
-    m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """out (T_q, H, D_v) and lse (H, T_q) of the blocks; zeros and -inf in rows of no block."""
+    qs, ks, vs = _rows_first(plan, q, k, v)
+    out = qs.new_zeros(*qs.shape[:2], v.shape[2])
+    m_i = qs.new_full((*qs.shape[:2], 1), -math.inf)  # the largest score so far, [n, r, 1]
     l_i = torch.zeros_like(m_i)
-    if options.sinks is not None and not mask.is_tree:  # a sink is the first key of every row
-        m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
+    sinks = None if options.sinks is None else _rows(options.sinks.to(q.dtype).expand(q.shape[:2]), ks)[..., None]
+    if sinks is not None and not mask.is_tree:  # a sink is the first key of every row
+        m_i.copy_(sinks)
         l_i.fill_(1.0)
-    scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)  # see `_times_into`
+    scratch, group = q.new_empty(q.shape[1] * BLOCK_ROWS * BLOCK_KEYS), q.shape[1] // k.shape[1]
     for block in plan.blocks:
-        rows = block.rows
-        m_old = m_i[:, :, rows]
-        scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, g, m, k]
+        rows = slice(block.queries.start * group, block.queries.stop * group)
+        m_old = m_i[:, rows]
+        scores, _ = _scores(qs[:, rows], ks, mask, block, options, scratch)  # [n, m, k]
         m_new = torch.maximum(m_old, scores.amax(-1, keepdim=True))
         # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are all exp(-inf) = 0.
         pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
-        p = _exp_(scores.sub_(pivot))
-        alpha = _exp_(m_old - pivot)
-        l_i[:, :, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
-        outs[:, :, rows].mul_(alpha).add_(_times(_drop(p, block, options), vs[:, block.keys]))
+        p = scores.sub_(pivot).mul_(LOG2E).exp2_()
+        alpha = m_old.sub(pivot).mul_(LOG2E).exp2_()
+        l_i[:, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
+        kept = _dropped(p, block, options) if options.dropout_p else p
+        out[:, rows].mul_(alpha).add_(kept @ vs[:, block.keys])
         m_old.copy_(m_new)
-    if options.sinks is not None and not mask.is_tree:
-        l_i.masked_fill_((mask.key_start == mask.key_stop)[:, None], 0.0)
-    elif options.sinks is not None:  # in a tree, whose bounds don't tell the rows that see a key, it is the last key
-        m_old, m_i = m_i, torch.maximum(m_i, _sinks(options.sinks, qs))
-        alpha = _exp_(m_old - m_i)
-        l_i.mul_(alpha).add_(_exp_(_sinks(options.sinks, qs) - m_i)).masked_fill_(m_old == -math.inf, 0.0)
-        outs *= alpha
-    outs /= l_i.masked_fill(l_i == 0.0, 1.0)
-    torch.add(m_i, l_i.log(), out=lse.unflatten(0, qs.shape[:2]).unsqueeze(-1))  # -inf in rows that see nothing
+    if sinks is not None and not mask.is_tree:
+        l_i.masked_fill_((mask.key_start == mask.key_stop).repeat_interleave(group)[:, None], 0.0)
+    elif sinks is not None:  # in a tree, whose bounds don't tell the rows that see a key, it is the last key
+        m_old, m_i = m_i, torch.maximum(m_i, sinks)
+        alpha = m_old.sub(m_i).mul_(LOG2E).exp2_()
+        l_i.mul_(alpha).add_(sinks.sub(m_i).mul_(LOG2E).exp2_()).masked_fill_(m_old == -math.inf, 0.0)
+        out *= alpha
+    out /= l_i.masked_fill(l_i == 0.0, 1.0)
+    return _tokens_first(out, q), _tokens_first(m_i + l_i.log(), q)[..., 0].T  # lse is -inf in rows that see nothing
 
 
 def backward(
@@ -158,23 +148,25 @@ def backward(
     tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
-    plan = tiles.plan or read_plan(q, k, mask, options, tiles)
+    plan = tiles.plan or read_plan(q, k, mask, options, tiles.blocks).plan
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
-    dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
-    if not plan.one_run:
-        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))
+    dout, q, k, v, out = _widened(options, dout, q, k, v, out)
     if plan.one_run:
         dq, dk, dv = fused.backward(plan.runs[0], dout, dlse, q, k, v, out, lse, options)
     else:
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        if not plan.all_rows:
-            dq.zero_()
+        dout, q, k, v, out = (x.contiguous() for x in (dout, q, k, v, out))
         if plan.blocks:
-            _backward_blocks(plan, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
+            dq, dk, dv = _backward_blocks(plan, dout, dlse, q, k, v, out, lse, mask, options)
+        else:
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for run in plan.runs:
-            dq[run.rows], dk_of_run, dv_of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
-            dk[run.keys] += dk_of_run
-            dv[run.keys] += dv_of_run
+            rows, keys = run.rows, run.keys
+            dlse_of_run = None if dlse is None else dlse[:, rows]
+            dq[rows], dk_of_run, dv_of_run = fused.backward(
+                run, dout[rows], dlse_of_run, q[rows], k[keys], v[keys], out[rows], lse[:, rows], options
+            )
+            dk[keys] += dk_of_run
+            dv[keys] += dv_of_run
     dsinks = None
     if options.sinks is not None:
         delta = (dout * out).sum(-1).T
@@ -197,62 +189,65 @@ def _backward_blocks(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Write the gradients of the blocks in dq, dk and dv, which are zeros before."""
-    qs, ks, vs = _heads_first(q, k, v, plan)
-    douts = _zero_rows(_split_heads(dout, ks), plan.blind)
-    delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta -= _zero_rows(dlse.unflatten(0, qs.shape[:2]).unsqueeze(-1), plan.blind)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (T_q, H, D), dk (T_k, n, D) and dv (T_k, n, D_v) of the blocks; zeros in rows of no block."""
+    qs, ks, vs = _rows_first(plan, q, k, v)
+    delta = (out * dout).sum(-1) if dlse is None else (out * dout).sum(-1) - dlse.T
+    if plan.blind is not None:
+        dout, delta = dout.masked_fill(plan.blind, 0.0), delta.masked_fill(plan.blind[..., 0], 0.0)
+    douts, delta = _rows(dout, ks), _rows(delta, ks)[..., None]
     # Rows that see nothing have +inf, so that their probabilities are 0.
-    lse = lse.unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    dqs, dks, dvs = _split_heads(dq, ks), dk.transpose(0, 1), dv.transpose(0, 1)
-    scratch = qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)
+    lse = _rows(lse.masked_fill(lse == -math.inf, math.inf).T, ks)[..., None]
+    dqs, dks, dvs = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+    scratch, group = q.new_empty(q.shape[1] * BLOCK_ROWS * BLOCK_KEYS), q.shape[1] // k.shape[1]
     scratch_dp = torch.empty_like(scratch)
     for block in plan.blocks:
-        rows, keys = block.rows, block.keys
-        scores, slope = _scores(qs, ks, mask, block, options, scratch)
-        p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
-        dp = _drop(_times_into(scratch_dp, douts[:, :, rows], vs[:, keys].mT), block, options)
-        ds = dp.sub_(delta[:, :, rows]).mul_(p)
+        rows, keys = slice(block.queries.start * group, block.queries.stop * group), block.keys
+        scores, slope = _scores(qs[:, rows], ks, mask, block, options, scratch)
+        p = scores.sub_(lse[:, rows]).mul_(LOG2E).exp2_()  # [n, m, k]
+        dp = _times_into(scratch_dp, douts[:, rows], vs[:, keys].mT)
+        if options.dropout_p:
+            dp = _dropped(dp, block, options)
+        ds = dp.sub_(delta[:, rows]).mul_(p)
         if slope is not None:
             ds.mul_(slope)
-        dvs[:, keys] += _transposed_times(_drop(p, block, options), douts[:, :, rows])
-        dks[:, keys] += _transposed_times(ds, qs[:, :, rows])
-        dqs[:, :, rows] += _times(ds, ks[:, keys])
-    dq *= options.scale
-    dk *= options.scale
+        kept = _dropped(p, block, options) if options.dropout_p else p
+        dvs[:, keys] += kept.mT @ douts[:, rows]
+        dks[:, keys] += ds.mT @ qs[:, rows]
+        dqs[:, rows] += ds @ ks[:, keys]
+    dqs *= options.scale
+    dks *= options.scale
+    return _tokens_first(dqs, q), dks.transpose(0, 1), dvs.transpose(0, 1)
 
 
-def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> Plan:
-    """The plan of a call, from the table in `tiles` or made now; once per mask. Waits for the mask's device."""
+def read_plan(
+    q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, table: Tensor | None
+) -> TileTables:
+    """The plan of a call, from its table or made now; once per mask. Waits for the mask's device."""
     fuse, pack_invariant = fused.serves(q, k, options), options.pack_invariant
-
-    def read() -> Plan:
-        table = tiles.blocks
-        if table is None:
-            rows = plan_of(mask, fuse=fuse, pack_invariant=pack_invariant)
-            table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
-        blocks, runs, gap, end = [], [], False, 0
-        for row, row_end, key, key_end, kind in table.tolist():
-            if kind < FULL:
-                runs.append(fused.Run(row, row_end, key, key_end, kind))
-                gap, end = gap or row != end, row_end  # rows of runs ascend
-            else:
-                blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
-        all_rows = not blocks and not gap and end == mask.num_queries
-        one_run = all_rows and len(runs) == 1 and (runs[0].key, runs[0].key_end) == (0, mask.num_keys)
-        blind, unseen = map(_blind_rows, (mask, mask.transpose())) if blocks else (None, None)
-        return Plan(table, blocks, blind, unseen, runs, all_rows, one_run)
-
-    return mask.cached(("plan", fuse, pack_invariant), read)
+    return mask.cached(("plan", fuse, pack_invariant), partial(_plan, mask, fuse, pack_invariant, table))
 
 
-def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
+def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tensor | None) -> TileTables:
+    if table is None:
+        table = torch.tensor(plan_rows(mask, fuse, pack_invariant), dtype=torch.int64, device="cpu").view(-1, 5)
+    blocks, runs = [], []
+    for row, row_end, key, key_end, kind in table.tolist():
+        if kind < FULL:
+            runs.append(fused.Run(row, row_end, key, key_end, kind))
+        else:
+            blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
+    one_run = not blocks and len(runs) == 1 and runs[0][:4] == (0, mask.num_queries, 0, mask.num_keys)
+    blind, unseen = _blind_rows(mask), _blind_rows(mask.transpose())
+    return TileTables(None, None, None, table, Plan(blocks, blind, unseen, runs, one_run))
+
+
+def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
+    blind = (mask.key_start == mask.key_stop)[:, None, None]
+    return blind if bool(blind.any()) else None
+
+
+def plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
     """The plan of a mask: row, row_end, key, key_end and kind of each block and each run.
 
     Args:
@@ -317,7 +312,8 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
     tiles, first, last_end = [], 0, 0  # the open tile has the documents that lie in rows [first, last_end)
     for begin, end, _, _, kind in documents:
         if first == last_end or kind != fused.OTHER or pack_invariant or end - first > BLOCK_ROWS:
-            tiles.append((first, last_end))
+            if first < last_end:
+                tiles.append((first, last_end))
             first = last_end = begin
         if kind != fused.OTHER:
             continue
@@ -325,106 +321,89 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
             tiles.append((first, first + BLOCK_ROWS))
             first += BLOCK_ROWS
         last_end = end
-    tiles.append((first, last_end))
-    return [(first, end) for first, end in tiles if first < end]
-
-
-def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
-    """(num_queries,) bool, True in rows that see nothing; None if there are none."""
-    blind = mask.key_start == mask.key_stop
-    return blind if bool(blind.any()) else None
+    return [*tiles, (first, last_end)] if first < last_end else tiles
 
 
 def _scores(
     qs: Tensor, ks: Tensor, mask: BlockDiagonalMask, block: Block, options: AttentionOptions, scratch: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of a block, [n, g, m, k], -inf where a key is hidden, and their slope by the scaled product (None: 1)."""
-    scores = _times_into(scratch, qs[:, :, block.rows], ks[:, block.keys].mT, options.scale)
+    """Scores of the rows qs [n, m, d] of a block, [n, m, k], -inf where a key is hidden, and their slope by the scaled
+    product (None: 1)."""
+    queries = block.queries
+    group = qs.shape[1] // (queries.stop - queries.start)
+    scores = _times_into(scratch, qs, ks[:, block.keys].mT, options.scale)
     keys = torch.arange(block.keys.start, block.keys.stop, device=qs.device)
     slope = None
     if options.softcap:
         capped = scores.div_(options.softcap).tanh_()
         slope = 1 - capped * capped
         scores = capped.mul_(options.softcap)
+    by_head = scores.unflatten(1, (-1, group))  # [n, queries, heads of a group, k], a view
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
         places = keys if mask.places is None else mask.places[block.keys]
-        distance = (mask.diagonal[block.rows, None] - places).abs()  # [m, k]
-        slopes = options.alibi_slopes.expand(qs.shape[2], -1)[block.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
-        scores -= slopes[..., None] * distance
+        distance = (mask.diagonal[queries, None] - places).abs()
+        slopes = options.alibi_slopes.expand(mask.num_queries, -1)[queries].unflatten(1, (-1, group))
+        by_head -= slopes.transpose(0, 1)[..., None] * distance[:, None]
     if block.masked:  # a minimum costs far less than filling through a mask
-        seen = (keys >= mask.key_start[block.rows, None]) & (keys < mask.key_stop[block.rows, None])
+        seen = (keys >= mask.key_start[queries, None]) & (keys < mask.key_stop[queries, None])
         if mask.query_start is not None and mask.query_stop is not None:
-            rows = torch.arange(block.rows.start, block.rows.stop, device=qs.device)[:, None]
+            rows = torch.arange(queries.start, queries.stop, device=qs.device)[:, None]
             seen &= (rows >= mask.query_start[block.keys]) & (rows < mask.query_stop[block.keys])
-        torch.minimum(scores, torch.where(seen, math.inf, -math.inf), out=scores)
+        torch.minimum(by_head, torch.where(seen, math.inf, -math.inf)[:, None], out=by_head)
     return scores, slope
 
 
-def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
-    """Apply dropout in place: x [n, g, m, k] times 0 or 1 / (1 - p)."""
-    if not options.dropout_p:
-        return x
+def _dropped(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
+    """Apply dropout in place: x [n, m, k] times 0 or 1 / (1 - p)."""
     assert options.dropout_seed is not None
-    heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1, 1)
-    queries = torch.arange(block.rows.start, block.rows.stop, device=x.device)[:, None]
+    queries = torch.arange(block.queries.start, block.queries.stop, device=x.device)
     keys = torch.arange(block.keys.start, block.keys.stop, device=x.device)
-    keep = keep_mask(options.dropout_seed, heads, queries, keys, options.dropout_p)
+    group = x.shape[1] // queries.shape[0]
+    heads = torch.arange(x.shape[0] * group, device=x.device).expand(queries.shape[0], -1)
+    rows = _rows(heads, x)[..., None], queries.repeat_interleave(group)[:, None]
+    keep = keep_mask(options.dropout_seed, *rows, keys, options.dropout_p)
     return x.masked_fill_(~keep, 0.0).div_(1 - options.dropout_p)
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, g, t, d], k and v [n, t, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
+def _rows_first(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [n, r, d], k and v [n, T_k, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
     NaN."""
-    ks, vs = k.transpose(0, 1), v.transpose(0, 1)
-    return _zero_rows(_split_heads(q, ks), plan.blind), _zero_rows(ks, plan.unseen), _zero_rows(vs, plan.unseen)
+    if plan.blind is not None:
+        q = q.masked_fill(plan.blind, 0.0)
+    if plan.unseen is not None:
+        k, v = k.masked_fill(plan.unseen, 0.0), v.masked_fill(plan.unseen, 0.0)
+    ks = k.transpose(0, 1)
+    return _rows(q, ks), ks, v.transpose(0, 1)
 
 
-def _sinks(sinks: Tensor, qs: Tensor) -> Tensor:
-    return sinks.to(qs.dtype).view(*qs.shape[:2], 1, 1)
+def _rows(x: Tensor, ks: Tensor) -> Tensor:
+    """(T, H, ...) as [n, r, ...], given keys [n, ...]: the heads of a token that share a key head are neighbours."""
+    return x.unflatten(1, (ks.shape[0], -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _split_heads(x: Tensor, ks: Tensor) -> Tensor:
-    """(T, H, D) as [n, g, t, d], given keys [n, t, d]; a view."""
-    return x.unflatten(1, (ks.shape[0], -1)).permute(1, 2, 0, 3)
+def _tokens_first(x: Tensor, q: Tensor) -> Tensor:
+    """[n, r, ...] as (T, H, ...), given q (T, H, d): `_rows` undone."""
+    return x.unflatten(1, (q.shape[0], -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _widened(x: Tensor, options: AttentionOptions) -> Tensor:
-    """(T, H, D) in float32, or float64 if it is float64.
+def _widened(options: AttentionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors (T, H, D) of one dtype in float32, or float64 if they are float64.
 
     With `pack_invariant` D grows by zeros and may be copied, so that each row begins at a multiple of 16 bytes: from
     other addresses the matrix library may sum in another order.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if not options.pack_invariant:
-        return x
-    x = pad(x, (0, -x.shape[2] % (16 // x.element_size()))).contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def _zero_rows(x: Tensor, blind: Tensor | None) -> Tensor:
-    return x if blind is None else x.masked_fill(blind[:, None], 0.0)
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """exp in place, by exp2: on CPUs torch's exp takes up to a hundred times as long where results vanish."""
-    return x.mul_(LOG2E).exp2_()
-
-
-def _times(x: Tensor, y: Tensor) -> Tensor:
-    """[n, g, m, a] @ [n, a, b] -> [n, g, m, b]: the query heads of a group are rows of one product."""
-    return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
+    if tensors[0].dtype not in (torch.float32, torch.float64):
+        tensors = tuple(x.float() for x in tensors)
+    if options.pack_invariant:
+        wide = (pad(x, (0, -x.shape[2] % (16 // x.element_size()))).contiguous() for x in tensors)
+        tensors = tuple(x.clone() if x.data_ptr() % 16 else x for x in wide)
+    return tensors
 
 
 def _times_into(scratch: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """`_times` and a factor, in a part of `scratch`, which has room for a block's scores. Allocating it for every block
-    would take a tenth of the time, mostly page faults."""
-    rows = x.flatten(1, 2)
-    shape = (*rows.shape[:2], y.shape[2])
+    """x @ y * scale in a part of `scratch`, which has room for a block's scores. Allocating it for every block would
+    take a tenth of the time, mostly page faults."""
+    shape = (*x.shape[:2], y.shape[2])
     out = scratch[: math.prod(shape)].view(shape)
-    return torch.baddbmm(out, rows, y, beta=0, alpha=scale, out=out).unflatten(1, x.shape[1:3])
-
-
-def _transposed_times(x: Tensor, y: Tensor) -> Tensor:
-    """[n, g, m, a], [n, g, m, b] -> [n, a, b], summed over the rows and heads of the group."""
-    return x.flatten(1, 2).mT @ y.flatten(1, 2)
+    return torch.baddbmm(out, x, y, beta=0, alpha=scale, out=out)

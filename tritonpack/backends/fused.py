@@ -123,17 +123,19 @@ def pieces(run: Run) -> list[Run]:
 
 
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """out [m, H, D_v] and lse [m, H] of a call, given q, k and v of one dtype."""
+    """out [m, H, D_v] and lse [H, m] of a call, given the rows of its queries and keys in one dtype."""
     of_keys, of_products = _factors(options.scale)
-    qs, ks, vs = _as_the_kernel_reads(q[run.rows], _scaled(k[run.keys], of_keys), v[run.keys])
+    width = max(q.shape[2], v.shape[2])
+    qs, ks, vs = (_as_the_kernel_reads(x, width) for x in (q, _scaled(k, of_keys), v))
     out, lse = _operators()[0](qs, ks, vs, **run.visible(q.dtype), scale=of_products)
-    out, lse = out[0, ..., : v.shape[2]].transpose(0, 1), lse[0].T
+    out, lse = _narrowed(out, v.shape[2]), lse.squeeze(0)
     if options.sinks is None:
         return out, lse
-    largest = torch.maximum(lse, options.sinks)  # a sink is one key more, without a value
+    sinks = options.sinks[:, None]
+    largest = torch.maximum(lse, sinks)  # a sink is one key more, without a value
     weight = torch.exp(lse - largest)
-    total = weight + torch.exp(options.sinks - largest)
-    return out * (weight / total)[..., None], largest + total.log()
+    total = weight + torch.exp(sinks - largest)
+    return out * (weight / total).T[..., None], largest + total.log()
 
 
 def backward(
@@ -147,20 +149,18 @@ def backward(
     lse: Tensor,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [m, H, D], dk [k, n, D] and dv [k, n, D_v] of a call, given inputs of one dtype."""
-    douts, vs = dout[run.rows], v[run.keys]
+    """dq [m, H, D], dk [k, n, D] and dv [k, n, D_v] of a call, given the rows of its queries and keys in one dtype."""
+    head_dim, head_dim_v = q.shape[2], v.shape[2]
     if dlse is not None:
         # The kernel has no gradient of lse. A further value of 1 has the same effect: dP gains dlse, and delta nothing,
         # because the further output is 0 (docs/math.md, section 3).
-        douts = torch.cat([douts, dlse[:, run.rows].T[..., None]], 2)
-        vs = pad(vs, (0, 1), value=1.0)
+        dout, v = torch.cat([dout, dlse.T[..., None]], 2), pad(v, (0, 1), value=1.0)
     of_keys, of_products = _factors(options.scale)
-    inputs = _as_the_kernel_reads(douts, q[run.rows], _scaled(k[run.keys], of_keys), vs, out[run.rows])
-    gradients = _operators()[1](
-        *inputs, lse[None, :, run.rows], dropout_p=0.0, **run.visible(q.dtype), scale=of_products
-    )
-    dq, dk, dv = (x[0].transpose(0, 1) for x in gradients)
-    return dq[..., : q.shape[2]], _scaled(dk[..., : q.shape[2]], of_keys), dv[..., : v.shape[2]]
+    width = max(head_dim, v.shape[2])
+    inputs = (_as_the_kernel_reads(x, width) for x in (dout, q, _scaled(k, of_keys), v, out))
+    gradients = _operators()[1](*inputs, lse[None], dropout_p=0.0, **run.visible(q.dtype), scale=of_products)
+    dq, dk, dv = map(_narrowed, gradients, (head_dim, head_dim, head_dim_v))
+    return dq, _scaled(dk, of_keys), dv
 
 
 def _factors(scale: float) -> tuple[float, float]:
@@ -182,14 +182,19 @@ def _triangle(dtype: torch.dtype) -> Tensor:
     return torch.full((MOST_KEYS, MOST_KEYS), -math.inf, dtype=dtype, device="cpu").triu(1)
 
 
-def _as_the_kernel_reads(*tensors: Tensor) -> list[Tensor]:
-    """[rows, H, d] as [1, H, rows, d], with zeros behind narrower heads, which change no product, dense in the last
+def _as_the_kernel_reads(x: Tensor, width: int) -> Tensor:
+    """[rows, H, d] as [1, H, rows, width], with zeros behind narrower heads, which change no product, dense in the last
     dimension, and with rows that don't overlap, as matrix products need it. The heads of long documents are copied one
     after the other, because products read such rows faster."""
-    width = max(x.shape[2] for x in tensors)
-    wide = [pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in tensors]
-    dense = [x.stride(2) == 1 and x.stride(0) >= width for x in wide]
-    copy = torch.contiguous_format
-    kept = [x if ok else x.clone(memory_format=copy) for x, ok in zip(wide, dense, strict=True)]
-    heads_first = [x.transpose(0, 1)[None] for x in kept]
-    return [x.contiguous() if x.shape[2] > MOST_KEYS else x for x in heads_first]
+    if x.shape[2] < width:
+        x = pad(x, (0, width - x.shape[2]))
+    if x.stride(2) != 1 or x.stride(0) < width:
+        x = x.clone(memory_format=torch.contiguous_format)
+    heads_first = x.transpose(0, 1).unsqueeze(0)
+    return heads_first.contiguous() if x.shape[0] > MOST_KEYS else heads_first
+
+
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    """[1, H, rows, d] as [rows, H, width]: `_as_the_kernel_reads` undone."""
+    x = x.squeeze(0).transpose(0, 1)
+    return x if x.shape[2] == width else x[..., :width]

@@ -48,12 +48,10 @@ class Bounds:
         self._begin(copy=not trusted)
         if trusted or torch.compiler.is_compiling() or type(self.key_start) is not Tensor:
             return
-        if on_host(self.key_start):
-            self.validate()
-        elif kernels.serve(self.key_start):
+        if kernels.serve(self.key_start):
             self._assert_by_kernel()
         else:
-            self._assert_valid()
+            self._require_valid()
 
     def _check_fields(self) -> None:
         """Raise ValueError unless all fields have the right types and shapes."""
@@ -94,7 +92,7 @@ class Bounds:
                 counted.append((name, x, x._version))
         object.__setattr__(self, "_computed", {})
         object.__setattr__(self, "_versions", tuple(counted))
-        object.__setattr__(self, "_captured", type(self.key_start) is Tensor and is_capturing(self.device))
+        object.__setattr__(self, "_captured", type(self.key_start) is Tensor and is_capturing(self.key_start.device))
         object.__setattr__(self, "_origin", None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -286,39 +284,23 @@ class Bounds:
                 trees, begins or ends before the interval of the row above; the message names the first such row.
         """
         for start, stop, size, own, other, ascending in self._sides():
-            start, stop = start.cpu(), stop.cpu()
-            for wrong, what in _faults(start, stop, size, own, other, ascending):
-                if wrong.any():
-                    number = int(wrong.nonzero()[0, 0])
-                    verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
-                    raise ValueError(
-                        f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which "
-                        f"{what}; intervals must lie within the {other}{rule}. Check the offsets, ids or indices that "
-                        "the mask was built from."
-                    )
+            _require_intervals(start.cpu(), stop.cpu(), size, own, other, ascending)
         return self
 
+    def _require_valid(self) -> None:
+        """`validate`, on the device by an assertion there, which the host doesn't wait for."""
+        for side in self._sides():
+            _require_intervals(*side)
+
     def _sides(self) -> list[tuple[Tensor, Tensor, int, str, str, bool]]:
-        """Of queries, and of keys if these have bounds: the bounds, how many there are of the other side, the names of
-        both, and whether bounds ascend."""
+        """The arguments of `_require_intervals` for queries, and for keys if these have bounds."""
         sides = [(self.key_start, self.key_stop, self.num_keys, "row", "keys", not self.is_tree)]
         if self.query_start is not None and self.query_stop is not None:
             sides.append((self.query_start, self.query_stop, self.num_queries, "key", "queries", False))
         return sides
 
-    def _assert_valid(self) -> None:
-        """`validate` by an assertion on the device, which the host doesn't wait for."""
-        for start, stop, size, own, other, ascending in self._sides():
-            wrong = torch.stack([fault.any() for fault, _ in _faults(start, stop, size, own, other, ascending)])
-            require(
-                ~wrong.any(),
-                f"a mask's intervals must lie within the {size} {other} and end at or after their begin"
-                + (", and neither their begins nor their ends may decrease. " if ascending else ". ")
-                + "mask.validate() names the first wrong one, on a copy of the bounds in host memory.",
-            )
-
     def _assert_by_kernel(self) -> None:
-        """`_assert_valid` in one launch, which also builds the transpose: every kernel of attention reads it."""
+        """`_require_valid` in one launch, which also builds the transpose: every kernel of attention reads it."""
         if self.query_start is not None and self.query_stop is not None:
             from tritonpack.kernels.trees import assert_bounds
 
@@ -330,15 +312,34 @@ class Bounds:
             self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
 
 
-def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascending: bool) -> list[tuple[Tensor, str]]:
-    """For each way in which an interval can be wrong, which intervals are, and what is wrong with them."""
-    faults = [
-        ((start < 0) | (stop > size), f"reaches outside the {size} {other}"),
-        (stop < start, "ends before it begins"),
-    ]
+def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascending: bool) -> None:
+    """Raise, or assert on the device, unless intervals lie within `size` others, and ascend if they must."""
+    outside, reversed_ = (start < 0) | (stop > size), stop < start
+    falls = torch.zeros_like(outside)
     if ascending:
-        faults += [(_falls(start) | _falls(stop), f"begins or ends before the interval of the {own} above")]
-    return faults
+        falls[1:] = (start[1:] < start[:-1]) | (stop[1:] < stop[:-1])
+
+    def message() -> str:
+        if not on_host(start):
+            also = ", and neither their begins nor their ends may decrease" if ascending else ""
+            return (
+                f"a mask's intervals must lie within the {size} {other} and end at or after their begin{also}. "
+                "mask.validate() names the first wrong one, on a copy of the bounds in host memory."
+            )
+        number = int((outside | reversed_ | falls).nonzero()[0, 0])
+        fault = f"begins or ends before the interval of the {own} above"
+        if outside[number]:
+            fault = f"reaches outside the {size} {other}"
+        elif reversed_[number]:
+            fault = "ends before it begins"
+        verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
+        return (
+            f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which {fault}; "
+            f"intervals must lie within the {other}{rule}. Check the offsets, ids or indices that the mask was built "
+            "from."
+        )
+
+    require(~(outside | reversed_ | falls).any(), message)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -381,9 +382,3 @@ def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor
 def _count_below(indices: Tensor, bound: Tensor) -> Tensor:
     """How many ascending indices lie below each bound: the bound among them."""
     return torch.searchsorted(indices.to(torch.int32), bound, out_int32=True)
-
-
-def _falls(values: Tensor) -> Tensor:
-    falls = torch.zeros_like(values, dtype=torch.bool)
-    falls[1:] = values[1:] < values[:-1]
-    return falls

@@ -27,17 +27,11 @@ def block_mask(mask: Bounds, block_size: int | tuple[int, int]) -> BlockMask:
         raise ValueError(
             f"a block mask needs queries and keys; this mask has {num_queries} queries and {num_keys} keys."
         )
-    if mask.query_start is not None and mask.query_stop is not None:
-        queries = aligned(mask.key_start, mask.key_stop, sizes[0])
-        visited, full = relation(queries, aligned(mask.query_start, mask.query_stop, sizes[1]))
-    else:
-        visited, full = _relation(mask.key_start, mask.key_stop, num_keys, sizes)
-    key_start, key_stop, query_start, query_stop = (
-        mask.key_start,
-        mask.key_stop,
-        mask.query_start,
-        mask.query_stop,
+    seen_by = mask.transpose()
+    visited, full = relation(
+        aligned(mask.key_start, mask.key_stop, sizes[0]), aligned(seen_by.key_start, seen_by.key_stop, sizes[1])
     )
+    key_start, key_stop, query_start, query_stop = mask.key_start, mask.key_stop, mask.query_start, mask.query_stop
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = (key_start[q_idx] <= kv_idx) & (kv_idx < key_stop[q_idx])
@@ -52,24 +46,6 @@ def block_mask(mask: Bounds, block_size: int | tuple[int, int]) -> BlockMask:
         mask_mod=mask_mod,
         seq_lengths=(num_queries, num_keys),
     )
-
-
-def _relation(key_start: Tensor, key_stop: Tensor, num_keys: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """(blocks of queries, blocks of keys) bool twice: whether a pair is visible, and whether all are."""
-    num_queries, device = key_start.shape[0], key_start.device
-    row, key = (torch.arange(0, n, size, device=device) for n, size in zip((num_queries, num_keys), sizes, strict=True))
-    row_end, key_end = (row + sizes[0]).clamp(max=num_queries), (key + sizes[1]).to(torch.int32)
-
-    # Rows [first, last) may see keys of a block. A tile visits the block if any of these rows in the tile sees a key at
-    # all (docs/math.md, section 1).
-    first = torch.searchsorted(key_stop, key.to(torch.int32), right=True)
-    last = torch.searchsorted(key_start, key_end)
-    seeing = torch.zeros(num_queries + 1, dtype=torch.int32, device=device)
-    seeing[1:] = (key_start < key_stop).cumsum(0)
-    visited = seeing[torch.minimum(row_end[:, None], last)] > seeing[torch.maximum(row[:, None], first)]
-    full = (key_start[row_end - 1][:, None] <= key) & (key_stop[row][:, None] >= key_end)
-    full &= (row + sizes[0] <= num_queries)[:, None]  # for flex_attention rows past the end see nothing
-    return visited, full
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,8 @@ def from_offsets(
     sound = torch.stack(
         [(cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= n) for cu, n in ((cu_q, total_q), (cu_k, total_k))]
     )
-    return _see(rows - cu_q[following] + end, begin, end, reach, document), sound
+    diagonal = rows - cu_q[following] + end
+    return Intervals(*visible_keys(diagonal, begin, end, reach), diagonal.to(torch.int32), document), sound
 
 
 def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
@@ -132,11 +133,12 @@ def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
     live = None if live is None else live.reshape(-1)
     end = end if live is None else torch.where(live, end, begin)
     first = starts if live is None else starts & live
-    return _see(rows, begin, end, reach, partial(number_documents, first))
+    source = partial(number_documents, first)
+    return Intervals(*visible_keys(rows, begin, end, reach), rows.to(torch.int32), source)
 
 
 def visible_keys(diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-    """The keys [start, stop) that rows see of the keys [begin, end) of their documents: windows and chunks.
+    """The keys [start, stop) that rows see of the keys [begin, end) of their documents, int32: windows and chunks.
 
     `store_interval` of tritonpack/kernels/intervals.py computes the same on GPUs.
 
@@ -149,7 +151,7 @@ def visible_keys(diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach) -> 
     if reach.chunk < UNLIMITED:
         chunk_begin = begin + (diagonal - begin) // reach.chunk * reach.chunk
         start, stop = torch.maximum(start, chunk_begin), torch.minimum(stop, chunk_begin + reach.chunk)
-    return start.clamp(begin, end), stop.clamp(begin, end)
+    return start.clamp(begin, end).to(torch.int32), stop.clamp(begin, end).to(torch.int32)
 
 
 def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Intervals:
@@ -230,10 +232,3 @@ def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     # The next start after each row, by a scan from the right.
     following = torch.where(starts, rows, total).flip(0).cummin(0).values.flip(0)
     return begin, torch.cat([following[1:], following.new_full((1,), total)])
-
-
-def _see(
-    diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach, document: Tensor | Callable[[], Tensor]
-) -> Intervals:
-    start, stop = visible_keys(diagonal, begin, end, reach)
-    return Intervals(start.to(torch.int32), stop.to(torch.int32), diagonal.to(torch.int32), document)
