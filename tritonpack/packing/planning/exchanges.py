@@ -131,7 +131,9 @@ def _make_sets(unit: int, after: Any, own: Any, costs: Any, chosen: Any, sets: A
             count += 1
         unit = after[unit]
     offers, found = min(count, _OFFERED), 1
-    sets[:2, 0], sets[2:, 0] = -1, 0
+    sets[0, 0] = sets[1, 0] = -1
+    for entry in range(2, len(sets)):
+        sets[entry, 0] = 0
     for first in range(offers):
         one = chosen[first * count // offers]
         for second in range(first, offers):

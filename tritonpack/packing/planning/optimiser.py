@@ -90,7 +90,8 @@ def plan_steps(
             offer[resource] = unlimited if last else whole + int(lookahead * whole)
         for final in (False, True):
             pooled, stop = _offer(takes, most, rows, offer, pool, offered, waiting, cursor, sums)
-            arrived[cursor:stop] = group
+            for unit in range(cursor, stop):
+                arrived[unit] = group
             keys, size, overdue = of_units[0], none, none
             for place in range(pooled):
                 if offered[place]:
@@ -105,7 +106,8 @@ def plan_steps(
                 of_units[4, :size],
             )  # fmt: skip
             cost = dearest = none
-            sums[0] = 0
+            for resource in range(resources):
+                sums[0, resource] = 0
             for place in range(size):
                 unit = keys[place] & (1 << bits) - 1
                 units[place], own_costs[place] = unit, costs[unit]
@@ -184,7 +186,8 @@ def _offer(
         The number of units in the pool now, and the position up to which the stream is read.
     """
     held, passed, halves = sums[0], sums[1], sums[2]
-    sums[:] = 0
+    for resource in range(len(most)):
+        held[resource] = passed[resource] = halves[resource] = 0
     complete = most[0] - int(_CLOSE * rows * limits[0])
     given = place = 0
     stopping = False  # too much was passed over, or too many are of more than half a row
@@ -297,7 +300,8 @@ def _divide(
     load, size, tokens, place = of_rows[0, :rows], of_rows[1, :rows], of_rows[2, :rows], of_rows[3, :rows]
     step_of, keys, spare, sums = of_rows[4, :rows], of_rows[5], of_rows[6], of_rows[7:]
     drawn = step_of
-    load[:] = size[:] = tokens[:] = drawn[:] = 0
+    for row in range(rows):
+        load[row] = size[row] = tokens[row] = drawn[row] = 0
     placed = total = most = last = np.int64(0)
     squares = 0.0
     for unit in range(len(units)):
@@ -336,10 +340,12 @@ def _divide(
             stratum = keys[number] >> bits if strata > 1 else np.int64(0)
             first, last = -(-stratum * ranks // strata) * steps, -(-(stratum + 1) * ranks // strata) * steps
             step_of[keys[number] & low] = (number - first) * steps // (last - first)
-        sums[:, :steps] = 0
+        for step in range(steps):
+            sums[0, step] = sums[1, step] = sums[2, step] = 0
         for row in range(rows):
-            for each, value in enumerate((tokens[row], size[row], place[row])):
-                sums[each, step_of[row]] += value
+            sums[0, step_of[row]] += tokens[row]
+            sums[1, step_of[row]] += size[row]
+            sums[2, step_of[row]] += place[row]
         between = chance = 0.0  # the variance of the steps' mean lengths, as a sum over steps: as it is, and by chance
         for step in range(steps):
             between += (sums[0, step] / sums[1, step] - mean) ** 2
@@ -370,7 +376,8 @@ def _sort(keys: Any, spare: Any, starts: Any, count: int, most: int) -> None:
     """
     turns, shift = 0, np.int64(_BITS)
     while most:
-        starts[:257] = 0
+        for value in range(257):
+            starts[value] = 0
         for place in range(count):
             starts[(keys[place] >> shift & 255) + 1] += 1
         for value in range(min(most, 255)):
