@@ -69,9 +69,9 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
     All rows are full. Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to
     it.
 
-    Every process of a process group makes this sampler. They compare lengths and settings as they do so, once, and all
-    of them raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group)
-    asks nobody. Compare `state_dict()` there, which is the same on every rank.
+    Every process of a process group makes this sampler. The constructors compare lengths and settings, and all of them
+    raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group) compares
+    nothing. Compare `state_dict()` there, which is the same on every rank.
 
     Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
     epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
@@ -97,8 +97,8 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
             a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
             constructor chooses how many steps to plan at once.
-        epochs: so many epochs get the same number of steps, that of the epoch with the most. More than 1 plans all of
-            these epochs once, at the first use of an epoch.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
+            epochs once, at the first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.

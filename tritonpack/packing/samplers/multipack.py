@@ -222,8 +222,8 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
             say_once(
                 "no-round",
                 f"{len(made.items)} documents make {batches} batches, fewer than the {self.num_replicas} processes. If "
-                "accelerate or Trainer divides the batches, no process gets any. Lower batch_max_len or batch_size, or "
-                "pass drop_last=False. If nothing divides them, pass num_replicas=1.",
+                "accelerate or Trainer divides the batches, no process gets any. Lower batch_max_len or batch_size. If "
+                "nothing divides them, pass num_replicas=1.",
             )
         return batches
 
