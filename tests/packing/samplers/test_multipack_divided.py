@@ -13,15 +13,14 @@ pytest.importorskip("accelerate")
 
 
 class TestAccelerate:
-    @pytest.mark.parametrize("drop_last", [True])
-    def test_accelerate_sets_epoch_in_each_process(self, drop_last):
+    def test_accelerate_sets_epoch_in_each_process(self):
         """With several processes accelerate wraps the batch sampler and looks for `set_epoch` on its `sampler` only."""
         from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 
         epochs = [[], []]
         for rank in (0, 1):
             torch.manual_seed(rank)
-            batches = batches_of(drop_last=drop_last, num_replicas=2)
+            batches = batches_of(num_replicas=2)
             loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches, collate_fn=list)
             loader = prepare_data_loader(
                 loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False
@@ -33,24 +32,22 @@ class TestAccelerate:
                 assert batches.epoch == epoch
                 assert len(loader) == len(epochs[rank][-1])
         for epoch in range(3):
-            whole = batches_of(drop_last=drop_last, num_replicas=2)
+            whole = batches_of(num_replicas=2)
             whole.set_epoch(epoch)
             shares = epochs[0][epoch], epochs[1][epoch]
             expected = list(whole)
-            if drop_last:
-                expected = expected[: len(expected) // 2 * 2]
+            expected = expected[: len(expected) // 2 * 2]
             assert (list(shares[0]), list(shares[1])) == (expected[::2], expected[1::2])
         assert epochs[0][0] != epochs[0][1] != epochs[0][2]
 
     @pytest.mark.parametrize("even_batches", [True, False])
-    @pytest.mark.parametrize("drop_last", [True])
     @pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2), (16, 16)])
-    @pytest.mark.fast("2-1-True-True", "3-3-True-False", "16-16-True-True")
-    def test_every_document_is_seen_once_or_counted(self, processes, batch_size, drop_last, even_batches):
+    @pytest.mark.fast("2-1-True", "3-3-False", "16-16-True")
+    def test_every_document_is_seen_once_or_counted(self, processes, batch_size, even_batches):
         from accelerate.data_loader import BatchSamplerShard
 
         for sampler in (range(500), range(490), range(333)):
-            batches = batches_of(sampler, batch_size, drop_last=drop_last, num_replicas=processes, seed=0)
+            batches = batches_of(sampler, batch_size, num_replicas=processes, seed=0)
             shards = [
                 list(BatchSamplerShard(batches, processes, rank, even_batches=even_batches))
                 for rank in range(processes)
@@ -61,8 +58,6 @@ class TestAccelerate:
             assert all(0 < LENGTHS[items].sum() <= CAPACITY for items in bins)
             seen = list(chain.from_iterable(bins))
             assert len(seen) == len(set(seen)) == len(sampler) - batches.dropped_documents
-            if not drop_last:
-                assert batches.dropped_documents == 0
 
     def test_refuses_to_divide_last_bins_among_processes(self):
         with pytest.raises(ValueError, match=r"drop_last=False doesn't give 2 processes equally many batches"):
