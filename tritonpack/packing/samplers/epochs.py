@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import FrameType
 
-from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
 
 NEVER = -1
@@ -56,12 +53,6 @@ class EpochCounter:
 
     def _begin(self) -> bool:
         """Count a pass that begins. Return whether it repeats the epoch of the pass before, which nobody chose."""
-        if _is_sharded_stateful_pass():
-            say_once(
-                "stateful-loader",
-                "accelerate's use_stateful_dataloader saves no epoch in several processes, so a loader that loads its "
-                "state goes on in epoch 0. Call set_epoch(number) on the prepared loader when you resume.",
-            )
         again = self._latest == self.epoch and not self._is_chosen
         self._had_number = self._number != NEVER
         if self._had_number:
@@ -75,25 +66,5 @@ def _is_number_of_a_pass() -> bool:
     frame = sys._getframe(2)
     while frame.f_code.co_name == "set_epoch" and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_name == "__iter__" and _module(frame).startswith("accelerate.")
-
-
-def _is_sharded_stateful_pass() -> bool:
-    """Whether torchdata's loader makes the pass, through a shard of accelerate's, which has no state."""
-    frames = list(_callers())
-    shards = ("BatchSamplerShard", "IterableDatasetShard")
-    return any(_module(frame).startswith("torchdata.") for frame in frames) and any(
-        _module(frame) == "accelerate.data_loader" and type(frame.f_locals.get("self")).__name__ in shards
-        for frame in frames
-    )
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    module = str(frame.f_globals.get("__name__", ""))
+    return frame.f_code.co_name == "__iter__" and module.startswith("accelerate.")
