@@ -214,7 +214,7 @@ def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedMo
             raise ValueError(f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}.")
     if targets is not None:
         return targets
-    return shift(labels, _ignored(arguments)) if shifting else labels
+    return shift(labels, _ignored(arguments)) if shifting and labels is not None else labels
 
 
 def _ignored(arguments: dict[str, Any]) -> int:

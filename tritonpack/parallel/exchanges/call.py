@@ -81,11 +81,11 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         exchange, call = ctx.arguments
         *tensors, sinks, out, lse = ctx.saved_tensors
-        dsinks = None if sinks is None else sink_gradients(sinks, *gradients, out, lse)
-        return None, None, *exchange.backward(call, *gradients, *tensors, out, lse), dsinks
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, out, lse)
+        return None, None, *exchange.backward(call, dout, *tensors, out, lse), dsinks
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
