@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from benchmarks import tune
 from benchmarks.gpu.ledger import ABOUT, Budget
-from benchmarks.tune import Candidate, Table, fastest, in_order, shipped, try_all, try_in_process
+from benchmarks.tune import Candidate, fastest, in_order, read_table, shipped, times_of, try_all, try_in_process
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import kernels
 from tritonpack.kernels import tile_shapes
@@ -54,20 +54,20 @@ class TestTable:
 
         monkeypatch.setattr(tune, "try_in_process", outcome)
         path = tmp_path / "tiles.csv"
-        assert try_all(TODO[:2], Table(path, 100, HERE), 100, 2, Budget(5)) == 0
-        assert try_all(TODO, Table(path, 100, HERE), 100, 2, Budget(0)) == 2
-        assert try_all(TODO, Table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO[:2], read_table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO, read_table(path, 100, HERE), 100, 2, Budget(0)) == 2
+        assert try_all(TODO, read_table(path, 100, HERE), 100, 2, Budget(5)) == 0
         assert len(tried) == len(TODO)
         assert set(tried) == set(TODO)
-        times = Table(path, 100, HERE).times("forward", 128, [c.tile for c in TODO])
+        times = times_of(read_table(path, 100, HERE), "forward", 128, [c.tile for c in TODO])
         assert times == {c.tile: 3.0 for c in TODO if c != TODO[1]}
 
-    @pytest.mark.parametrize("about", [{"commit": "abc1235"}, {"triton": "4.0"}], ids=str)
-    def test_rows_of_another_environment_do_not_count(self, about: dict[str, str], tmp_path: Path) -> None:
-        Table(tmp_path / "tiles.csv", 100, HERE).write(TODO[0], "ok", 1.0)
-        assert Table(tmp_path / "tiles.csv", 100, HERE).has(TODO[0])
-        assert not Table(tmp_path / "tiles.csv", 100, HERE | about).has(TODO[0])
-        assert not Table(tmp_path / "tiles.csv", 200, HERE).has(TODO[0])
+    def test_rows_of_another_environment_do_not_count(self, tmp_path: Path) -> None:
+        path, columns = tmp_path / "tiles.csv", TODO[0].columns()
+        read_table(path, 100, HERE).write({**columns, "status": "ok", "ms": "1.0"})
+        assert read_table(path, 100, HERE).find(columns)
+        for tokens, about in ((100, {"commit": "abc1235"}), (100, {"triton": "4.0"}), (200, {})):
+            assert read_table(path, tokens, HERE | about).find(columns) is None
 
 
 @pytest.mark.compile
