@@ -91,6 +91,19 @@ def forms(case: Case) -> Iterator[Case]:
     yield replace(case, window=(WINDOW, -1 if case.causal else WINDOW), slack=SLACK)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bf16") for name in ("ordinary", "bidirectional", "cross", "window", "tiny")), ("ordinary", "fp16")],
+)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
+def test_gluon(head_dim: int, name: str, dtype: str) -> None:
+    case = next(case for case in SHORT if case.name == f"short-{name}")
+    inputs = make_inputs(replace(case, head_dim=head_dim), DTYPES[dtype], slack_value=NAN)
+    with virtual_gpu("sm_90", seed=head_dim):
+        check_backend(inputs, "gluon")
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "dtype"),
     [
@@ -106,7 +119,7 @@ def test_newer_architectures(name: str, arch: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "backend", "seeds"), [("sm_80", "triton", 50), ("sm_90", "triton", 3)])
+@pytest.mark.parametrize(("arch", "backend", "seeds"), [("sm_80", "triton", 50), ("sm_90", "triton", 3), ("sm_90", "gluon", 3)])
 def test_results_are_the_same_in_every_order(arch: str, backend: Any, seeds: int) -> None:
     """Orders of programs and warps, and undefined bits, change no bit of results."""
     inputs, expected = make_inputs(SHORT[1], torch.bfloat16), None
