@@ -119,7 +119,9 @@ def test_newer_architectures(name: str, arch: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "backend", "seeds"), [("sm_80", "triton", 50), ("sm_90", "triton", 3), ("sm_90", "gluon", 3)])
+@pytest.mark.parametrize(
+    ("arch", "backend", "seeds"), [("sm_80", "triton", 50), ("sm_90", "triton", 3), ("sm_90", "gluon", 3)]
+)
 def test_results_are_the_same_in_every_order(arch: str, backend: Any, seeds: int) -> None:
     """Orders of programs and warps, and undefined bits, change no bit of results."""
     inputs, expected = make_inputs(SHORT[1], torch.bfloat16), None
