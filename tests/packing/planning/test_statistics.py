@@ -5,7 +5,7 @@ import pytest
 
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan
-from tritonpack.packing.planning.statistics import mean_over_epochs, plan_statistics
+from tritonpack.packing.planning.statistics import plan_statistics
 
 COST = CostModel(per_token=3.0, per_square=0.25)
 
@@ -128,14 +128,6 @@ def test_spread_is_1_for_shuffled_and_large_for_sorted_steps():
 def test_spread_needs_three_steps_and_different_lengths():
     assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
     assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
-
-
-def test_mean_over_epochs():
-    first, second = (plan_statistics(plan_of([[[0]], [[1]], rest], 10), [2, 8, 5]) for rest in ([[2]], [[]]))
-    means = mean_over_epochs([first, second])
-    assert means["tokens"] == 12.5
-    assert means["efficiency"] == pytest.approx((15 / 30 + 10 / 30) / 2)
-    assert means["cost_utilization"] is None
 
 
 @pytest.mark.parametrize(
