@@ -152,6 +152,15 @@ def second_iterator(make):
     return [one_pass(loader), list(first)[-1:], one_pass(loader)][::2]
 
 
+@pytest.mark.parametrize("kind", ["sampler", "bins", "loader", "stream"])
+def test_stateful_loaders_of_several_processes_save_no_epoch(kind, monkeypatch):
+    """They say so, and which call chooses the epoch of a resumed pass."""
+    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    make = partial(Made, kind, ranks=2)
+    with pytest.warns(UserWarning, match=r"stateful-loader: .* Call set_epoch\(number\) on the prepared loader"):
+        assert epoch_of(passes_of("stateful prepare resume pass", make)[0], kind, 2) == "0[3:]"
+
+
 WORKER, KEPT, TWO = {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}, {"ranks": 2}
 # For each way the epochs of its passes, with the first batch if it isn't 0; "warns": of a second pass over an epoch.
 # Samplers, loaders and streams differ only where nobody calls set_epoch.

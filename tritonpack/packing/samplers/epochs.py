@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
+from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
 
 NEVER = -1
@@ -53,6 +55,12 @@ class EpochCounter:
 
     def _begin(self) -> bool:
         """Count a pass that begins. Return whether it repeats the epoch of the pass before, which nobody chose."""
+        if _is_sharded_stateful_pass():
+            say_once(
+                "stateful-loader",
+                "accelerate's use_stateful_dataloader saves no epoch in several processes, so a loader that loads its "
+                "state goes on in epoch 0. Call set_epoch(number) on the prepared loader when you resume.",
+            )
         again = self._latest == self.epoch and not self._is_chosen
         self._had_number = self._number != NEVER
         if self._had_number:
@@ -68,3 +76,17 @@ def _is_number_of_a_pass() -> bool:
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__", ""))
     return frame.f_code.co_name == "__iter__" and module.startswith("accelerate.")
+
+
+def _is_sharded_stateful_pass() -> bool:
+    """Whether torchdata's loader makes the pass, through a shard of accelerate's, which has no state."""
+    frame: FrameType | None = sys._getframe(2)
+    by_torchdata = in_shard = False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        by_torchdata = by_torchdata or module.startswith("torchdata.")
+        if module == "accelerate.data_loader":
+            name = type(frame.f_locals.get("self")).__name__
+            in_shard = in_shard or name in ("BatchSamplerShard", "IterableDatasetShard")
+        frame = frame.f_back
+    return by_torchdata and in_shard
