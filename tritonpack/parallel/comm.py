@@ -77,12 +77,14 @@ def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
     if mesh is not None and mesh.ndim == 2:
         return _of_two_dimensions(mesh)
     found: Any = dist.group.WORLD if group is None else group if mesh is None else mesh.get_group()
-    if found is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(found, dist.ProcessGroup):
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_a_member(found)
+    if not isinstance(found, dist.ProcessGroup):
         raise ValueError(
             f"group must be a process group, a DeviceMesh, or None for the whole world; got {describe(found)}. Pass a "
             "mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
         )
-    if found is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(found) < 0:
+    if dist.get_rank(found) < 0:
         raise _not_a_member(found)
     return Ranks(found, dist.get_rank(found), dist.get_world_size(found))
 

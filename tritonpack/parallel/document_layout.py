@@ -68,7 +68,7 @@ class Items:
         self.reach: Floats = np.maximum.reduceat(stop - start, self.bounds[:-1]) * (ranks / total)
         self._cost_of_keys = PAIRS_PER_KEY * layers * total / max(int(pairs[-1]), 1)  # of a rank's mean rows
 
-    def cut(self, item: int, fractions: Floats, before: Floats) -> tuple[list[list[Ints]], Floats]:
+    def cut(self, item: int, fractions: Floats, before: Floats) -> tuple[list[Ints], Floats]:
         """The rows of an item, ascending, for several ranks that hold these fractions of it, and their excess of pairs.
 
         The rows are cut into equal segments, and each of these in the ranks' fractions, in turn forward and backward.

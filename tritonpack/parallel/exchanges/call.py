@@ -84,8 +84,9 @@ class Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange, call = ctx.arguments
         *tensors, sinks, out, lse = ctx.saved_tensors
-        dsinks = None if sinks is None else sink_gradients(sinks, *gradients, out, lse)
-        return None, None, *exchange.backward(call, *gradients, *tensors, out, lse), dsinks
+        (dout,) = gradients
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, out, lse)
+        return None, None, *exchange.backward(call, dout, *tensors, out, lse), dsinks
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
