@@ -212,7 +212,7 @@ def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedMo
     for name, given in (("labels", labels), ("shift_labels", targets)):
         if given is not None and given.shape != tokens:
             raise ValueError(f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}.")
-    if targets is not None:
+    if targets is not None or labels is None:
         return targets
     return shift(labels, _ignored(arguments)) if shifting and labels is not None else labels
 
