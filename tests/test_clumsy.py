@@ -228,12 +228,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "shuffle": "true", "order": "none array ints range",
         },
     ),
-    "Plan": (
-        packing.Plan,
-        {"items": PLAN.items, "offsets": PLAN.offsets, "num_ranks": 2, "capacity": 8},
-        {"items": "", "offsets": "", "num_ranks": "", "capacity": NUMPY},
-    ),
-    "Plan.sums": (PLAN.sums, {"values": np.array(LENGTHS)}, {"values": ""}),
     "plan_statistics": (
         packing.plan_statistics,
         {"plan": PLAN, "lengths": LENGTHS},

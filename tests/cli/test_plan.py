@@ -121,7 +121,7 @@ def test_model_and_where_outputs_go(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         ("--capacity 20 --out a.pdf", "--out a.pdf ends in .pdf, and the picture is a PNG; name a file"),
-        ("--capacity 20 --ranks 61", "600 tokens don't fill one step of 61 ranks"),
+        ("--capacity 20 --ranks 61", "600 tokens can't fill one step of 61 ranks"),
         ("--capacity 20000", "and --tail drop leaves out what doesn't. Use --tail keep or spread, fewer ranks"),
         ("--capacity 5", "longer than the --capacity of 5 tokens"),
         ("--capacity 5 --overlong drop", "--overlong drop leaves nothing"),
