@@ -3,8 +3,7 @@ import pytest
 
 from tests.packing import naive
 from tritonpack.packing import pack
-from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, WindowPacker
-from tritonpack.packing.planning.optimiser import _sort
+from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, WindowPacker, sort_by_bytes
 
 
 def pack_windows(lengths, capacity, max_items, window, threshold):
@@ -75,8 +74,8 @@ def test_windowed_is_near_best_fit_and_input_order():
 @pytest.mark.parametrize("count", [0, 1, 2, 47, 48, 49, 300])
 @pytest.mark.parametrize("most", [0, 1, 255, 256, 70_000])
 def test_sorts_keys(count, most):
-    keys = np.random.default_rng(count).integers(0, most + 1, count) << 31 | np.arange(count)
+    keys = np.random.default_rng(count).integers(0, most + 1, count) << 16 | np.arange(count)
     expected, rest = sorted(keys.tolist()), [-1, -2]
     keys = np.append(keys, rest)
-    _sort(keys, np.empty(count, dtype=np.int64), np.empty(257, dtype=np.int64), count, most)
+    sort_by_bytes(keys, np.empty(count, dtype=np.int64), np.empty(257, dtype=np.int64), count, 16, most)
     assert keys.tolist() == expected + rest

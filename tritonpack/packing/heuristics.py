@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_FEW = 48  # fewer keys are sorted by insertion
+
 try:
     from tritonpack import compilation
 except ImportError as error:
@@ -314,3 +316,45 @@ class WindowPacker:
         self._documents, self._lengths, self._carries = documents[kept], lengths[kept], carries[kept] + 1
         sizes_done = sizes[np.argsort(rank)][: int(done.sum())]
         return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes_done)])
+
+
+@compiled_without_arrays
+def sort_by_bytes(keys: Any, spare: Any, starts: Any, count: int, shift: int, most: int) -> None:
+    """Sort the first `count` keys, in place.
+
+    Few keys are sorted by insertion, which takes few moves if they nearly descend. More are sorted byte by byte from
+    the bit `shift` on, and must ascend below that bit.
+
+    Args:
+        spare, starts: (count or more,) and (257 or more,) int64, whose values don't matter.
+        most: at least the largest `key >> shift`.
+    """
+    if count < _FEW:
+        for place in range(count):
+            key = keys[count - 1 - place]
+            hole = place
+            while hole and spare[hole - 1] > key:
+                spare[hole] = spare[hole - 1]
+                hole -= 1
+            spare[hole] = key
+        for place in range(count):
+            keys[place] = spare[place]
+        return
+    turns = 0
+    while most:
+        starts[:257] = 0
+        for place in range(count):
+            starts[(keys[place] >> shift & 255) + 1] += 1
+        for value in range(min(most, 255)):
+            starts[value + 1] += starts[value]
+        for place in range(count):
+            value = keys[place] >> shift & 255
+            spare[starts[value]] = keys[place]
+            starts[value] += 1
+        keys, spare = spare, keys
+        turns += 1
+        shift += 8
+        most >>= 8
+    if turns % 2:
+        for place in range(count):
+            spare[place] = keys[place]

@@ -190,6 +190,8 @@ def plan_epoch(
         per_token, per_square = cost_model.whole_weights(capacity, num_ranks * steps_together)
     costs = (per_token * takes[:, 0] + per_square * squares)[numbers]
     takes = takes[numbers]
+    # Larger units have smaller kinds, where the size of a unit is the largest share of a row that it takes.
+    kinds = capacity - (-(-takes * capacity // limits)).max(axis=1, initial=0)
     if not len(takes):
         return Plan(numbers, np.zeros(1, dtype=np.int64), num_ranks, capacity)
     from tritonpack.packing.heuristics import group_by_bin
@@ -198,8 +200,8 @@ def plan_epoch(
     def steps(row_limits: Limits, last_step: int = len(numbers)) -> NDArray[np.int64]:
         try:
             return plan_steps(
-                takes, costs, row_limits, limits, num_ranks, float(lookahead), steps_together, objective == "cost",
-                last_step,
+                takes, costs, kinds, row_limits, limits, num_ranks, float(lookahead), steps_together,
+                objective == "cost", last_step,
             )  # fmt: skip
         except SystemError as error:
             if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba returned a result
