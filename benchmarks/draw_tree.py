@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from tritonpack import BlockDiagonalMask
 from tritonpack.cli.figures import DOCUMENT_COLORS, INK, PADDING_COLOR, document_color, letters, make_panels
-from tritonpack.cli.files import write_figure
 from tritonpack.testing.cases import Nodes, parents_of
 
 # A prompt A; its first turn B with the branches C, D and E; another answer F.
@@ -115,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/images/tree.png"))
     out = parser.parse_args(arguments).out
-    write_figure(out, draw())
+    draw().savefig(out, format="png")
     print(out)
 
 

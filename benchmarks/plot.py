@@ -89,8 +89,10 @@ def bars(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(max(6.5, 1.9 * len(distributions) + 2.5), 2.7 * len(ops) + 1.2), layout="constrained")
     panels = figure.subplots(len(ops), 1, squeeze=False)[:, 0]
     width = 0.84 / len(names)
+    slow = all(float(row["tflops"]) < 1 for row in rows)  # a run that tries the program out
+    factor, unit = (1000, "GFLOP/s") if slow else (1, "TFLOP/s")
     for op, panel in zip(ops, panels, strict=True):
-        _style(panel, OPS[op])
+        _style(panel, OPS[op], f"useful {unit}")
         for group, distribution in enumerate(distributions):
             found = {r["implementation"]: r for r in rows if r["op"] == op and r["distribution"] == distribution}
             for place, name in enumerate(names):
@@ -98,13 +100,14 @@ def bars(rows: Sequence[Row]) -> Figure:
                 if name not in found:
                     panel.plot(x, 0, marker="x", color=colour, markersize=3.5, clip_on=False)
                     continue
-                height, (low, high) = float(found[name]["tflops"]), _spread(found[name])
+                height = factor * float(found[name]["tflops"])
+                low, high = (factor * rate for rate in _spread(found[name]))
                 panel.bar(x, height, width * 0.94, color=colour, zorder=2)
                 error = [[height - low], [high - height]]
                 panel.errorbar(x, height, error, color="#1f2937", linewidth=0.8, capsize=1.2, zorder=3)
             if {OURS, BASELINE} <= found.keys():
                 faster = float(found[BASELINE]["p50_ms"]) / float(found[OURS]["p50_ms"])
-                top = max(_spread(found[name])[1] for name in OUR_BARS if name in found)
+                top = factor * max(_spread(found[name])[1] for name in OUR_BARS if name in found)
                 panel.annotate(
                     f"{faster:.2f}\u00d7", (group - 0.42, top), (0, 2), textcoords="offset points", va="bottom",
                     fontsize=7.5, color=COLOURS[OURS], fontweight="bold",
@@ -112,6 +115,7 @@ def bars(rows: Sequence[Row]) -> Figure:
         panel.set_xticks(range(len(distributions)), distributions)
         panel.tick_params(axis="x", length=0)
         panel.set_xlim(-0.55, len(distributions) - 0.45)
+        panel.set_ylim(bottom=0)
     _head(figure, rows, names)
     return figure
 
@@ -122,10 +126,9 @@ def _spread(row: Row) -> tuple[float, float]:
     return work / float(row["p80_ms"]), work / float(row["p20_ms"])
 
 
-def _style(panel: Axes, title: str) -> None:
+def _style(panel: Axes, title: str, unit: str) -> None:
     panel.set_title(title, fontsize=9.5, loc="left")
-    panel.set_ylabel("useful TFLOP/s", fontsize=8.5)
-    panel.set_ylim(bottom=0)
+    panel.set_ylabel(unit, fontsize=8.5)
     panel.margins(y=0.12)
     panel.grid(axis="y", color="#e5e7eb", linewidth=0.7, zorder=0)
     panel.set_axisbelow(True)

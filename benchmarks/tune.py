@@ -15,7 +15,6 @@ ended; its exit status is 3 if candidates are left. tiles.json has the fastest t
 from __future__ import annotations
 
 import argparse
-import csv
 import fcntl
 import itertools
 import json
@@ -38,7 +37,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu.compile_ahead import compile_only
-from benchmarks.gpu.ledger import ABOUT, CONTINUE, Budget, append, environment, now
+from benchmarks.gpu.ledger import ABOUT, CONTINUE, Budget, Rows, environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
@@ -50,7 +49,8 @@ from tritonpack.testing import Case, check_backend, make_inputs
 HEADS, KV_HEADS = 16, 4
 PATIENCE = 180.0  # seconds that a candidate may take, with its turn on the device
 TURN = 30  # seconds that a candidate may have the device
-COLUMNS = ("kernel", "head_dim", *TileShape.__dataclass_fields__, "status", "ms", "tokens", *ABOUT, "date")
+KEY = ("kernel", "head_dim", *TileShape.__dataclass_fields__)
+COLUMNS = (*KEY, "status", "ms", "tokens", *ABOUT, "date")
 
 
 class Candidate(NamedTuple):
@@ -102,36 +102,15 @@ def fastest(
     return min(timed, key=times.__getitem__, default=None)
 
 
-class Table:
+def read_table(path: Path, tokens: int, about: Mapping[str, str]) -> Rows:
     """The CSV of candidates. Rows of another environment or of changed code don't count."""
+    return Rows(path, {"tokens": str(tokens), **about}, COLUMNS, KEY)
 
-    def __init__(self, path: Path, tokens: int, about: Mapping[str, str]) -> None:
-        self.path, self.about = path, {"tokens": str(tokens), **about}
-        self.known: dict[tuple[tuple[str, str], ...], str] = {}
-        append(path, COLUMNS, [])
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if all(row[name] == value for name, value in self.about.items()):
-                    self._note(row)
 
-    def _note(self, row: Mapping[str, str]) -> None:
-        key = tuple((name, row[name]) for name in ("kernel", "head_dim", *TileShape.__dataclass_fields__))
-        self.known[key] = row["ms"]
-
-    def write(self, candidate: Candidate, status: str, ms: float | None) -> None:
-        """Append the row of a candidate."""
-        row = {**candidate.columns(), "status": status, "ms": "" if ms is None else f"{ms:.4f}"}
-        append(self.path, COLUMNS, [row | self.about | {"date": now()}])
-        self._note(row)
-
-    def has(self, candidate: Candidate) -> bool:
-        """Return whether a candidate was tried."""
-        return tuple(candidate.columns().items()) in self.known
-
-    def times(self, kernel: Kernel, block_d: int, choice: Iterable[TileShape]) -> dict[TileShape, float]:
-        """The milliseconds of the tiles that ran with right results."""
-        found = {tile: self.known.get(tuple(Candidate(kernel, block_d, tile).columns().items())) for tile in choice}
-        return {tile: float(ms) for tile, ms in found.items() if ms}
+def times_of(table: Rows, kernel: Kernel, block_d: int, choice: Iterable[TileShape]) -> dict[TileShape, float]:
+    """The milliseconds of the tiles that ran with right results."""
+    found = {tile: table.find(Candidate(kernel, block_d, tile).columns()) for tile in choice}
+    return {tile: float(row["ms"]) for tile, row in found.items() if row is not None and row["ms"]}
 
 
 def try_in_process(candidate: Candidate, tokens: int, lock: Path) -> tuple[str, float | None]:
@@ -207,9 +186,9 @@ def _passes(
     return partial(triton_backend.forward, q, k, v, mask, options, plan) if kernel == "forward" else backward
 
 
-def try_all(todo: Sequence[Candidate], table: Table, tokens: int, jobs: int, budget: Budget) -> int:
+def try_all(todo: Sequence[Candidate], table: Rows, tokens: int, jobs: int, budget: Budget) -> int:
     """Try what the table doesn't have, until the time is up. Returns how many are left."""
-    left = [candidate for candidate in todo if not table.has(candidate)]
+    left = [candidate for candidate in todo if table.find(candidate.columns()) is None]
     lock = table.path.with_suffix(".lock")
 
     def run(candidate: Candidate) -> tuple[str, float | None] | None:
@@ -228,7 +207,7 @@ def try_all(todo: Sequence[Candidate], table: Table, tokens: int, jobs: int, bud
             if outcome is not None:
                 tried += 1
                 status, ms = outcome
-                table.write(candidate, status, ms)
+                table.write({**candidate.columns(), "status": status, "ms": "" if ms is None else f"{ms:.4f}"})
                 print(candidate.kernel, candidate.block_d, candidate.tile, f"{ms} ms" if ms else status, flush=True)
     lock.unlink(missing_ok=True)
     return len(left) - tried
@@ -260,7 +239,7 @@ def main() -> None:
         return
     device = torch.device("cuda", torch.cuda.current_device())
     arch, budget = tiles.current_arch(device), Budget(options.minutes)
-    table = Table(options.out.with_suffix(".csv"), options.tokens, environment(device, options.commit))
+    table = read_table(options.out.with_suffix(".csv"), options.tokens, environment(device, options.commit))
     best: dict[tuple[str, Kernel, int], TileShape] = {}
     left = 0
     for head_dim in options.head_dims:
@@ -271,7 +250,7 @@ def main() -> None:
                 [Candidate(kernel, head_dim, t) for t in choice], table, options.tokens, options.jobs, budget
             )
             fixed = best.get((arch, "dk", head_dim)) if kernel == "dv" else None
-            times = table.times(kernel, head_dim, choice)
+            times = times_of(table, kernel, head_dim, choice)
             tile = fastest(choice, times, block_n=None if fixed is None else fixed.block_n)
             if tile is not None:
                 best[arch, kernel, head_dim] = tile

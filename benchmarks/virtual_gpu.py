@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.lengths import visible_pairs
 from tests.virtual_gpu.device import Executable, virtual_gpu
 from tritonpack.testing import Case, make_inputs
 from tritonpack.testing.tolerance import run
@@ -88,11 +89,6 @@ def _bytes(opcode: str) -> int:
     return int(found[1] or 1) * int(found[2]) // 8 if found else 4
 
 
-def visible_pairs(lengths: Sequence[int], heads: int) -> int:
-    """Pairs of a query and a key that a causal call sees."""
-    return heads * sum(n * (n + 1) // 2 for n in lengths)
-
-
 def row(count: Counts, arch: str, pairs: int, head_dim: int) -> str:
     """A kernel's row of the table."""
     role = next((role for role in NEEDED if role in count.kernel), None)
@@ -149,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         case = Case("counted", tuple(given.lengths), heads=given.heads, kv_heads=given.heads, head_dim=head_dim)
         with virtual_gpu(given.arch, races=False, preempts=False) as gpu:
             run(make_inputs(case, torch.bfloat16), given.backend)
-        pairs = visible_pairs(given.lengths, given.heads)
+        pairs = given.heads * visible_pairs(given.lengths)
         print(f"{given.arch}, {given.backend}, bfloat16, causal, head dimension {head_dim}, {pairs:,} visible pairs")
         print(HEADER)
         for executable in gpu.executables:

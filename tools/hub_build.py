@@ -76,7 +76,7 @@ def build(out: str | Path) -> int:
         _write(variant, sources)
         text = json.dumps(metadata(backend, sources), indent=2)
         (variant / "metadata.json").write_text(text + "\n", encoding="utf-8")
-    _write(out, {"build.toml": BUILD})
+    _write(out, {"build.toml": BUILD, ".gitignore": "__pycache__/\n.pytest_cache/\nresult\n"})
     (out / "tests").mkdir()
     for name, place in (("CARD.md", out), ("loading.py", out / "tests"), ("test_packed.py", out / "tests")):
         shutil.copy(FILES / name, place)

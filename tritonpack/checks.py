@@ -92,14 +92,20 @@ def check_device(device: Any) -> torch.device:
     """Return the torch.device of a device or of its name; tensors can lie on it."""
     try:
         found = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"device must be a torch.device, or the name of one such as 'cpu' or 'cuda:0'; got {describe(device)}, "
+            "which torch doesn't know."
+        ) from error
+    try:
         if found.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
             torch.empty(0, device=found)  # which launches nothing
-        return found
-    except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         raise ValueError(
-            f"device must be a torch.device, or the name of one that is here, such as 'cpu' or 'cuda:0'; got "
-            f"{describe(device)}{'' if torch.cuda.is_available() else ', and torch sees no GPU'}."
+            f"device must be one that is here, such as 'cpu'; got {describe(device)}"
+            f"{'' if torch.cuda.is_available() else ', and torch sees no GPU'}."
         ) from error
+    return found
 
 
 def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:

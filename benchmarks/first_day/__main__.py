@@ -1,7 +1,6 @@
 """All that is to be done on the first day with a GPU, in safe order, and a verdict.
 
-    python3 -m benchmarks.first_day [--out DIR] [--minutes 9] [--total-minutes 28] [--peers DIR] [--commit NAME]
-                                    [--again STEP ...]
+    python3 -m benchmarks.first_day [--out DIR] [--minutes 9] [--commit NAME] [--again STEP ...]
 
 The first steps check a few results, compare attention at the shapes of the targets, and tune. Those after them check,
 compare and tune the rest, and train. Each runs in a process of its own with a time limit. Its result is written to
@@ -15,14 +14,10 @@ DIR is first-day, or first-day/dry of a dry run, unless --out names another fold
 (each result with the end of its output), attention.csv, masks.csv, training.csv, tiles.csv with the tiles that were
 tried, and tiles.json with the fastest, which `tritonpack.load_tiles` reads.
 
---peers names a folder of unpacked packages, such as `pip install --no-deps --target` makes. Only the steps that compare
-import from it; what it lacks is named as absent.
-
 --dry-run needs no GPU: it runs each step's command in a form that does, with all kernels compiled and launched on
 Triton's own driver over a libcuda that runs nothing.
 
-The exit status is 0 if all steps are ok, 3 if steps are left for the next call or for more --total-minutes, and
-otherwise 1.
+The exit status is 0 if all steps are ok, 3 if steps are left for the next call, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.first_day import steps as list_of_steps
 from benchmarks.first_day import verdict
-from benchmarks.first_day.runner import OK, Day, Journal, make_writable, this_machine, this_platform
+from benchmarks.first_day.runner import OK, Day, Journal, this_platform
 from benchmarks.gpu.ledger import CONTINUE, commit_here
 
 
@@ -48,8 +43,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results; a second call continues it")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: %(default)g)")
-    parser.add_argument("--total-minutes", type=float, default=28.0, help="of all calls on a device (%(default)g)")
-    parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
     parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
     parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="steps to run although they are done")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these, whatever they need")
@@ -62,11 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser()
     options = parser.parse_args(arguments)
     commit = options.commit or commit_here()
-    if options.peers is not None and not any(options.peers.glob("*/__init__.py")):
-        parser.error(
-            f"--peers must be a folder of packages; {options.peers} holds none. Unpack wheels with "
-            "`python3 -m pip install --no-index --no-deps --target FOLDER *.whl`."
-        )
     todo = list_of_steps.dry_steps(commit) if options.dry_run else list_of_steps.steps(commit)
     unknown = {*options.again, *(options.only or [])} - {step.name for step in todo}
     if unknown:
@@ -80,27 +68,20 @@ def main(arguments: list[str] | None = None) -> None:
         return
     # Steps that were only tried mustn't count as done on a GPU.
     out = options.out or (Path("first-day", "dry") if options.dry_run else Path("first-day"))
-    make_writable(out)
     platform = this_platform(dry=options.dry_run)
     day = Day(
         todo,
         Journal(out / "steps.jsonl", platform),
         out.resolve(),
         commit,
-        this_machine(),
-        options.peers and options.peers.resolve(),
         () if options.dry_run else list_of_steps.PROBE,
         platform,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step that runs is ended, too
-    left = 60 * options.total_minutes - day.journal.seconds()
-    whole = 60 * options.minutes <= left
-    done = day.run(min(60 * options.minutes, left), options.again, whole=whole)
+    done = day.run(60 * options.minutes, options.again)
     (out / "verdict.md").write_text(verdict.report(day), encoding="utf-8")
     print(f"\n{verdict.summary(day)}\n{out / 'verdict.md'}", flush=True)
     if not done:
-        if not whole:
-            print(f"The {options.total_minutes:g} minutes of all calls end here; --total-minutes names more.")
         raise SystemExit(CONTINUE)
     if any(last is None or last.verdict != OK for last in map(day.journal.last, todo)):
         raise SystemExit(1)

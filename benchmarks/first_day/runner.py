@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -16,9 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from platform import node
 from typing import NamedTuple
-from uuid import uuid4
 
 import torch
 
@@ -48,11 +45,9 @@ class Step:
         expected: seconds that it usually takes; it begins only if they are left.
         after: names of the steps before it that must be ok.
         continues: whether the same command continues after exit status CONTINUE.
-        peers: whether it imports the packages of the folder of peers.
-        serves: names of steps that it prepares this machine for, if it does no more than that. It is run again on
-            another machine, and for other code, as long as one of them is pending.
+        serves: names of steps that it prepares the machine for, if it does no more than that. Each call runs it again
+            as long as one of them is pending.
         environment: variables of its environment.
-        unless_ok: pairs of a step before it and an argument, which the command gets if that step isn't ok.
     """
 
     name: str
@@ -62,10 +57,8 @@ class Step:
     expected: float = 60.0
     after: tuple[str, ...] = ()
     continues: bool = False
-    peers: bool = False
     serves: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    unless_ok: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,6 @@ class Result:
         reason: why it isn't ok; empty if it is.
         output: the end of what it printed.
         commit: of the code that it ran.
-        machine: an id of the machine since it started, with its cache of kernels.
         date: when it ended, in UTC.
         platform: the device and the version of Triton.
     """
@@ -90,7 +82,6 @@ class Result:
     reason: str = ""
     output: str = ""
     commit: str = ""
-    machine: str = ""
     date: str = ""
     platform: str = ""
 
@@ -161,8 +152,6 @@ class Day:
         journal: their results.
         out: the folder of results.
         commit: of the code.
-        machine: an id of this machine and its cache of kernels.
-        peers: a folder of packages for the steps that compare, or None.
         probe: a command that fails if the device doesn't answer; it is run after a step that wasn't ok.
         platform: the device and the version of Triton that results and figures belong to.
     """
@@ -171,8 +160,6 @@ class Day:
     journal: Journal
     out: Path
     commit: str
-    machine: str = ""
-    peers: Path | None = None
     probe: tuple[str, ...] = ()
     platform: Platform = NO_PLATFORM
 
@@ -180,12 +167,7 @@ class Day:
         """The steps that are still to be run: not those that are ok, that had their time, or that failed with this
         code and aren't named in `again`."""
         pending = {step.name for step in self.steps if not step.serves and not self._settled(step, again)}
-        for step in self.steps:
-            last = self.journal.last(step)
-            here = last is not None and (last.machine, last.commit) == (self.machine, self.commit)
-            if pending.intersection(step.serves) and not (here and self._settled(step, again)):
-                pending.add(step.name)
-        return [step for step in self.steps if step.name in pending]
+        return [step for step in self.steps if step.name in pending or pending.intersection(step.serves)]
 
     def _settled(self, step: Step, again: Sequence[str]) -> bool:
         last = self.journal.last(step)
@@ -213,15 +195,12 @@ class Day:
                 used += result.seconds
         return step.limit - used
 
-    def run(
-        self, seconds: float, again: Sequence[str] = (), tell: Callable[[str], None] = TELL, *, whole: bool = True
-    ) -> bool:
+    def run(self, seconds: float, again: Sequence[str] = (), tell: Callable[[str], None] = TELL) -> bool:
         """Run what is pending, for at most these seconds. Returns whether nothing is left.
 
-        A step that needs more begins if it is the first one, because no later call would give it more. That isn't so if
-        this isn't a `whole` call, because the time of all calls ends.
+        A step that needs more begins if it is the first one, because no later call would give it more.
         """
-        end, first = time.monotonic() + seconds, whole
+        end, first = time.monotonic() + seconds, True
         pending = self.pending(again)
         for step in pending:
             if step.name in again:  # also with its time
@@ -267,18 +246,14 @@ class Day:
     def _run(self, step: Step, limit: float, *, whole: bool) -> Result:
         """Run a step; `whole` says that a later call couldn't give it more time."""
         fill = {"out": str(self.out), "minutes": f"{max(limit - NOTICE, 1) / 60:.2f}"}
-        self.journal.write(Result(step.name, BEGUN, commit=self.commit, machine=self.machine, date=now()))
+        self.journal.write(Result(step.name, BEGUN, commit=self.commit, date=now()))
         began = time.monotonic()
         command = [part.format(**fill) if "{" in part else part for part in step.command]
-        status = self._execute([*command, *self._arguments_unless_ok(step)], step, limit)
+        status = self._execute(command, step, limit)
         taken = time.monotonic() - began
         output = self.log.read_text(encoding="utf-8", errors="replace")[-KEPT:]
         verdict, reason = _judge(step, status, limit, whole=whole)
-        return Result(step.name, verdict, round(taken, 1), reason, output, self.commit, self.machine, now())
-
-    def _arguments_unless_ok(self, step: Step) -> list[str]:
-        verdicts = {result.step: result.verdict for result in self.journal.results}
-        return [argument for name, argument in step.unless_ok if verdicts.get(name, OK) != OK]
+        return Result(step.name, verdict, round(taken, 1), reason, output, self.commit, now())
 
     @property
     def log(self) -> Path:
@@ -288,8 +263,7 @@ class Day:
     def _execute(self, command: list[str], step: Step, limit: float) -> int | None:
         """The exit status; None if the time was up, and the process and its children were ended."""
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **dict(step.environment)}
-        paths = [str(ROOT), *([str(self.peers)] if step.peers and self.peers else []), variables.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH", ""))))
         command = [sys.executable if part == "python3" else part for part in command]
         with self.log.open("wb") as log:
             # A group of its own, to end its children, too; not a session, which would outlive a lost connection.
@@ -315,17 +289,6 @@ class Day:
             self.log.unlink(missing_ok=True)
 
 
-def this_machine() -> str:
-    """An id of this machine since it started, and of Triton's cache, which a new container on it doesn't have."""
-    from triton import knobs
-
-    boot, marker = Path("/proc/sys/kernel/random/boot_id"), Path(knobs.cache.dir, "first-day")
-    if not marker.exists():
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(uuid4().hex)
-    return f"{boot.read_text().strip() if boot.exists() else node()} {marker.read_text()}"
-
-
 def this_platform(*, dry: bool = False) -> Platform:
     """The platform of this machine. Its GPU is asked by another process, because a context takes the GPU's memory."""
     about = environment(torch.device("cpu"))
@@ -337,14 +300,6 @@ def this_platform(*, dry: bool = False) -> Platform:
         name, major, minor = done.stdout.strip().splitlines()[-3:]
         return Platform(name, about["triton"], f"{major}.{minor}")
     return Platform("no GPU", about["triton"])
-
-
-def make_writable(folder: Path) -> None:
-    """Let the owner write a folder of results, which may have been copied without this permission."""
-    for path in (folder, *folder.rglob("*")) if folder.exists() else ():
-        mode = path.stat().st_mode
-        if not mode & stat.S_IWUSR:
-            path.chmod(mode | stat.S_IWUSR)
 
 
 def _judge(step: Step, status: int | None, limit: float, *, whole: bool) -> tuple[str, str]:

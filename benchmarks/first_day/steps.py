@@ -29,8 +29,6 @@ AHEAD = ("python3", "-m", "benchmarks.gpu.compile_ahead", "--minutes", "{minutes
 # The others beside which the kernels are timed: without those that are slow and no target.
 COMPARE = ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}")
 WITHOUT = ("--without", "xformers", "sdpa, dense mask")
-# A kernel that hangs would cost minutes at every shape.
-WITHOUT_GLUON = (("gluon", "tritonpack, gluon"),)
 
 
 def steps(commit: str) -> list[Step]:
@@ -99,8 +97,6 @@ def first_steps(seen: tuple[str, ...], known: tuple[str, ...]) -> list[Step]:
             expected=240,
             after=seen,
             continues=True,
-            peers=True,
-            unless_ok=WITHOUT_GLUON,
         ),
         Step(
             "tune",
@@ -225,8 +221,6 @@ def measurements(seen: tuple[str, ...], known: tuple[str, ...]) -> list[Step]:
             expected=150,
             after=seen,
             continues=True,
-            peers=True,
-            unless_ok=WITHOUT_GLUON,
         ),
         Step(
             "training",
@@ -264,6 +258,7 @@ def dry_steps(commit: str) -> list[Step]:
         command = step.command[step.command.index("python3") :]  # without compute-sanitizer
         tests = command[: len(PYTEST)] == PYTEST
         more = ("--collect-only",) if tests else on_cpu.get(step.name, ("--help",))
-        command = (*command[:3], *more, *command[3:]) if step.unless_ok else (*command, *more)  # --without comes last
+        # --without comes last
+        command = (*command[:3], *more, *command[3:]) if "--without" in command else (*command, *more)
         found.append(replace(step, command=command, limit=3600, expected=5))
     return found

@@ -1,15 +1,14 @@
-"""The verdict: what became of each step, the figures beside the targets and beside what was predicted, in Markdown."""
+"""The verdict: what became of each step, and the figures beside the targets, in Markdown."""
 
 from __future__ import annotations
 
 import csv
-import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.first_day.runner import OK, ROOT, SKIPPED, Day, Platform
+from benchmarks.first_day.runner import OK, SKIPPED, Day, Platform
 from benchmarks.harness.peers import OURS, PEERS
 
 
@@ -42,10 +41,6 @@ class Target(NamedTuple):
 
 GLUON = "tritonpack, gluon"
 FLASH_2 = "FlashAttention-2 (torch)"
-MODELS = {OURS: "", GLUON: "gluon "}  # what precedes the names of their kernels in PREDICTED
-# Written by `python -m benchmarks.instruction_model --kernels forward dq dkdv --gluon --head-dims 64 128 --csv FILE`,
-# under each version of Triton that benchmarks/compile_matrix.py names.
-PREDICTED = ROOT / "benchmarks" / "results" / "predicted.csv"
 HOPPER = "9.0"
 AT_128, AT_64 = Place("one", 16384, 16, 16, 128, True), Place("one", 16384, 32, 32, 64, True)
 TARGETS = (
@@ -113,7 +108,9 @@ def report(day: Day) -> str:
     if figures.places:
         parts += ["## TFLOP/s, and how many times as fast as others", f"Commits: {', '.join(figures.commits)}."]
         parts += [compared(figures)]
-        parts += on_hopper(figures, day.platform) if day.platform.capability == HOPPER else []
+        if day.platform.capability == HOPPER:
+            judged = re.search(r"\bH200\b", day.platform.device) is not None
+            parts += ["## Targets", targets(figures, judged=judged)]
     for step, last in results:
         if last is not None and last.verdict not in (OK, SKIPPED):
             parts.append(f"## The end of {step.name}\n\n```text\n{last.output[-4000:].strip()}\n```")
@@ -152,19 +149,6 @@ def compared(figures: Figures) -> str:
     return table(("shape", "forward", "backward", *others), map(cells, figures.places))
 
 
-def on_hopper(figures: Figures, platform: Platform) -> list[str]:
-    """The targets and the predictions, which are for Hopper GPUs."""
-    known = _rows(PREDICTED)
-    versions = list(dict.fromkeys(row["triton"] for row in known))
-    version = platform.triton if platform.triton in versions else versions[-1]
-    return [
-        "## Targets",
-        targets(figures, judged=re.search(r"\bH200\b", platform.device) is not None),
-        f"## Predicted by the model of the machine code of Triton {version}, and measured",
-        predicted(figures, [row for row in known if row["triton"] == version]),
-    ]
-
-
 def targets(figures: Figures, *, judged: bool) -> str:
     """Each target beside the figure; on another GPU than an H200 the share of the target is no verdict."""
 
@@ -184,39 +168,6 @@ def targets(figures: Figures, *, judged: bool) -> str:
             got = f"{ratio:.2f}x" if ratio else ""
             rows.append((f"{OURS}: {place}, both", f"{PACKED} times {FLASH_2}", got, verdict(ratio, PACKED)))
     return table(("what", "target on one H200", "measured", ""), rows)
-
-
-def predicted(figures: Figures, known: Iterable[Mapping[str, str]]) -> str:
-    """The bounds of the model beside the figures, on batches that both have."""
-    model = {(row["kernel"], int(row["head_dim"])): row for row in known}
-    rows = []
-    for place in figures.places:
-        batch = "one 16k" if place[:2] == ("one", 16384) else place.distribution
-        of_the_model = place.causal and (place.heads, place.kv_heads) == (32, 8)
-        if not of_the_model or (place.tokens != 32768 and batch != "one 16k"):
-            continue
-        for op, (name, prefix) in itertools.product(("forward", "backward"), MODELS.items()):
-            columns = (f"{batch} {speed}" for speed in ("slow", "fast"))
-            low, high = (_bound(model, prefix, op, place.head_dim, column) for column in columns)
-            got = figures.tflops.get((place, name, op))
-            if low is not None and high is not None and got is not None:
-                within = "within" if low <= got <= high else "below" if got < low else "above"
-                rows.append((f"{name}: {place}, {op}", f"{low:.0f} to {high:.0f}", _number(got), within))
-    return table(("what", "predicted", "measured", ""), rows)
-
-
-def _bound(
-    model: Mapping[tuple[str, int], Mapping[str, str]], prefix: str, op: str, head_dim: int, column: str
-) -> float | None:
-    """TFLOP/s of a pass of the kernels whose names have this prefix.
-
-    Backward has 5 useful products, of which dQ computes 3, and dK and dV together 4.
-    """
-    parts = {"forward": 2} if op == "forward" else {"dq": 3, "dkdv": 4}
-    rates = {kernel: model.get((prefix + kernel, head_dim), {}).get(column) for kernel in parts}
-    if not all(rates.values()):
-        return None
-    return (2 if op == "forward" else 5) / sum(parts[kernel] / float(rate or 1) for kernel, rate in rates.items())
 
 
 def _number(value: float | None) -> str:

@@ -61,47 +61,62 @@ def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, objec
         writer.writerows(rows)
 
 
-class Ledger:
-    """The CSV of attention: appends rows to it, and knows which of them were measured before.
+class Rows:
+    """A CSV of measurements: appends rows to it, and knows which of them were measured before.
 
-    A row was measured before if all columns of ABOUT agree.
+    A row was measured before if the columns of its key and of the environment agree.
+
+    Args:
+        path: of the file, which is made if it isn't there.
+        about: columns that all rows of this run share.
+        columns: of the file.
+        key: the columns that name a measurement.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
-        self.path, self.about = path, dict(about)
-        self.known: dict[tuple[str, ...], str] = {}
-        append(path, COLUMNS, [])
+    def __init__(self, path: Path, about: Mapping[str, str], columns: Sequence[str], key: Sequence[str]) -> None:
+        self.path, self.about, self.columns, self.key = path, dict(about), columns, key
+        self.known: dict[tuple[str, ...], Mapping[str, str]] = {}
+        append(path, columns, [])
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                if all(row[name] == about[name] for name in ABOUT):
-                    self.known[_key(row)] = row["status"]
+                if self.about.items() <= row.items():
+                    self._note(row)
+
+    def _note(self, row: Mapping[str, str]) -> None:
+        self.known[tuple(row[name] for name in self.key)] = row
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row, with the environment and the time, to the file."""
         whole = {name: "" if value is None else str(value) for name, value in row.items()} | self.about
-        append(self.path, COLUMNS, [whole | {"date": now()}])
-        self.known[_key(whole)] = whole["status"]
+        append(self.path, self.columns, [whole | {"date": now()}])
+        self._note(whole)
+
+    def find(self, measurement: Mapping[str, str]) -> Mapping[str, str] | None:
+        """The row of a measurement, given by the columns of the key; None if it wasn't made before."""
+        return self.known.get(tuple(measurement[name] for name in self.key))
+
+
+class Ledger(Rows):
+    """The CSV of attention."""
+
+    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
+        super().__init__(path, about, COLUMNS, ("op", "implementation", *SHAPE))
+
+    def _of(self, shape: Mapping[str, str], implementation: str) -> list[Mapping[str, str] | None]:
+        return [self.find({**shape, "op": op, "implementation": implementation}) for op in OPS]
 
     def finished(self, shape: Mapping[str, str], implementations: Iterable[str]) -> bool:
         """Return whether every implementation has all of its rows at a shape."""
-        wanted = ({**shape, "op": op, "implementation": name} for name in implementations for op in OPS)
-        return all(_key(row) in self.known for row in wanted)
+        return all(row is not None for name in implementations for row in self._of(shape, name))
 
     def lost(self, shape: Mapping[str, str], implementation: str) -> bool:
         """Return whether an implementation broke the device at a shape, so that it shouldn't be tried there again."""
-        return any(
-            self.known.get(_key({**shape, "op": op, "implementation": implementation}), "").startswith(LOST)
-            for op in OPS
-        )
+        return any(row is not None and row["status"].startswith(LOST) for row in self._of(shape, implementation))
 
 
 def now() -> str:
     """The time in UTC."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _key(row: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(row[name] for name in ("op", "implementation", *SHAPE))
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:

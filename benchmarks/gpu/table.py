@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from textwrap import shorten
 
 from benchmarks.gpu.ledger import ABOUT
 from benchmarks.harness.batch import Shape
@@ -49,6 +50,6 @@ def _cell(row: dict[str, str] | None, ceiling: float | None) -> str:
     if row is None:
         return ""
     if row["status"] != "ok":
-        return row["status"].partition(":")[0]
+        return shorten(row["status"], 60, placeholder=" ...").replace("|", "/")
     rate = float(row["tflops"])
     return f"{rate:.3g} ({rate / ceiling:.0%})" if ceiling else f"{rate:.3g}"

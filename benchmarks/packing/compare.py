@@ -24,9 +24,10 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, get_args
 
 import numba
@@ -41,7 +42,7 @@ from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan, plan_epoch
-from tritonpack.packing.planning.statistics import mean_over_epochs, plan_statistics
+from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
 
 COST = CostModel(per_token=57255.0, per_square=1.9)  # Llama-3-8B, with attention_efficiency=0.6
 
@@ -106,7 +107,8 @@ def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argpar
         cold, *warm = (seconds(sampler.own_work, prepared, *how, epoch) for epoch in (0, *range(options.epochs)))
         plans = (checked(sampler.plan(lengths, *how, epoch), lengths) for epoch in range(options.epochs))
         found = [plan_statistics(plan, lengths, cost=COST) for plan in plans]
-        means = {name: value or 0.0 for name, value in mean_over_epochs(found).items()}
+        names = [field.name for field in fields(PlanStatistics)]
+        means = {name: fmean(getattr(one, name) or 0.0 for one in found) for name in names}
         cells = [
             f"{means['num_steps']:.4g}",
             *(f"{means[name]:.2%}" for name in ("efficiency", "utilization", "cost_utilization")),

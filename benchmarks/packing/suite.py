@@ -128,7 +128,7 @@ def _ours(capacity: int, num_ranks: int) -> Sampler:
 
     def prepare(lengths: Lengths) -> tuple[NDArray[np.int32], int]:
         own = lengths.astype(np.int32)
-        return own, choose_steps_together(own, capacity, num_ranks)
+        return own, choose_steps_together(lengths[:, None], np.array([capacity]), num_ranks)
 
     def own_work(prepared: Any, capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
         return plan_epoch(prepared[0], capacity, ranks, seed=seed, epoch=epoch, steps_together=prepared[1])

@@ -13,7 +13,7 @@ import matplotlib  # noqa: F401 - the picture needs it, after minutes of trainin
 from examples.demo import NUM_VALIDATION, run_demo, settings_for
 from examples.demo.corpus import read_corpus
 from examples.demo.options import at_least, make_parser
-from tritonpack.cli.files import make_folder
+from tritonpack.cli.machine import require_writable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = settings_for(
             options.device, options.dtype, options.size, options.max_length, options.threads, options.seed
         )
-        make_folder(options.out, "demo.png")
+        require_writable(options.out / "demo.png", "--out")
         corpus = read_corpus(settings.max_length, NUM_VALIDATION, options.seed)
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -20,7 +20,6 @@ from tritonpack.cli.figures import (
     letters,
     make_panels,
 )
-from tritonpack.cli.files import write_figure
 from tritonpack.packing.lengths import count
 
 _COLORS: dict[Way, str] = {"padded": "#0072B2", "unpadded": "#CC79A7", "naive": "#D55E00", "packed": "#009E73"}
@@ -43,7 +42,7 @@ def draw(path: Path, runs: Mapping[Way, Run], lengths: Sequence[int]) -> None:
     _draw_attention(seen, lengths)
     _draw_speed(speed, runs)
     _draw_gaps(gaps, runs)
-    write_figure(path, figure)
+    figure.savefig(path, format="png")
 
 
 def _draw_rows(axes: Axes, lengths: Sequence[int]) -> None:

@@ -59,21 +59,10 @@ def test_every_name_is_unique_and_every_gpu_has_kernels() -> None:
     assert not any(name.startswith("dkdv") and "sinks" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "capability"), [(gpu, divmod(int(gpu[3:]), 10)) for gpu in SHARED_KIB if gpu.startswith("sm_")]
-)
-def test_gpus_use_the_tiles_that_the_launcher_chooses(
-    gpu: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    chosen = current_arch.__wrapped__(torch.device("cuda", 0))
-    assert chosen == (gpu if gpu in TILES else lint.USES_TILES_OF[gpu])
-
-
-@pytest.mark.parametrize("gpu", [gpu for gpu in SHARED_KIB if gpu.startswith("gfx")])
-def test_amd_gpus_use_the_tiles_that_the_launcher_chooses(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+@pytest.mark.parametrize("gpu", SHARED_KIB)
+def test_gpus_use_the_tiles_that_the_launcher_chooses(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0" if gpu.startswith("gfx") else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(int(gpu[3:]), 10))
     properties = SimpleNamespace(gcnArchName=f"{gpu}:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert current_arch.__wrapped__(torch.device("cuda", 0)) == (gpu if gpu in TILES else lint.USES_TILES_OF[gpu])
@@ -90,11 +79,7 @@ def test_amd_gpus_use_the_tiles_that_the_launcher_chooses(gpu: str, monkeypatch:
     ],
 )
 def test_key_depends_on_code(
-    module: str,
-    change: Callable[[str], str],
-    expected: list[bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, change: Callable[[str], str], expected: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = [key(FORWARD), key(DQ)]
     for name in ("forward", "backward", "primitives"):

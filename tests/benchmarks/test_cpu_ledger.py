@@ -33,13 +33,6 @@ REPORT = {
 }  # fmt: skip
 
 
-def shown(rows) -> str:
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(ledger.table(rows))
-    return capture.get()
-
-
 def test_each_benchmark_has_a_row():
     ours, sdpa, pack, whole = ledger.rows_of(REPORT, ABOUT)
     assert (ours["group"], ours["case"], ours["implementation"]) == ("attention forward", "flan", "tritonpack")
@@ -51,8 +44,10 @@ def test_each_benchmark_has_a_row():
 
 
 def test_table_has_ratios_to_tritonpack():
-    text = shown(list(ledger.rows_of(REPORT, ABOUT)))
-    assert "2.50" in next(line for line in text.splitlines() if "sdpa" in line)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(ledger.table(list(ledger.rows_of(REPORT, ABOUT))))
+    assert "2.50" in next(line for line in capture.get().splitlines() if "sdpa" in line)
 
 
 def test_latest_row_of_each_case(tmp_path):
@@ -82,14 +77,11 @@ def test_measures_and_writes(tmp_path, capsys, monkeypatch):
     assert "transpose" in capsys.readouterr().out
 
 
-def test_no_report_writes_no_ledger(tmp_path, monkeypatch):
+def test_runs_without_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ledger.subprocess, "run", lambda command, **_: ledger.subprocess.CompletedProcess(command, 5))
     with pytest.raises(SystemExit):
         ledger.main(["--out", str(tmp_path), "-k", "no_such_benchmark"])
     assert not (tmp_path / "cpu.csv").exists()
-
-
-def test_table_needs_a_ledger(tmp_path, capsys):
     with pytest.raises(SystemExit):
         ledger.main(["--out", str(tmp_path), "--table"])
     assert "doesn't exist" in capsys.readouterr().err
@@ -100,12 +92,9 @@ def test_picture_adds_both_directions():
     from benchmarks.cpu.draw import draw, milliseconds
 
     backward = [
-        found("test_attention[flan-tritonpack-backward]",
-              {"case": "flan", "implementation": "tritonpack", "direction": "backward"}, 0.030, "attention backward"),
-        found("test_attention[flan-sdpa-backward]",
-              {"case": "flan", "implementation": "sdpa", "direction": "backward"}, 0.055, "attention backward"),
-        found("test_attention[one-sdpa-backward]",
-              {"case": "one", "implementation": "sdpa", "direction": "backward"}, 0.055, "attention backward"),
+        found(f"test_attention[{case}-{name}-backward]",
+              {"case": case, "implementation": name, "direction": "backward"}, median, "attention backward")
+        for case, name, median in (("flan", "tritonpack", 0.030), ("flan", "sdpa", 0.055), ("one", "sdpa", 0.055))
     ]  # fmt: skip
     rows = list(ledger.rows_of({"benchmarks": REPORT["benchmarks"] + backward}, ABOUT))
     assert milliseconds(rows) == {"tritonpack": {"flan": 40.0}, "sdpa": {"flan": 80.0}}

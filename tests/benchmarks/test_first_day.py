@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from benchmarks.first_day.runner import (
     Platform,
     Result,
     Step,
-    make_writable,
-    this_machine,
     this_platform,
 )
 from benchmarks.first_day.steps import steps
@@ -44,6 +43,11 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "NOTICE", 0.0)
 
 
+def names(of: Day, again: Sequence[str] = ()) -> str:
+    """The names of the steps that are pending, together."""
+    return "".join(step.name for step in of.pending(again))
+
+
 def python(name: str, program: str = "print('fine')", limit: float = 30.0, **fields: Any) -> Step:
     """A step that runs a program."""
     return Step(name, f"what {name} shows", ("python3", "-c", program), limit, fields.pop("expected", 0.0), **fields)
@@ -53,40 +57,56 @@ def day(out: Path, *todo: Step, commit: str = "abc1234", platform: Platform = NO
     return Day(todo, Journal(out / "steps.jsonl", platform), out, commit, platform=platform, **fields)
 
 
+def last(of: Day, number: int = 0) -> Result:
+    """The newest result of a step."""
+    found = of.journal.last(of.steps[number])
+    assert found
+    return found
+
+
 def verdicts(of: Day) -> dict[str, str]:
-    return {step.name: last.verdict for step in of.steps if (last := of.journal.last(step))}
+    return {step.name: found.verdict for step in of.steps if (found := of.journal.last(step))}
 
 
 FAILS = "print('first'); raise SystemExit('broken')"
 
 
+SHOWS = ("python3", "-c", "import os, sys; print(os.environ['X'], sys.argv[1:])", "{out}", "--minutes={minutes}")
+# A step, and its verdict, reason and last line
+ALONE: dict[str, tuple[Step, tuple[str, str, str]]] = {
+    "fine": (python("a"), (OK, "", "fine")),
+    "fails": (python("a", FAILS), (FAILED, "exit status 1", "broken")),
+    "signal": (python("a", "import os; os.abort()"), (FAILED, "signal SIGABRT", "")),
+    "missing": (Step("a", "", ("no-such-sanitizer", "x"), 9.0, 0.0), (SKIPPED, "no-such-sanitizer isn't on PATH", "")),
+    "variables and folders": (
+        Step("a", "", SHOWS, 30.0, 0.0, environment=(("X", "1"),)), (OK, "", "1 ['OUT', '--minutes=0.50']"),
+    ),
+}  # fmt: skip
+
+
 class TestRun:
+    @pytest.mark.parametrize("name", ALONE)
+    def test_one_step(self, name: str, tmp_path: Path) -> None:
+        step, (verdict, reason, line) = ALONE[name]
+        done = day(tmp_path, step)
+        assert done.run(60)
+        found = last(done)
+        assert (found.verdict, found.reason, found.commit) == (verdict, reason, "abc1234" * (verdict != SKIPPED))
+        assert line in found.last_line.replace(str(tmp_path), "OUT")
+
     def test_steps_run_in_order_and_are_written_at_once(self, tmp_path: Path) -> None:
         show = f"print(open({str(tmp_path / 'steps.jsonl')!r}).read())"
-        assert day(tmp_path, python("a"), python("b", show)).run(60)
-        first, second = (Journal(tmp_path / "steps.jsonl").last(python(name)) for name in "ab")
-        assert first
-        assert second
-        assert (first.verdict, first.last_line, first.commit) == (OK, "fine", "abc1234")
-        assert '"step": "a", "verdict": "ok"' in second.output
-        assert '"step": "b", "verdict": "begun"' in second.output
+        done = day(tmp_path, python("a"), python("b", show))
+        done.run(60)
+        assert '"step": "a", "verdict": "ok"' in last(done, 1).output
+        assert '"step": "b", "verdict": "begun"' in last(done, 1).output
 
     def test_failure_ends_only_what_needs_it(self, tmp_path: Path) -> None:
         done = day(tmp_path, python("a", FAILS), python("b", after=("a",)), python("c", after=("b",)), python("d"))
         assert done.run(60)
         assert verdicts(done) == {"a": FAILED, "b": SKIPPED, "c": SKIPPED, "d": OK}
-        a, b = (done.journal.last(step) for step in done.steps[:2])
-        assert a
-        assert b
-        assert (a.reason, a.output) == ("exit status 1", "first\nbroken\n")
-        assert b.reason == "after a, which is failed"
-
-    def test_signal_is_named(self, tmp_path: Path) -> None:
-        done = day(tmp_path, python("a", "import os; os.abort()"))
-        done.run(60)
-        last = done.journal.last(done.steps[0])
-        assert last
-        assert last.reason == "signal SIGABRT"
+        assert last(done).output == "first\nbroken\n"
+        assert last(done, 1).reason == "after a, which is failed"
 
     @pytest.mark.slow
     def test_hanging_step_is_ended_with_its_children(self, tmp_path: Path) -> None:
@@ -98,20 +118,11 @@ class TestRun:
         done = day(tmp_path, python("a", hang, limit=3.0), python("b"))
         assert done.run(60)
         assert verdicts(done) == {"a": TIMEOUT, "b": OK}
-        last = done.journal.last(done.steps[0])
-        assert last
-        assert last.reason == "ended after 3 s"
-        process = Path("/proc", last.last_line.split()[0], "stat")
+        assert last(done).reason == "ended after 3 s"
+        process = Path("/proc", last(done).last_line.split()[0], "stat")
         while process.exists() and process.read_text().split()[2] != "Z":
             time.sleep(0.05)
         assert not (tmp_path / "lived").exists()
-
-    def test_program_that_is_missing(self, tmp_path: Path) -> None:
-        done = day(tmp_path, Step("a", "", ("no-such-sanitizer", "python3"), 9.0, 0.0))
-        assert done.run(60)
-        last = done.journal.last(done.steps[0])
-        assert last
-        assert (last.verdict, last.reason) == (SKIPPED, "no-such-sanitizer isn't on PATH")
 
     def test_nothing_runs_on_a_device_that_does_not_answer(self, tmp_path: Path) -> None:
         done = day(tmp_path, python("a", FAILS), python("b"), probe=("python3", "-c", "raise SystemExit(1)"))
@@ -119,34 +130,26 @@ class TestRun:
         assert verdicts(done) == {"a": FAILED}
         assert day(tmp_path, python("a", FAILS), python("b"), probe=("python3", "-c", "")).run(60)
 
-    def test_environment_and_folders(self, tmp_path: Path) -> None:
-        program = "import os, sys; print(os.environ['X'], sys.argv[1:], os.environ['PYTHONPATH'].split(':')[1:2])"
-        step = Step("a", "", ("python3", "-c", program, "{out}", "--minutes={minutes}"), 30.0, 0.0, peers=True,
-                    environment=(("X", "1"),))  # fmt: skip
-        done = day(tmp_path, step, peers=tmp_path / "peers")
-        done.run(60)
-        last = done.journal.last(step)
-        assert last
-        assert last.last_line == f"1 ['{tmp_path}', '--minutes=0.50'] ['{tmp_path / 'peers'}']"
-
 
 class TestContinue:
     def test_second_call_continues(self, tmp_path: Path) -> None:
-        """The first call has no time for the second step."""
+        """The first call has no time for the second step. Half a line of a lost machine is ignored."""
         todo = (python("a"), python("b", expected=20.0), python("c"))
         assert not day(tmp_path, *todo).run(10)
+        with (tmp_path / "steps.jsonl").open("a") as file:
+            file.write('{"step": "b", "ver')
         second = day(tmp_path, *todo)
-        assert [step.name for step in second.pending()] == ["b", "c"]
+        assert names(second) == "bc"
         assert second.run(60)
-        assert verdicts(second) == dict.fromkeys("abc", OK)
-        assert day(tmp_path, *todo).pending() == []
+        assert verdicts(day(tmp_path, *todo)) == dict.fromkeys("abc", OK)
+        assert names(day(tmp_path, *todo)) == ""
 
     def test_failed_step_is_run_again_for_other_code_or_if_named(self, tmp_path: Path) -> None:
         todo = (python("a", FAILS), python("b", after=("a",)))
         day(tmp_path, *todo).run(60)
-        assert [step.name for step in day(tmp_path, *todo).pending()] == ["b"]
-        assert [step.name for step in day(tmp_path, *todo, commit="abc1235").pending()] == ["a", "b"]
-        assert [step.name for step in day(tmp_path, *todo).pending(["a"])] == ["a", "b"]
+        assert names(day(tmp_path, *todo)) == "b"
+        assert names(day(tmp_path, *todo, commit="abc1235")) == "ab"
+        assert names(day(tmp_path, *todo), ["a"]) == "ab"
         mended = day(tmp_path, python("a"), todo[1])
         assert mended.run(60, again=["a"])
         assert verdicts(mended) == {"a": OK, "b": OK}
@@ -159,7 +162,6 @@ class TestContinue:
         done = day(tmp_path, python("a", count, continues=True))
         assert done.run(60)
         assert [r.verdict for r in done.journal.results if r.verdict != BEGUN] == [UNFINISHED, UNFINISHED, OK]
-        assert not day(tmp_path, python("b", f"raise SystemExit({CONTINUE})")).pending()[0].continues
 
     def test_program_that_continues_ends_with_its_own_limit(self, tmp_path: Path) -> None:
         slow = (
@@ -170,7 +172,7 @@ class TestContinue:
         done = day(tmp_path, python("a", slow, limit=1.2, continues=True), python("b", after=("a",)), python("c"))
         assert done.run(60)
         assert verdicts(done) == {"a": UNFINISHED, "b": SKIPPED, "c": OK}
-        assert [step.name for step in day(tmp_path, *done.steps).pending()] == ["b"]
+        assert names(day(tmp_path, *done.steps)) == "b"
         again = day(tmp_path, python("a", continues=True))
         assert again.run(60, again=["a"])
         assert verdicts(again) == {"a": OK}
@@ -181,27 +183,21 @@ class TestContinue:
         cut = day(tmp_path, *todo)
         assert not cut.run(3)
         assert verdicts(cut) == {"a": OK, "b": UNFINISHED}
-        assert [step.name for step in day(tmp_path, *todo).pending()] == ["b"]
+        assert names(day(tmp_path, *todo)) == "b"
 
     def test_step_that_ended_the_call_is_tried_once_more(self, tmp_path: Path) -> None:
         """The machine was lost, so there is no result."""
         one = day(tmp_path, python("a"))
-        one.journal.write(Result("a", BEGUN, commit="abc1234"))
-        assert day(tmp_path, python("a")).pending()
-        one.journal.write(Result("a", BEGUN, commit="abc1234"))
-        assert not day(tmp_path, python("a")).pending()
+        for pending in ("a", ""):
+            one.journal.write(Result("a", BEGUN, commit="abc1234"))
+            assert names(day(tmp_path, python("a"))) == pending
 
-    def test_preparation_is_done_again_for_another_machine_or_code(self, tmp_path: Path) -> None:
-        todo = (python("a", serves=("b",)), python("b", expected=20.0))
-        assert not day(tmp_path, *todo, machine="x").run(10)
-        for fields, names in (
-            ({"machine": "x"}, "b"),
-            ({"machine": "y"}, "ab"),
-            ({"machine": "x", "commit": "d"}, "ab"),
-        ):
-            assert [step.name for step in day(tmp_path, *todo, **fields).pending()] == list(names)
-        assert day(tmp_path, *todo, machine="x").run(60)
-        assert day(tmp_path, *todo, machine="y").pending() == []
+    def test_preparation_is_done_again_in_each_call_that_needs_it(self, tmp_path: Path) -> None:
+        todo = (python("a", serves=("b",)), python("b", expected=20.0), python("c", after=("a",)))
+        assert not day(tmp_path, *todo).run(10)
+        assert names(day(tmp_path, *todo)) == "abc"
+        assert day(tmp_path, *todo).run(60)
+        assert names(day(tmp_path, *todo)) == ""
 
     def test_step_that_starts_over_has_all_of_its_time(self, tmp_path: Path) -> None:
         """Only the time that is left serves a step that continues."""
@@ -212,77 +208,45 @@ class TestContinue:
             assert cut._left(step) == left
             assert cut.pending() == [step]
 
-    def test_step_whose_time_of_all_calls_ends_does_not_begin(self, tmp_path: Path) -> None:
-        long = python("a", expected=20.0)
-        assert not day(tmp_path, long).run(10, whole=False)
-        assert day(tmp_path, long).journal.results == []
-        assert day(tmp_path, long).run(10)
 
-    def test_half_a_line_is_ignored(self, tmp_path: Path) -> None:
-        day(tmp_path, python("a")).run(60)
-        with (tmp_path / "steps.jsonl").open("a") as file:
-            file.write('{"step": "b", "ver')
-        day(tmp_path, python("c")).run(60)
-        assert [r.step for r in Journal(tmp_path / "steps.jsonl").results] == ["a", "a", "c", "c"]
-
-
-class TestDevices:
-    first, second = Platform("NVIDIA H100", "3.6.0", "9.0"), Platform("NVIDIA H200", "3.6.0", "9.0")
-
-    def test_all_steps_run_again_on_another_device(self, tmp_path: Path) -> None:
+class TestPlatforms:
+    def test_all_steps_run_again_on_another_device_or_triton(self, tmp_path: Path) -> None:
+        first = Platform("NVIDIA H100", "3.6.0", "9.0")
         todo = (python("a", serves=("b",)), python("b"), python("c", FAILS))
-        assert day(tmp_path, *todo, platform=self.first).run(60)
-        again = day(tmp_path, *todo, platform=self.second)
-        assert [step.name for step in again.pending()] == ["a", "b", "c"]
-        assert (verdicts(again), again.journal.seconds()) == ({}, 0.0)
-        assert again.run(60)
-        assert verdicts(day(tmp_path, *todo, platform=self.first)) == {"a": OK, "b": OK, "c": FAILED}
-        assert day(tmp_path, *todo, platform=self.first).pending() == []
+        assert day(tmp_path, *todo, platform=first).run(60)
+        for change in ({"device": "NVIDIA H200"}, {"triton": "3.9.0"}):
+            again = day(tmp_path, *todo, platform=first._replace(**change))
+            assert names(again) == "abc"
+            assert (verdicts(again), again.journal.seconds()) == ({}, 0.0)
+            assert again.run(60)
+        assert verdicts(day(tmp_path, *todo, platform=first)) == {"a": OK, "b": OK, "c": FAILED}
+        assert names(day(tmp_path, *todo, platform=first)) == ""
 
-    def test_another_triton_is_another_platform(self, tmp_path: Path) -> None:
-        assert day(tmp_path, python("a"), platform=self.first).run(60)
-        assert day(tmp_path, python("a"), platform=self.first._replace(triton="3.9.0")).pending()
-
-    def test_new_cache_is_another_machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A new container on the same host has the host's boot id, and no kernel in Triton's cache."""
-        ids = []
-        for name in ("one", "two", "one"):
-            monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
-            ids.append(this_machine())
-        assert ids[0] == ids[2] != ids[1]
-
-    def test_platform_of_a_dry_run_is_that_of_its_rows(self) -> None:
+    def test_platforms_of_a_dry_run_and_of_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The process that asks the GPU is replaced."""
         about = environment(torch.device("cpu"))
         assert this_platform(dry=True)[:2] == (about["device"], about["triton"])
-
-    def test_platform_of_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The process that asks the GPU is replaced."""
         program = tmp_path / "python"
-        program.write_text("#!/bin/sh\necho chatter; echo NVIDIA H200; echo 9; echo 0\n")
-        program.chmod(0o755)
         monkeypatch.setattr(runner.sys, "executable", str(program))
-        assert this_platform()[::2] == ("NVIDIA H200", "9.0")
-        program.write_text("#!/bin/sh\nexit 1\n")
-        assert this_platform()[::2] == ("no GPU", "")
-
-    def test_results_that_came_back_read_only(self, tmp_path: Path) -> None:
-        out = tmp_path / "results"
-        day(out, python("a")).run(60)
-        for path in (out / "steps.jsonl", out):
-            path.chmod(0o555 if path.is_dir() else 0o444)
-        make_writable(out)
-        assert [oct(path.stat().st_mode & 0o700) for path in (out, out / "steps.jsonl")] == ["0o700", "0o600"]
-        make_writable(tmp_path / "absent")
+        for line, found in (("echo NVIDIA H200; echo 9; echo 0", ("NVIDIA H200", "9.0")), ("exit 1", ("no GPU", ""))):
+            program.write_text(f"#!/bin/sh\necho chatter; {line}\n")
+            program.chmod(0o755)
+            assert this_platform()[::2] == found
 
 
 class TestMain:
-    @pytest.mark.slow
-    def test_status_and_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-        from benchmarks.first_day import steps as module
+    @pytest.fixture
+    def todo(self, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+        """The steps, in place of the real ones."""
+        steps_here: list[Step] = []
+        for name in ("steps", "dry_steps"):
+            monkeypatch.setattr(f"benchmarks.first_day.steps.{name}", lambda commit: steps_here)
+        monkeypatch.setattr("benchmarks.first_day.steps.PROBE", ())
+        return steps_here
 
-        todo = [python("a"), python("b", FAILS), python("c", expected=20.0)]
-        monkeypatch.setattr(module, "steps", lambda commit: todo)
-        monkeypatch.setattr(module, "PROBE", ())
+    @pytest.mark.slow
+    def test_status_and_files(self, tmp_path: Path, todo: list[Step], capsys: Any) -> None:
+        todo += [python("a"), python("b", FAILS), python("c", expected=20.0)]
         common = ["--out", str(tmp_path), "--commit", "abc1234"]
         for minutes, status in (("0.2", CONTINUE), ("1", 1)):
             with pytest.raises(SystemExit) as exit:
@@ -302,33 +266,13 @@ class TestMain:
         ids=str,
     )
     def test_folder_of_results(
-        self, dry: tuple[str, ...], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, dry: tuple[str, ...], folder: str, tmp_path: Path, todo: list[Step], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from benchmarks.first_day import steps as module
-
+        todo.append(python("a"))
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(module, "dry_steps" if dry else "steps", lambda commit: [python("a")])
-        monkeypatch.setattr(module, "PROBE", ())
         main(["--commit", "abc1234", *dry])
-        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == {
-            f"{folder}/steps.jsonl", f"{folder}/verdict.md",
-        }  # fmt: skip
-
-    @pytest.mark.slow
-    def test_total_time_bounds_all_calls(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        from benchmarks.first_day import steps as module
-
-        monkeypatch.setattr(module, "steps", lambda commit: [python("a"), python("b", expected=20.0)])
-        journal = Journal(tmp_path / "steps.jsonl", this_platform())
-        journal.write(Result("a", OK, seconds=27.9999 * 60, commit="abc1234"))
-        common = ["--out", str(tmp_path), "--commit", "abc1234"]
-        with pytest.raises(SystemExit) as exit:
-            main(common)
-        assert exit.value.code == CONTINUE
-        assert "The 28 minutes of all calls end here; --total-minutes names more." in capsys.readouterr().out
-        main([*common, "--total-minutes", "38"])
+        files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+        assert files == {f"{folder}/steps.jsonl", f"{folder}/verdict.md"}
 
     @pytest.mark.slow
     def test_step_ends_with_the_call(self, tmp_path: Path) -> None:
@@ -350,26 +294,15 @@ class TestMain:
         with pytest.raises(ProcessLookupError):
             os.kill(int(log.read_text()), 0)
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--again", "x"], "the steps are machine, compile"),
-            (["--peers", "/nowhere"], "--peers must be a folder of packages; /nowhere holds none"),
-        ],
-        ids=["step", "peers"],
-    )
-    def test_wrong_arguments(self, arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    def test_unknown_step(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            main(["--out", str(tmp_path), "--commit", "abc1234", *arguments])
-        assert message in capsys.readouterr().err
+            main(["--out", str(tmp_path), "--commit", "abc1234", "--again", "x"])
+        assert "the steps are machine, compile" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
-    def test_code_without_a_commit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_code_without_a_commit(self, tmp_path: Path, todo: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
         """Its digest stands for it: the second call continues, and one of changed code repeats what failed."""
-        from benchmarks.first_day import steps as module
-
-        monkeypatch.setattr(module, "steps", lambda commit: [python("a", FAILS)])
-        monkeypatch.setattr(module, "PROBE", ())
+        todo.append(python("a", FAILS))
         monkeypatch.setattr("benchmarks.first_day.__main__.this_platform", lambda dry: NO_PLATFORM)
         for code in ("unknown+0123abcd", "unknown+0123abcd", "abc1234+4567cdef"):
             monkeypatch.setattr("benchmarks.first_day.__main__.commit_here", lambda code=code: code)

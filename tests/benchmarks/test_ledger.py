@@ -36,24 +36,20 @@ def test_rows_on_disk(tmp_path: Path) -> None:
     assert first["date"].endswith("Z")
 
 
-def test_finished_needs_every_row(tmp_path: Path) -> None:
+def test_rows_that_count_as_measured(tmp_path: Path) -> None:
+    """All of a shape, from the same environment; also those without a figure, and of a peer that lost the device."""
     path = tmp_path / "attention.csv"
     assert not filled(path, ops=OPS[:2]).finished(SHAPE, ["x"])
-    filled(path, ops=OPS[2:])
-    ledger = Ledger(path, HERE)
-    assert ledger.finished(SHAPE, ["x"])
-    assert not ledger.finished(SHAPE, ["x", "y"])
-    assert not ledger.finished(Shape("flan", 32768).columns(), ["x"])
-
-
-def test_row_without_a_figure_counts_as_measured(tmp_path: Path) -> None:
-    assert filled(tmp_path / "attention.csv", status="ValueError: too wide").finished(SHAPE, ["x"])
-
-
-@pytest.mark.parametrize("other", [{"commit": "def5678"}, {"torch": "2.13.0"}, {"xformers": "0.0.35"}])
-def test_another_environment_is_measured_again(tmp_path: Path, other: dict[str, str]) -> None:
-    filled(tmp_path / "attention.csv")
-    assert not Ledger(tmp_path / "attention.csv", HERE | other).finished(SHAPE, ["x"])
+    filled(path, ops=OPS[2:], status=f"{LOST}: RuntimeError: an illegal memory access")
+    ledger, other = Ledger(path, HERE), Shape("flan", 32768).columns()
+    assert [ledger.finished(*of) for of in ((SHAPE, ["x"]), (SHAPE, ["x", "y"]), (other, ["x"]))] == [
+        True,
+        False,
+        False,
+    ]
+    assert [ledger.lost(*of) for of in ((SHAPE, "x"), (SHAPE, "y"), (other, "x"))] == [True, False, False]
+    for changed in ({"commit": "def5678"}, {"torch": "2.13.0"}, {"xformers": "0.0.35"}):
+        assert not Ledger(path, HERE | changed).finished(SHAPE, ["x"])
 
 
 class TestCode:
@@ -76,12 +72,11 @@ class TestCode:
             subprocess.run([*git, *command], check=True)
         return subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
-    def test_commit(self, root: Path, commit: str) -> None:
+    def test_commit(self, root: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also of a clone of another user."""
         (root / "benchmarks" / "results").mkdir()
         (root / "benchmarks" / "results" / "x.csv").write_text("1\n")
         assert commit_here(root) == commit
-
-    def test_clone_of_another_user(self, root: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
         assert subprocess.run(["git", "-C", str(root), "status"], capture_output=True).returncode
         assert commit_here(root) == commit
@@ -106,23 +101,14 @@ class TestCode:
         (root / "benchmarks" / "a.py").rename(root / "benchmarks" / "b.py")
         assert commit_here(root) != name
 
-    def test_folder_within_another_repository(self, root: Path, commit: str) -> None:
-        inner = root / "inner"
+    def test_folder_within_another_repository_and_without_git(
+        self, root: Path, commit: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for folder in CODE:
-            (inner / folder).mkdir(parents=True)
-        assert commit_here(inner).startswith("unknown+")
-
-    def test_without_git(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+            (root / "inner" / folder).mkdir(parents=True)
+        assert commit_here(root / "inner").startswith("unknown+")
         monkeypatch.setenv("PATH", "")
         assert commit_here(root).startswith("unknown+")
-
-
-def test_peer_that_lost_the_device(tmp_path: Path) -> None:
-    filled(tmp_path / "attention.csv", status=f"{LOST}: RuntimeError: an illegal memory access", ops=("backward",))
-    ledger = Ledger(tmp_path / "attention.csv", HERE)
-    assert ledger.lost(SHAPE, "x")
-    assert not ledger.lost(SHAPE, "y")
-    assert not ledger.lost(Shape("flan", 32768).columns(), "x")
 
 
 def test_file_with_other_columns_is_not_changed(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from benchmarks.gpu.ledger import ABOUT, COLUMNS, OPS, Ledger
 from benchmarks.harness.batch import Shape
 from benchmarks.harness.peers import PEERS
 
-PNG = b"\x89PNG"
 MODEL = Shape("flan", 32768)
 SHAPES = (MODEL, Shape("flan", 131072), Shape("tiny", 32768), Shape("one", 16384, 16, 16, 64, causal=False))
 
@@ -35,16 +34,19 @@ def invented(path: Path, shapes: tuple[Shape, ...] = SHAPES, device: str = "inve
 
 @pytest.mark.slow
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = invented(tmp_path / "attention.csv", SHAPES[1:])
-    plot.main([str(path), "--out", str(tmp_path / "pictures")])
-    written = sorted(p.name for p in (tmp_path / "pictures").iterdir())
-    assert written == [
-        "attention-16-16-64-bidirectional-16384.png",
-        "attention-32-8-128-causal-131072.png",
-        "attention-32-8-128-causal-32768.png",
-    ]
-    assert all((tmp_path / "pictures" / name).read_bytes().startswith(PNG) for name in written)
-    assert all(name in capsys.readouterr().out for name in written[:1])
+    """One for each kind and number of tokens, and for each device."""
+    for name, devices, expected in (
+        ("one", ["GPU"], ["16-16-64-bidirectional-16384", "32-8-128-causal-131072", "32-8-128-causal-32768"]),
+        ("two", ["GPU one", "GPU two"], [f"32-8-128-causal-{number}-32768" for number in (1, 2)]),
+    ):
+        path = tmp_path / f"{name}.csv"
+        for device in devices:
+            invented(path, SHAPES[1:] if name == "one" else (MODEL,), device=device)
+        plot.main([str(path), "--out", str(tmp_path / name)])
+        written = sorted((tmp_path / name).iterdir())
+        assert [picture.name for picture in written] == [f"attention-{kind}.png" for kind in expected]
+        assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in written)
+        assert str(written[0]) in capsys.readouterr().out
 
 
 def test_bars_ratios_and_titles(tmp_path: Path) -> None:
@@ -74,15 +76,6 @@ def test_later_measurement_counts(tmp_path: Path) -> None:
     )
     (rows,) = plot.read(path).values()
     assert len(rows) == 3 * len(OPS) - 1
-
-
-@pytest.mark.slow
-def test_each_device_has_its_own_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = invented(tmp_path / "attention.csv", (MODEL,), device="GPU one")
-    invented(path, (MODEL,), device="GPU two")
-    plot.main([str(path)])
-    for number in (1, 2):
-        assert (tmp_path / f"attention-32-8-128-causal-{number}-32768.png").exists()
 
 
 def test_files_without_figures(tmp_path: Path) -> None:

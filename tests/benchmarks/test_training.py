@@ -14,7 +14,6 @@ from tests.lengths import flan, orca_math
 WAYS = {"padded": (2.0, 800, 200), "unpadded": (1.25, 500, 100), "naive": (1.0, 500, 100), "packed": (1.0, 400, 100)}
 
 
-@pytest.fixture
 def runs():
     return {
         way: Run((3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (computed,) * 3, mib * 2**20, 2.1)
@@ -48,8 +47,8 @@ def test_lengths_are_as_documented(lengths, mean, longest):
     assert drawn.reshape(-1, 4).max(1).mean() / drawn.mean() == pytest.approx(longest, abs=0.03)
 
 
-def test_rows_compare_with_padded(runs):
-    padded, unpadded, naive, packed = training.rows_of(runs, {"model": "tiny"})
+def test_rows_compare_with_padded():
+    padded, unpadded, naive, packed = training.rows_of(runs(), {"model": "tiny"})
     assert [row["speed"] for row in (padded, unpadded, naive, packed)] == [1.0, 1.6, 2.0, 2.0]
     assert (padded["memory"], packed["memory"]) == (1.0, 0.5)
     assert (padded["padding"], packed["padding"]) == (0.5, 0.0)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from benchmarks import tune
 from benchmarks.gpu.ledger import ABOUT, Budget
-from benchmarks.tune import Candidate, Table, fastest, in_order, shipped, try_all, try_in_process
+from benchmarks.tune import Candidate, fastest, in_order, read_table, shipped, times_of, try_all, try_in_process
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import kernels
 from tritonpack.kernels import tile_shapes
@@ -54,20 +54,20 @@ class TestTable:
 
         monkeypatch.setattr(tune, "try_in_process", outcome)
         path = tmp_path / "tiles.csv"
-        assert try_all(TODO[:2], Table(path, 100, HERE), 100, 2, Budget(5)) == 0
-        assert try_all(TODO, Table(path, 100, HERE), 100, 2, Budget(0)) == 2
-        assert try_all(TODO, Table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO[:2], read_table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO, read_table(path, 100, HERE), 100, 2, Budget(0)) == 2
+        assert try_all(TODO, read_table(path, 100, HERE), 100, 2, Budget(5)) == 0
         assert len(tried) == len(TODO)
         assert set(tried) == set(TODO)
-        times = Table(path, 100, HERE).times("forward", 128, [c.tile for c in TODO])
+        times = times_of(read_table(path, 100, HERE), "forward", 128, [c.tile for c in TODO])
         assert times == {c.tile: 3.0 for c in TODO if c != TODO[1]}
 
-    @pytest.mark.parametrize("about", [{"commit": "abc1235"}, {"triton": "4.0"}], ids=str)
-    def test_rows_of_another_environment_do_not_count(self, about: dict[str, str], tmp_path: Path) -> None:
-        Table(tmp_path / "tiles.csv", 100, HERE).write(TODO[0], "ok", 1.0)
-        assert Table(tmp_path / "tiles.csv", 100, HERE).has(TODO[0])
-        assert not Table(tmp_path / "tiles.csv", 100, HERE | about).has(TODO[0])
-        assert not Table(tmp_path / "tiles.csv", 200, HERE).has(TODO[0])
+    def test_rows_of_another_environment_do_not_count(self, tmp_path: Path) -> None:
+        path, columns = tmp_path / "tiles.csv", TODO[0].columns()
+        read_table(path, 100, HERE).write({**columns, "status": "ok", "ms": "1.0"})
+        assert read_table(path, 100, HERE).find(columns)
+        for tokens, about in ((100, {"commit": "abc1235"}), (100, {"triton": "4.0"}), (200, {})):
+            assert read_table(path, tokens, HERE | about).find(columns) is None
 
 
 @pytest.mark.compile
@@ -89,20 +89,25 @@ def test_candidate_is_the_tile_that_runs(kernel: Kernel, tmp_path: Path, monkeyp
 class TestProcess:
     candidate = Candidate("forward", 128, WANTED)
 
-    def test_time_of_a_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replace(monkeypatch, tmp_path, "print('chatter'); print(1.25)")
-        assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("ok", 1.25)
-
-    def test_process_that_dies_has_no_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replace(monkeypatch, tmp_path, "raise RuntimeError('misaligned address')")
-        assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("RuntimeError: misaligned address", None)
-        self.replace(monkeypatch, tmp_path, "import os; os.abort()")
-        assert try_in_process(self.candidate, 100, tmp_path / "lock")[1] is None
-
-    def test_process_that_hangs_is_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replace(monkeypatch, tmp_path, "import time; time.sleep(600)")
-        monkeypatch.setattr(tune, "PATIENCE", 0.5)
-        assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("not ready after 0 seconds", None)
+    @pytest.mark.parametrize(
+        ("program", "expected"),
+        [
+            ("print('chatter'); print(1.25)", ("ok", 1.25)),
+            ("raise RuntimeError('misaligned address')", ("RuntimeError: misaligned address", None)),
+            ("import os; os.abort()", ("exit status -6", None)),
+            ("import time; time.sleep(600)", ("not ready after 1 seconds", None)),
+        ],
+    )
+    def test_outcome(
+        self, program: str, expected: tuple[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A program stands for Python and the module."""
+        path = tmp_path / "python"
+        path.write_text(f"#!{PYTHON}\n{program}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(tune.sys, "executable", str(path))
+        monkeypatch.setattr(tune, "PATIENCE", 1.0 if "sleep" in program else 60.0)
+        assert try_in_process(self.candidate, 100, tmp_path / "lock") == expected
 
     @pytest.mark.slow
     def test_process_that_hangs_on_the_device_loses_its_turn(self, tmp_path: Path) -> None:
@@ -119,10 +124,3 @@ class TestProcess:
     def test_a_process_for_each_core(self, cores: int, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         assert tune.make_parser().get_default("jobs") == jobs
-
-    def replace(self, monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
-        """Let a program of these lines stand for Python and the module."""
-        path = folder / "python"
-        path.write_text(f"#!{PYTHON}\n{program}\n")
-        path.chmod(0o755)
-        monkeypatch.setattr(tune.sys, "executable", str(path))

@@ -47,16 +47,14 @@ def saved(folder, cls=transformers.LlamaForCausalLM, kind="llama", **values):
         ("gemma2", "", {}, 0, r"26 layers, 13 with a sliding window of \[4096\], softcap 50; backend auto"),
         ("qwen3_next", "", {}, 0, r"run document by document: model\.layers\.0\.linear_attn, "),
         ("deepseek_v3", "", {}, 0, r"deepseek_v3: 61 layers"),  # which fits in no memory
-        ("t5", "", {}, 0, "T5Model in float32"),
         ("t5", "T5ForConditionalGeneration", {}, 0, "T5ForConditionalGeneration in float32 *\n"),
         ("bert", "BertForTokenClassification", {}, 0, "BertForTokenClassification in float32 *\n"),
         ("llama", "LlamaModel", {}, 0, "LlamaModel in float32 *\n"),
         ("llama", "LlamaForSequenceClassification", SCORES, 1, "tritonpack +refused: .* gives one result for each row"),
         ("prophetnet", "", {}, 1, r"tritonpack +refused: ProphetNetForCausalLM .* can't be packed exactly: its dec"),
         ("splinter", "SplinterForPreTraining", SMALL, 3, "tritonpack +unknown: .* isn't a model .*--weights proves it"),
-        ("llama", "Nope", {}, 0, r"LlamaForCausalLM in float32, in place of Nope: transformers \S+ has no such model"),
-        ("llama", "BertForMaskedLM", {}, 0, "in place of BertForMaskedLM: that class takes no LlamaConfig"),
-        ("llama", "LlamaConfig", {}, 0, "in place of LlamaConfig: .* has no such model class"),
+        ("llama", "Nope", {}, 0, "LlamaForCausalLM in float32, in place of Nope *\n"),
+        ("llama", "BertForMaskedLM", {}, 0, "LlamaForCausalLM in float32, in place of BertForMaskedLM *\n"),
     ],
 )  # fmt: skip
 def test_configuration(kind, named, values, code, words, tmp_path, capsys):
@@ -121,7 +119,7 @@ def test_own_code_needs_trust_remote_code(tmp_path, capsys, monkeypatch):
     (folder / "modeling_ours.py").write_text(CODE)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [str(tmp_path / "modules"), *sys.path])
-    message = "brings code of its own, which isn't run unless you say --trust-remote-code"
+    message = "Read its code first; --trust-remote-code runs it"
     assert message in refused(capsys, "check", folder)
     assert run("check", folder, "--trust-remote-code") == 3
     assert "OurModel in float32" in capsys.readouterr().out
@@ -134,20 +132,13 @@ LLAMA = '{{"model_type": "llama", {}}}'.format
     ("name", "content", "message"),
     [
         ("config.json", None, r"there is no file or folder \S+config\.json"),
-        ("", "folder", r"\S+ has no config\.json; name a folder that save_pretrained wrote, or a config\.json"),
-        ("x.json", "nonsense", r"x\.json isn't JSON: Expecting value: line 1 column 1 .*; name the config\.json of a"),
-        ("x.json", "[1]", r"x\.json holds \[1\], not a JSON object; write a model's configuration"),
-        ("x.json", "{}", r"the configuration of \S+x\.json names no model_type"),
-        ("", '{"a": 1}', r"the configuration of \S+ names no model_type"),
-        ("x.json", '{"model_type": "foo"}', r"is of the model type 'foo', which transformers \S+ doesn't know"),
-        ("x.json", LLAMA('"hidden_size": "many"'), r"error: transformers \S+ refuses the configuration of \S+x\.json: "
-         r"TypeError: Field 'hidden_size' expected int, got str \(value: 'many'\); correct its config\.json$"),
-        ("x.json", LLAMA('"hidden_size": 33'), r"refuses .*: The hidden size \(33\) is not"),
-        ("x.json", LLAMA('"num_attention_heads": 0'), r"refuses .*: ZeroDivisionError: .*; correct"),
+        ("", "folder", "the configuration of .* can't be loaded: .*Should have a `model_type` key in its config.json"),
+        ("x.json", "nonsense", "the configuration of .* can't be loaded: .*is not a valid JSON file"),
+        ("x.json", '{"model_type": "foo"}', "has model type `foo` but Transformers does not recognize"),
+        ("x.json", LLAMA('"hidden_size": "many"'), "Field 'hidden_size' expected int, got str"),
+        ("x.json", LLAMA('"num_attention_heads": 0'), "the configuration of .* can't be loaded: ZeroDivisionError"),
         ("x.json", LLAMA('"architectures": 5'), r"has architectures=5; write a list of class names"),
-        ("x.json", LLAMA('"hidden_act": "no"'), r"json: no model can be built: KeyError: 'no';"),
-        ("x.json", '{"model_type": "hunyuan_v1_dense", "num_attention_heads": 32}',
-         r"no model can be built: TypeError: unsupported operand .*; correct its configuration$"),
+        ("x.json", LLAMA('"hidden_act": "no"'), "the model .*json can't be built: KeyError: 'no'"),
     ],
 )  # fmt: skip
 def test_wrong_configuration(name, content, message, tmp_path, capsys):
@@ -155,23 +146,6 @@ def test_wrong_configuration(name, content, message, tmp_path, capsys):
     if content and content != "folder":
         (path if name else path / "config.json").write_text(content)
     assert re.search(message, refused(capsys, "check", path).strip())
-
-
-@pytest.mark.parametrize(
-    ("cause", "message"),
-    [
-        ("GatedRepoError", r"owner/model is gated: ask for access at https://huggingface\.co/owner/model, then log in"),
-        ("RepositoryNotFoundError", r"owner/model is neither a file or folder here nor a model on the Hub"),
-        ("LocalEntryNotFoundError", r"owner/model isn't in the cache, and the Hub can't be reached; its config\.json"),
-        ("HFValidationError", r"nor the name of a model on the Hub, such as owner/model"),
-    ],
-)
-def test_errors_of_the_hub(cause, message, capsys, monkeypatch):
-    def from_pretrained(name, **options):
-        raise OSError("several\nlines") from type(cause, (Exception,), {})()
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
-    assert re.search(message, refused(capsys, "check", "owner/model"))
 
 
 @pytest.mark.parametrize(

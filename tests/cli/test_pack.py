@@ -28,7 +28,7 @@ def error(capsys, tmp_path):
     def message(path, *options):
         out = tmp_path / "deep" / "out"
         found = refused(capsys, "pack", path, "--capacity", 10, "--out", out, *options)
-        assert not out.parent.exists()
+        assert not out.exists()
         return found
 
     return message
@@ -92,14 +92,16 @@ def test_summary_and_numbers(tmp_path, lines, capsys):
     assert "1 document longer than the capacity dropped: 12 tokens lost." in captured.err
 
     path = tmp_path / "a.jsonl"
-    path.write_text('{"input_ids": [7]}')
-    assert run("pack", path, "--capacity", 1, "--out", tmp_path / "one") == 0
+    path.write_text('{"input_ids": [7], "text": "a"}')
+    assert run("pack", path, "--capacity", 1, "--out", tmp_path / "one", "--columns", "input_ids") == 0
     singular = "1 document of 1 token.\n1 row of 1 token holds 1 document of 1 token: 100% full. No packing needs fewer"
-    assert capsys.readouterr().out.startswith(f"{singular} than 1 row.\n")
+    output = capsys.readouterr().out
+    assert output.startswith(f"{singular} than 1 row.\n")
+    assert "Left out: text." in output
 
 
 def test_interrupted_command_goes_on_to_the_same_rows(tmp_path, lines, monkeypatch):
-    command = ("pack", lines, "--capacity", 12, "--shard-mib", 1, "--out")
+    command = ("pack", lines, "--capacity", 12, "--out")
     out = tmp_path / "out"
     assert run(*command, tmp_path / "whole") == 0
 
@@ -161,12 +163,9 @@ def test_wrong_json_lines(tmp_path, error):
     for bad, message in [
         ({"input_ids": [1.5]}, "document 0 of {path} needs a row of integers as input_ids"),
         ({"input_ids": None}, "document 1 of {path} needs a row of integers as input_ids; got None"),
-        ({"input_ids": [10**20]}, "document 0 of {path} needs a row of integers as input_ids"),
         ({"input_ids": "abc"}, "{path}"),
-        ({"input_ids": [1, "a"]}, "{path}"),
         ({"input_ids": [1], "labels": [7, 8]}, "document 1 of {path} has 1 input_ids but 2 labels; give"),
         ({"input_ids": [1] * 11}, "1 of 2 documents is longer than the capacity of 10 tokens (the first: document 1, "),
-        ({"input_ids": [1], "text": "a"}, "the dataset has the columns 'text', which may not hold one value per token"),
         ({"input_ids": [1], "text": "a"}, "Name the columns that rows keep, such as --columns input_ids, or remove"),
         ([1, 2], "{path} can't be read: JSON parse error"),
     ]:
@@ -175,39 +174,21 @@ def test_wrong_json_lines(tmp_path, error):
         assert message.format(path=path) in error(path)
 
 
-def test_left_out_columns_are_named(tmp_path, capsys):
-    datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(tmp_path / "in")
-    command = ("pack", tmp_path / "in", "--capacity", 4, "--out", tmp_path / "rows", "--columns", "input_ids")
-    assert run(*command) == 0
-    assert "Left out: text." in capsys.readouterr().out
-
-
-@pytest.mark.fast("arrow-cut")
-@pytest.mark.parametrize("how", ["cut", "flips", "noise", "utf-16"])
+@pytest.mark.fast("arrow")
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_file_is_read_or_named(tmp_path, capsys, kind, how):
-    rng = random.Random(f"{kind} {how}")
+def test_damaged_file_is_read_or_named(tmp_path, capsys, kind):
+    rng, found = random.Random(kind), []
     write_files(tmp_path / "in", kind, documents([rng.randrange(1, 40) for _ in range(40)]), files=1)
     whole = (tmp_path / "in" / f"0.{kind}").read_bytes()
-    found = []
-    for number in range(6):
-        path = tmp_path / f"{number}.{kind}"
-        path.write_bytes(damage(whole, how, rng))
+    for number in range(8):
+        path, data = tmp_path / f"{number}.{kind}", bytearray(whole)
+        for _ in range(20):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data if number % 2 else whole[: rng.randrange(1, len(whole))])
         found.append(run("pack", path, "--capacity", 50, "--out", tmp_path / "out" / str(number)))
         message = capsys.readouterr().err
         assert found[-1] == 0 or (found[-1] == 2 and str(path) in message and message.count("\n") == 1), message
     assert 2 in found  # damage may change only values
-
-
-def damage(data, how, rng):
-    data = bytearray(data)
-    if how == "cut":
-        return data[: rng.randrange(1, len(data))]
-    if how == "utf-16":
-        return data.decode("latin1").encode("utf-16")
-    for _ in range(20 if how == "flips" else len(data)):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return data
 
 
 def test_damaged_folder_of_save_to_disk(tmp_path, error):
@@ -216,44 +197,29 @@ def test_damaged_folder_of_save_to_disk(tmp_path, error):
     good = (path / "state.json").read_bytes()
     for content in (b"", b"[]", b'"a"', b"{}", b"\xff\xfe", b'{"_data_files": [{}]}', b"[" * 9999):
         (path / "state.json").write_bytes(content)
-        assert f"{path / 'state.json'} can't be read" in error(path)
+        assert f"{path} can't be read" in error(path)
     (path / "state.json").write_bytes(good)
     (data,) = path.glob("*.arrow")
     data.unlink()
-    assert f"{data} can't be read: " in error(path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_links_and_folders_that_are_named_like_files(tmp_path, error, kind):
-    given = tmp_path / f"a.{kind}"
-    given.symlink_to(tmp_path / "nowhere")
-    assert f"{given} can't be read: " in error(tmp_path / "*.*")
-    given.unlink()
-    given.mkdir()
-    assert f"{given} can't be read: " in error(tmp_path / "a.*")
-    write_files(given, kind, documents())
-    assert run("pack", given, "--capacity", 10, "--out", tmp_path / "out") == 0
+    assert re.search(rf"{path} can't be read: .*{data.name}", error(path))
 
 
 def test_paths(tmp_path, error, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "mixed", "data"):
         (tmp_path / name).mkdir()
-    for name in ("a.txt", "a.feather", "empty.jsonl", "empty.arrow", "broken.parquet", "broken.arrow"):
+    for name in ("a.txt", "empty.jsonl", "empty.arrow", "broken.parquet", "mixed/a.jsonl", "mixed/a.parquet"):
         (tmp_path / name).write_text("broken" * 100 if "broken" in name else "")
-    for name in ("mixed/a.jsonl", "mixed/a.parquet"):
-        (tmp_path / name).touch()
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
     for path, message in [
-        ("./nowhere", "there is no file or folder ./nowhere"),
-        ("nowhere.parquet", "there is no file or folder nowhere.parquet"),
-        ("data/nothere", "there is no file or folder data/nothere."),  # a mistyped name isn't asked of the Hub
+        *[(path, f"there is no file or folder {path}") for path in ("./nowhere", "nowhere.parquet", "data/nothere")],
         ("empty", "has no file that can be read; name files of one format: .arrow, .parquet, .jsonl"),
         ("a.txt", "has files that end in '.txt'; name files of one format: .arrow"),
-        ("a.feather", "has files that end in '.feather'; name files of one format: .arrow"),
         ("*.none", "has no file that can be read"),
         ("mixed", "has files that end in '.jsonl', '.parquet'; name files of one format"),
         ("empty.jsonl", "holds no document"),
-        *[(name, f"{name} can't be read: ") for name in ("broken.parquet", "broken.arrow", "empty.arrow")],
+        *[(path, f"{path} can't be read: ") for path in ("broken.parquet", "empty.arrow")],
+        ("link*", "link.jsonl can't be read: No such file"),
     ]:
         assert message in error(path)
 
@@ -299,5 +265,5 @@ def test_full_disk_is_an_error_of_output(tmp_path, lines, capsys, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, failing)
             assert run("pack", lines, "--capacity", 12, "--out", tmp_path / "out") == 1
-        words = r"error: output can't be written: \[Errno 28\] No space left on device; free space in"
+        words = r"error: \[Errno 28\] No space left on device; free space in"
         assert re.match(words, capsys.readouterr().err)

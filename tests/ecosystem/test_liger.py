@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 import tritonpack
 from tests.ecosystem.training import arguments, distance, features, pad, trained
 from tests.parallel.pool import Pool, cases_of
+from tests.patches.calls import state
 from tests.patches.models import tiny_model
-from tests.patches.test_patching import state
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.parts import InstanceForward
 

@@ -1,16 +1,11 @@
 """Models that were loaded with another attention, or meant to be: patched to our kernels, and given it back."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import tritonpack
-from tests.ecosystem.training import EXACT
 from tests.patches import zoo
-from tests.patches.models import tiny_model
-from tests.patches.test_patching import FORMS, alone, difference, documents, logits_and_gradients, state
+from tests.patches.calls import alone, require_exact, state
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flex_attention", "eager", "sdpa", "kernels-community/flash-attn2")
 
@@ -23,25 +18,8 @@ def test_any_name_is_replaced_and_restored(family: str, name: str) -> None:
     expected = alone(model)
     model.config._attn_implementation_internal = name
     before = state(model)
-    call = {"input_ids": torch.cat(documents(), 1), **FORMS["all_ones_mask"]()}
     with tritonpack.patch(model) as handle:
         assert (handle.report.attention, handle.report.replaced) == ("tritonpack", name)
-        assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
+        require_exact(model, expected, "all_ones_mask")
     assert state(model) == before
     assert model.config._attn_implementation == name
-
-
-def test_flash_attention_that_is_missing(tmp_path: Path) -> None:
-    """transformers refuses to load it; a program that falls back to the default gets our kernels by patching."""
-    if torch.cuda.is_available():
-        pytest.skip("flash attention may be there")
-    stock = tiny_model("llama")
-    stock.save_pretrained(tmp_path)
-    with pytest.raises((ImportError, ValueError, OSError)):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    call = {"input_ids": torch.cat(documents(), 1), **FORMS["position_ids"]()}
-    with tritonpack.patch(model) as handle:
-        assert (handle.report.attention, handle.report.replaced) == ("tritonpack", "sdpa")
-        got = logits_and_gradients(model, [call], lambda out: out[0])
-    assert difference(alone(stock), got) < EXACT

@@ -1,5 +1,6 @@
 """PEFT: adapters get the gradients of separate documents, whichever of the two comes first."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import tritonpack
 from tests.ecosystem.training import EXACT
 from tests.patches import zoo
+from tests.patches.calls import documents, state, told
 from tests.patches.models import tiny_model
-from tests.patches.test_patching import FORMS, documents, positions, state
 from tritonpack.patches.applied_patch import applied_to
 
 peft = pytest.importorskip("peft")
 
-PACKED = {name: FORMS[name] for name in ("position_ids", "collator", "segment_mask")}
+PACKED = {name: partial(told, name) for name in ("position_ids", "collator", "segment_mask")}
+
+
+def make(family: str) -> PreTrainedModel:
+    return tiny_model(family) if family in ("llama", "mistral") else zoo.tiny_model(family, dtype=torch.float64)
 
 
 def with_lora(model: PreTrainedModel) -> Any:
@@ -47,7 +52,7 @@ def difference(a: list[Tensor], b: list[Tensor]) -> float:
 def test_stock_leaks_in_the_same_test() -> None:
     model = with_lora(tiny_model("mistral"))
     expected = alone(model)
-    got = outcome(model(input_ids=torch.cat(documents(), 1), **FORMS["all_ones_mask"]()).logits, model)
+    got = outcome(model(input_ids=torch.cat(documents(), 1), **told("all_ones_mask")).logits, model)
     assert difference(expected, got) > 1e-3
 
 
@@ -55,55 +60,29 @@ def test_stock_leaks_in_the_same_test() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_next"])
 @pytest.mark.fast("mistral-patch", "gpt_oss-peft")
 def test_adapters_learn_from_separate_documents(family: str, first: str) -> None:
-    def make() -> PreTrainedModel:
-        return tiny_model(family) if family in ("llama", "mistral") else zoo.tiny_model(family, dtype=torch.float64)
-
-    expected = alone(with_lora(make()))
+    model: Any = make(family)
+    expected = alone(with_lora(make(family)))
     if first == "patch":
-        base = make()
-        tritonpack.patch(base)
-        model = with_lora(base)
-    else:
-        model = with_lora(make())
+        tritonpack.patch(model)
+    model = with_lora(model)
+    if first == "peft":
         tritonpack.patch(model)
     for form, make_arguments in PACKED.items():
         got = outcome(model(input_ids=torch.cat(documents(), 1), **make_arguments()).logits, model)
         assert difference(expected, got) < EXACT, form
 
 
-@pytest.mark.parametrize("form", ["position_ids", "collator"])
-def test_a_forward_that_is_called_directly(form: str) -> None:
-    """Some versions of PEFT call the wrapped model's forward, past its hooks."""
-    model = with_lora(tiny_model("mistral"))
-    expected = alone(model)
-    ids, arguments = torch.cat(documents(), 1), PACKED[form]()
+@pytest.mark.parametrize("family", ["mistral", "qwen3_next"])
+def test_a_forward_that_is_called_directly(family: str) -> None:
+    """Some versions of PEFT call the wrapped model's forward, past its hooks; also of recurrent layers."""
+    model = with_lora(make(family))
+    expected, ids = alone(model), torch.cat(documents(), 1)
     with tritonpack.patch(model):
         head = model.base_model.model
-        assert difference(expected, outcome(head.forward(input_ids=ids, **arguments).logits, model)) < EXACT
-        hidden = head.model.forward(input_ids=ids, **arguments)[0]
-        assert difference(expected, outcome(head.lm_head(hidden), model)) < EXACT
-
-
-def test_a_forward_that_is_called_directly_where_attention_is_not_all() -> None:
-    """The forward itself reads what hooks would, also for recurrent layers."""
-    model = with_lora(zoo.tiny_model("qwen3_next", dtype=torch.float64))
-    inner = model.base_model.model.model
-    expected = torch.cat([inner(ids)[0] for ids in documents()], dim=1)
-    with tritonpack.patch(model):
-        got = inner.forward(input_ids=torch.cat(documents(), 1), position_ids=positions())[0]
-    assert float((got - expected).abs().max()) < EXACT * float(expected.abs().max())
-
-
-def test_padded_batches() -> None:
-    model = with_lora(tiny_model("mistral"))
-    expected = alone(model)
-    rows = documents()
-    ids = nn.utils.rnn.pad_sequence([d[0] for d in rows], batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(d[0]) for d in rows], batch_first=True)
-    with tritonpack.patch(model):
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        got = torch.cat([row[: d.shape[1]] for row, d in zip(logits, rows, strict=True)])[None]
-        assert difference(expected, outcome(got, model)) < EXACT
+        for arguments in (PACKED["position_ids"](), PACKED["collator"]()):
+            assert difference(expected, outcome(head.forward(input_ids=ids, **arguments).logits, model)) < EXACT
+            hidden = head.model.forward(input_ids=ids, **arguments)[0]
+            assert difference(expected, outcome(head.lm_head(hidden), model)) < EXACT
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -113,7 +92,7 @@ def test_checkpointing(reentrant: bool) -> None:
     tritonpack.patch(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    logits = model(input_ids=torch.cat(documents(), 1), position_ids=positions(), use_cache=False).logits
+    logits = model(input_ids=torch.cat(documents(), 1), **told(), use_cache=False).logits
     weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
     (logits * weights).sum().backward()
     got = [logits.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
@@ -131,9 +110,9 @@ def test_merging(first: str, tmp_path: Any) -> None:
     if first == "peft":
         tritonpack.patch(model)
     ids = torch.cat(documents(), 1)
-    expected = model(input_ids=ids, position_ids=positions()).logits
+    expected = model(input_ids=ids, **told()).logits
     merged = model.merge_and_unload()
-    got = merged(input_ids=ids, position_ids=positions()).logits
+    got = merged(input_ids=ids, **told()).logits
     assert float((got - expected).detach().abs().max() / expected.detach().abs().max()) < EXACT
     tritonpack.unpatch(merged)
     assert state(merged) == before
@@ -165,7 +144,7 @@ def test_saved_adapters_hold_no_trace(tmp_path: Any) -> None:
         tmp_path / "base", dtype=torch.float64, attn_implementation="tritonpack"
     )
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).to(torch.float64)
-    got = outcome(again(input_ids=torch.cat(documents(), 1), position_ids=positions()).logits, again)
+    got = outcome(again(input_ids=torch.cat(documents(), 1), **told()).logits, again)
     assert difference(expected, got) < EXACT
 
 
@@ -192,14 +171,14 @@ def test_virtual_tokens(kind: str) -> None:
         assert float((got - expected)[seen].abs().max() / expected[seen].abs().max()) < EXACT
         with pytest.raises(ValueError, match=r"virtual tokens \(PEFT's\)"):
             model(input_ids=ids.flip(1), attention_mask=mask.flip(1))
-        for form in ("position_ids", "collator", "seq_idx", "segment_mask"):
+        for form in ("position_ids", "collator", "seq_idx_alone", "segment_mask"):
             with pytest.raises(
                 ValueError, match=r"3 virtual tokens \(P.*TUNING\) before each row.* Give each document"
             ):
-                model(input_ids=torch.cat(rows, 1), **FORMS[form]())
+                model(input_ids=torch.cat(rows, 1), **told(form))
         model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     assert applied_to(model) == []
     assert not model._forward_pre_hooks
     below = tritonpack.patch(model.base_model)  # PEFT's wrapper isn't patched
     with below, pytest.raises(ValueError, match=r"virtual tokens \(PEFT's\)|the cache already holds tokens"):
-        model(input_ids=torch.cat(rows, 1), **FORMS["collator"]())
+        model(input_ids=torch.cat(rows, 1), **told("collator"))

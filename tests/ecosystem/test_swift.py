@@ -20,12 +20,11 @@ from tests.patches.models import tiny_model
 DOCUMENTS = [torch.tensor([document["input_ids"]]) for document in features()[:5]]
 
 
-def one_row(rest: int = 0) -> dict[str, Tensor]:
-    """The row of `padding_free`, with `rest` tokens of padding, whose position ids are 0."""
+def one_row() -> dict[str, Tensor]:
     labels = [torch.cat([torch.tensor([[-100]]), ids[:, 1:]], dim=1) for ids in DOCUMENTS]
     positions = [torch.arange(ids.shape[1])[None] for ids in DOCUMENTS]
-    columns = {"input_ids": (DOCUMENTS, 0), "labels": (labels, -100), "position_ids": (positions, 0)}
-    return {name: torch.cat([*x, torch.full((1, rest), fill)], dim=1) for name, (x, fill) in columns.items()}
+    columns = {"input_ids": DOCUMENTS, "labels": labels, "position_ids": positions}
+    return {name: torch.cat(parts, dim=1) for name, parts in columns.items()}
 
 
 def with_offsets(row: dict[str, Tensor]) -> dict[str, Any]:
@@ -37,19 +36,13 @@ def with_offsets(row: dict[str, Tensor]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rest", [0, 5])
-@pytest.mark.parametrize("form", [dict, with_offsets], ids=["positions", "offsets"])
-def test_documents_stay_apart(form: Any, rest: int) -> None:
-    model = tiny_model("mistral")
+def test_documents_stay_apart() -> None:
+    """With position ids alone and with offsets; offsets that contradict are refused."""
+    model, row = tiny_model("mistral"), with_offsets(one_row())
     want = outcome(model, *({"input_ids": ids, "labels": ids} for ids in DOCUMENTS))
     tritonpack.patch(model)
-    assert difference(outcome(model, form(one_row(rest))), want) < EXACT
-
-
-def test_contradicting_offsets_are_refused() -> None:
-    model = tiny_model("mistral")
-    tritonpack.patch(model)
-    row = with_offsets(one_row())
+    for given in (one_row(), row):
+        assert difference(outcome(model, given), want) < EXACT
     row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = row["cu_seq_lens_q"][[0, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match=r"cu_seq_lens_q and position_ids contradict each other \(row 0, token 9"):
         model(**row)

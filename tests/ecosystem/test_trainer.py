@@ -71,72 +71,46 @@ def test_stock_leaks_in_the_same_test(padded: Padded, tmp_path: Path) -> None:
         assert distance(expected, trained(make_trainer(model, collate, tmp_path))) < EXACT
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    "reentrant checkpointing": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+def checkpointed(*, reentrant: bool) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+
+# Family, how the model is made ready, packer, and options of the trainer
+WAYS: dict[str, tuple[str, Callable[[PreTrainedModel], object], str, dict[str, Any]]] = {
+    "checkpointing": ("llama", tritonpack.patch, "ours", checkpointed(reentrant=False)),
+    "reentrant checkpointing": ("llama", tritonpack.patch, "ours", checkpointed(reentrant=True)),
+    "compiled": ("llama", tritonpack.patch, "ours", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "by name": ("mistral", lambda model: model.set_attn_implementation("tritonpack"), "flattening", {}),
+    "sdpa": ("mistral", functools.partial(tritonpack.patch, attention="sdpa"), "flattening, flash", {}),
+    "eager": ("mistral", functools.partial(tritonpack.patch, attention="eager"), "flattening, flash", {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # the compiler's; of renamed options
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "compiled" else []) for way in WAYS]
-)
-def test_checkpointed_and_compiled(way: str, padded: Padded, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_train(way: str, padded: Padded, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    expected = padded("llama")
-    model = tiny_model("llama")
-    tritonpack.patch(model)
-    assert distance(expected, trained(make_trainer(model, PACKERS["ours"](), tmp_path, **WAYS[way]))) < EXACT
-
-
-@pytest.mark.slow
-def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
-    """A model that was loaded with our attention and not patched."""
-    expected = padded("mistral")
-    model = tiny_model("mistral")
+    family, prepare, packer, options = WAYS[way]
+    expected, model = padded(family), tiny_model(family)
     tritonpack.register()
-    model.set_attn_implementation("tritonpack")
-    assert distance(expected, trained(make_trainer(model, PACKERS["flattening"](), tmp_path))) < EXACT
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.slow
-def test_keeping_transformers_own_attention(attention: Any, padded: Padded, tmp_path: Path) -> None:
-    expected = padded("mistral")
-    model = tiny_model("mistral")
-    with tritonpack.patch(model, attention=attention):
-        got = trained(make_trainer(model, PACKERS["flattening, flash"](), tmp_path))
-    assert distance(expected, got) < EXACT
+    prepare(model)
+    assert distance(expected, trained(make_trainer(model, PACKERS[packer](), tmp_path, **options))) < EXACT
 
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
 def test_masks_of_what_is_learned_need_unused_columns(mask: str, tmp_path: Path) -> None:
     """Trainer removes columns that the model's forward doesn't name before the collator sees them."""
-    documents = [
-        {"input_ids": [1, 2, 3, 4, 5], mask: [0, 0, 0, 1, 1]},
-        {"input_ids": [6, 7, 8, 9], mask: [0, 0, 1, 1]},
-    ]
+    documents = [{"input_ids": [1, 2, 3, 4, 5], mask: [0, 0, 0, 1, 1]}, {"input_ids": [6, 7, 8, 9], mask: [0, 0, 1, 1]}]
     with_labels = [
-        {
-            "input_ids": ids,
-            "labels": [token if learned else -100 for token, learned in zip(ids, learned_ones, strict=True)],
-        }
-        for ids, learned_ones in (document.values() for document in documents)
+        {"input_ids": ids, "labels": labels}
+        for ids, labels in (([1, 2, 3, 4, 5], [-100, -100, -100, 4, 5]), ([6, 7, 8, 9], [-100, -100, 8, 9]))
     ]
 
     def labels(dataset: Any, *, remove: bool) -> list[int]:
         options = arguments(tmp_path, remove_unused_columns=remove)
-        trainer = Trainer(
-            tiny_model("llama"),
-            TrainingArguments(**options),
-            train_dataset=dataset,
-            data_collator=tritonpack.PackingCollator(),
-        )
+        settings = {"train_dataset": dataset, "data_collator": tritonpack.PackingCollator()}
+        trainer = Trainer(tiny_model("llama"), TrainingArguments(**options), **settings)
         (batch,) = trainer.get_train_dataloader()
         return sorted(batch["labels"][0].tolist())
 
@@ -173,21 +147,6 @@ def test_evaluation_of_a_patched_model(collator: Any, tmp_path: Path) -> None:
     with tritonpack.patch(model):
         got = make_trainer(model, collator, tmp_path, per_device_eval_batch_size=4).evaluate()
     assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=EXACT)
-
-
-@pytest.mark.slow
-def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
-    """What a library with a collator of its own for evaluation does."""
-    losses = []
-    for packed in (False, True):
-        model = tiny_model("llama")
-        if packed:
-            tritonpack.patch(model)
-        trainer = make_trainer(model, tritonpack.PackingCollator() if packed else pad, tmp_path)
-        trainer.train()
-        trainer.data_collator = pad
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=EXACT)
 
 
 @pytest.mark.slow

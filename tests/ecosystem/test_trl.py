@@ -61,13 +61,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "padding-free, padded rows": {"padding_free": True, "pad_to_multiple_of": 64, **WHOLE},
     "packing": {"packing": True, "max_length": 64, "per_device_train_batch_size": 3},
     "packing, row by row": {
-        "packing": True,
-        "max_length": 64,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 3,
+        "packing": True, "max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3,
     },
     "checkpointing": {"padding_free": True, "gradient_checkpointing": True, **WHOLE},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +89,16 @@ def test_packed_training_is_padded_training(family: str, way: str, padded: Padde
     assert distance(expected, got) < EXACT
 
 
+def on_disk(folder: Path) -> Any:
+    tritonpack.pack_dataset(datasets.Dataset.from_list(features()), 64).save_to_disk(folder / "rows")
+    return datasets.load_from_disk(str(folder / "rows"))
+
+
 def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
     """TRL's collator reads seq_lengths as PackingCollator does."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    tritonpack.pack_dataset(datasets.Dataset.from_list(features()), 64).save_to_disk(tmp_path / "rows")
-    rows = list(datasets.load_from_disk(str(tmp_path / "rows")))
+    rows = list(on_disk(tmp_path))
     theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
     with tritonpack.patch(tiny_model("mistral")):  # without a patched model PackingCollator warns
         ours = tritonpack.PackingCollator()(rows)
@@ -108,9 +109,7 @@ def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_on_rows_on_disk_is_padded_training(padded: Padded, tmp_path: Path) -> None:
-    tritonpack.pack_dataset(datasets.Dataset.from_list(features()), 64).save_to_disk(tmp_path / "rows")
-    rows = datasets.load_from_disk(str(tmp_path / "rows"))
-    model = tiny_model("mistral")
+    rows, model = on_disk(tmp_path), tiny_model("mistral")
     options = {"padding_free": True, "per_device_train_batch_size": len(rows)}
     with no_warning(), tritonpack.patch(model):
         got = trained(make_trainer(model, tmp_path, rows=rows, **options))
@@ -121,16 +120,17 @@ def test_training_on_rows_on_disk_is_padded_training(padded: Padded, tmp_path: P
 def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
     """transformers keeps the documents of one row apart for llama, for gpt_oss it doesn't: its masks know nothing of
     position ids."""
-    options = {"router_aux_loss_coef": 0.0, **WHOLE}
-    expected = trained(make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, **options))
-    stock = trained(
-        make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, padding_free=True, **options)
-    )
-    assert distance(expected, stock) > 1e-3
-    model = zoo.tiny_model("gpt_oss", dtype=torch.float64)
-    with no_warning(), tritonpack.patch(model):
-        got = trained(make_trainer(model, tmp_path, padding_free=True, **options))
-    assert distance(expected, got) < EXACT
+
+    def model() -> PreTrainedModel:
+        return zoo.tiny_model("gpt_oss", dtype=torch.float64)
+
+    options: dict[str, Any] = {"router_aux_loss_coef": 0.0, **WHOLE}
+    expected = trained(make_trainer(model(), tmp_path, **options))
+    options["padding_free"] = True
+    assert distance(expected, trained(make_trainer(model(), tmp_path, **options))) > 1e-3
+    ours = model()
+    with no_warning(), tritonpack.patch(ours):
+        assert distance(expected, trained(make_trainer(ours, tmp_path, **options))) < EXACT
 
 
 @pytest.mark.slow
@@ -157,22 +157,3 @@ def test_evaluation(way: str, tmp_path: Path) -> None:
         got = make_trainer(model, tmp_path, **{**WAYS[way], **whole}).evaluate()
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         assert got[name] == pytest.approx(expected[name], rel=EXACT), name
-
-
-@pytest.mark.slow
-def test_lora(tmp_path: Path) -> None:
-    """SFTTrainer wraps a patched model in PEFT's."""
-    peft = pytest.importorskip("peft")
-    runs = []
-    for options in ({}, {"padding_free": True}):
-        model = tiny_model("mistral")
-        if options:
-            tritonpack.patch(model)
-        torch.manual_seed(0)
-        config = peft.LoraConfig(
-            r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        )
-        with no_warning():
-            runs.append(trained(make_trainer(model, tmp_path, peft_config=config, **WHOLE, **options)))
-        assert all("lora" in name for name in runs[-1][1])
-    assert distance(*runs) < EXACT

@@ -136,32 +136,29 @@ def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tupl
         assert ours[1][metric] == pytest.approx(stock[1][metric], rel=EXACT, abs=EXACT), metric
 
 
+CASES = [
+    (name, way) for way in ("unpad", "share", "before") for name in TRAINERS if way != "before" or "exp" not in name
+]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_losses_weights_and_metrics_are_stocks(name: str, way: str, tmp_path: Path) -> None:
+    """Also if the model is patched before its trainer is made: TRL then replaces the forward of the model."""
     expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
-    trainer = TRAINERS[name].trainer(tmp_path / "ours")
-    handle = tritonpack.patch(trainer.model, **options)
+    options = {"unpad": True} if way == "unpad" else {"share_prefixes": True}
+    model = TRAINERS[name].model()
+    handle = tritonpack.patch(model, **options) if way == "before" else None
+    trainer = TRAINERS[name].trainer(tmp_path / "ours", model)
+    handle = handle or tritonpack.patch(trainer.model, **options)
     trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
     require_equal(name, expected, results(trainer))
-    print(f"{name}, {options}: {handle.saved}")
-    saved = next(entry["train_tokens_saved_share"] for entry in trainer.state.log_history if "train_loss" in entry)
-    assert saved > 0
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in TRAINERS if "experts" not in name])
-@pytest.mark.slow
-def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path: Path) -> None:
-    """TRL replaces the forward of the model when it makes the trainer."""
-    expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
-    model = TRAINERS[name].model()
-    handle = tritonpack.patch(model, share_prefixes=True)
-    require_equal(name, expected, results(TRAINERS[name].trainer(tmp_path / "ours", model)))
+    print(f"{name}, {way}: {handle.saved}")
     assert handle.saved is not None
     assert handle.saved.tokens_computed < handle.saved.tokens_given
+    saved = next(entry["train_tokens_saved_share"] for entry in trainer.state.log_history if "train_loss" in entry)
+    assert way == "before" or saved > 0
 
 
 @pytest.mark.slow
@@ -172,12 +169,9 @@ def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> No
     options = {"max_length": None}
     expected = trained(Setting("SFT", llama, TEXTS, options).trainer(tmp_path / "stock"))
     model, packed = llama(), Setting("SFT", llama, TEXTS, {**options, "padding_free": True})
-    if first:
-        handle = tritonpack.patch(model, share_prefixes=True)
-        packed = packed.trainer(tmp_path / "ours", model)
-    else:
-        packed = packed.trainer(tmp_path / "ours", model)
-        handle = tritonpack.patch(model, share_prefixes=True)
+    handle = tritonpack.patch(model, share_prefixes=True) if first else None
+    packed = packed.trainer(tmp_path / "ours", model)
+    handle = handle or tritonpack.patch(model, share_prefixes=True)
     assert distance(expected, trained(packed)) < EXACT
     assert handle.saved is not None
     assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given

@@ -143,197 +143,157 @@ def same_rows(lse: Tensor, expected: Tensor, peer: str) -> None:
     torch.testing.assert_close(lse, expected.masked_fill(expected == -INF, INF) if peer == "fa2" else expected)
 
 
-class TestVarlen:
-    @pytest.mark.fast(
-        "bidirectional-fa2",
-        "causal-more-keys-fa3",
-        "causal-more-queries-fa4",
-        "window-fa4",
-        "window-right-fa4",
-        "window-causal-fa4",
-        "odd-head-dim-fa2",
-        "wide-head-dim-fa3",
+@pytest.mark.fast(
+    "bidirectional-fa2",
+    "causal-more-keys-fa3",
+    "causal-more-queries-fa4",
+    "window-fa4",
+    "window-right-fa4",
+    "window-causal-fa4",
+    "odd-head-dim-fa2",
+    "wide-head-dim-fa3",
+)
+@pytest.mark.parametrize("peer", ["fa2", "fa2-reference", "fa3", "fa4", "torch"])
+@EACH_CALL
+def test_documents(call: Call, peer: str) -> None:
+    peer, _, backend = peer.partition("-")
+    if peer == "torch" and call.softcap:
+        pytest.skip("torch has no softcap")
+    q, k, v = inputs(call)
+    cu = offsets(call.lens_q), offsets(call.lens_k or call.lens_q)
+    out, lse = run(peer, call, q, k, v, *cu, backend=backend or "blocked")
+    expected, expected_lse = dense(q, k, v, call)
+    same_rows(lse, expected_lse, peer)
+    assert_same(out, q, (k, v), expected)
+    rows = lse.isfinite()
+    assert_same(lse[rows], q, (k,), expected_lse[rows])
+
+
+@pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4", "fa4-batch"])
+@EACH_CALL
+def test_rows_of_one_length(call: Call, peer: str) -> None:
+    many = replace(call, lens_q=call.lens_q[:1] * 3, lens_k=(call.lens_k or call.lens_q)[:1] * 3)
+    q, k, v = inputs(many)
+    expected, expected_lse = dense(q, k, v, many)
+    out, lse = run(peer, many, *(x.unflatten(0, (3, -1)) for x in (q, k, v)))
+    assert (out.shape[:2], lse.shape[0]) == ((3, many.lens_q[0]), 3)
+    same_rows(lse.transpose(0, 1).flatten(1), expected_lse, peer)
+    assert_same(out.flatten(0, 1), q, (k, v), expected)
+
+
+def test_packed_forms_are_the_same() -> None:
+    q, k, v = (torch.randn(2, 7, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    cu, same = offsets((5, 0, 2, 7)), {"causal": True, "softcap": 3.0, "window_size": (3, 0)}
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    in_rows, of_documents = fa2.flash_attn_func(q, k, v, **same), fa2.flash_attn_varlen_func(*rows, cu, cu, **same)
+    for expected, packed in (
+        (in_rows, fa2.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **same)),
+        (in_rows, fa2.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **same)),
+        (in_rows, fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **same)),
+        (in_rows, fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), num_heads_q=3, **same)),
+        (of_documents, fa2.flash_attn_varlen_qkvpacked_func(torch.stack(rows, 1), cu, 9, **same)),
+        (of_documents, fa2.flash_attn_varlen_kvpacked_func(rows[0], torch.stack(rows[1:], 1), cu, cu, 9, 9, **same)),
+    ):
+        assert_same(packed, q, (k, v), expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+def test_alibi(shape: tuple[int, ...]) -> None:
+    call, slopes = Call("alibi", (5, 0, 9), (7, 3, 4), causal=True), torch.rand(shape)
+    q, k, v = inputs(call)
+    out, _ = run("fa2", call, q, k, v, offsets(call.lens_q), offsets(call.lens_k or ()), alibi_slopes=slopes)
+    assert_same(out, q, (k, v), dense(q, k, v, call, slopes=slopes)[0])
+
+
+@pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4"])
+def test_sinks(peer: str) -> None:
+    call = Call("sinks", (5, 0, 9), causal=True)
+    q, k, v = inputs(call)
+    cu, sinks = offsets(call.lens_q), torch.randn(call.heads, dtype=torch.float64, requires_grad=True)
+    out, _ = run(peer, call, q, k, v, cu, cu, **{"learnable_sink" if peer == "fa4" else "s_aux": sinks})
+    assert_same(out, q, (k, v, sinks), dense(q, k, v, call, sinks=sinks)[0])
+
+
+def test_dropout_keeps_lse_and_the_mean() -> None:
+    q, cu = torch.randn(64, 2, 16), offsets((64,))
+    torch.manual_seed(0)
+    ones = torch.ones(64, 2, 16)
+    out = fa2.flash_attn_varlen_func(q, q, ones, cu, cu, None, None, 0.3)
+    assert out.std() > 0.02
+    assert out.mean() == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (3, 2)])
+def test_used_lengths(causal: bool, window: tuple[int, int], peer: str) -> None:
+    """Rows that don't count, NaN here, change nothing and get zeros."""
+    lens_q, lens_k, used_q, used_k = (6, 4, 0, 5), (9, 4, 2, 7), (4, 4, 0, 0), (7, 0, 2, 6)
+    call = Call("used", used_q, used_k, causal=causal, window=window)
+    q, k, v = inputs(call)
+    rows_q, rows_k = (
+        torch.cat([torch.arange(u) + start for u, start in zip(used, offsets(lens).tolist(), strict=False)])
+        for used, lens in ((used_q, lens_q), (used_k, lens_k))
     )
-    @pytest.mark.parametrize("peer", ["fa2", "fa2-reference", "fa3", "fa4", "torch"])
-    @EACH_CALL
-    def test_exact(self, call: Call, peer: str) -> None:
-        peer, _, backend = peer.partition("-")
-        if peer == "torch" and call.softcap:
-            pytest.skip("torch has no softcap")
-        q, k, v = inputs(call)
-        cu = offsets(call.lens_q), offsets(call.lens_k or call.lens_q)
-        out, lse = run(peer, call, q, k, v, *cu, backend=backend or "blocked")
-        expected, expected_lse = dense(q, k, v, call)
-        same_rows(lse, expected_lse, peer)
-        assert_same(out, q, (k, v), expected)
-        rows = lse.isfinite()
-        assert_same(lse[rows], q, (k,), expected_lse[rows])
-
-    def test_packed_forms_are_the_same(self) -> None:
-        call = Call("packed", (5, 0, 9), causal=True, heads=2, kv_heads=2)
-        (q, k, v), cu, same = inputs(call), offsets(call.lens_q), {"causal": True, "window_size": (3, 0)}
-        expected = fa2.flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, **same)
-        for packed in (
-            fa2.flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), cu, 9, **same),
-            fa2.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), cu, cu, 9, 9, **same),
-        ):
-            assert_same(packed, q, (k, v), expected)
-
-    @pytest.mark.parametrize("per_document", [False, True])
-    def test_alibi(self, per_document: bool) -> None:
-        call = Call("alibi", (5, 0, 9), (7, 3, 4), causal=True)
-        q, k, v = inputs(call)
-        slopes = torch.rand(*([3] if per_document else []), call.heads)
-        out, _ = run("fa2", call, q, k, v, offsets(call.lens_q), offsets(call.lens_k or ()), alibi_slopes=slopes)
-        assert_same(out, q, (k, v), dense(q, k, v, call, slopes=slopes)[0])
-
-    @pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4"])
-    def test_sinks(self, peer: str) -> None:
-        call = Call("sinks", (5, 0, 9), causal=True)
-        q, k, v = inputs(call)
-        cu, sinks = offsets(call.lens_q), torch.randn(call.heads, dtype=torch.float64, requires_grad=True)
-        out, _ = run(peer, call, q, k, v, cu, cu, **{"learnable_sink" if peer == "fa4" else "s_aux": sinks})
-        assert_same(out, q, (k, v, sinks), dense(q, k, v, call, sinks=sinks)[0])
-
-    def test_dropout_agrees_with_s_dmask(self) -> None:
-        call = Call("dropout", (5, 0, 40), (7, 3, 33), window=(20, 20))
-        q, k, v = inputs(call)
-        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or ())
-        out, lse, dropped = fa2.flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, None, None, 0.3, return_attn_probs=True, window_size=(20, 20)
-        )
-        assert dropped.shape == (3, 4, 40, 33)
-        same_rows(lse, dense(q, k, v, call)[1], "fa2")
-        p = dropped.abs()
-        torch.testing.assert_close(p[2].sum(-1), torch.ones(4, 40, dtype=torch.float64))
-        assert not p[1].any()
-        assert not p[0, :, 5:].any()
-        share = float((dropped < 0).sum() / (dropped != 0).sum())
-        assert abs(share - 0.3) < 0.05
-        values = v[7 + 3 :].transpose(0, 1).repeat_interleave(2, 0)
-        torch.testing.assert_close(out[5:].transpose(0, 1), dropped[2].clamp(min=0) @ values / 0.7)
-
-    def test_s_dmask_wider_than_the_largest_head(self) -> None:
-        q, k = torch.randn(3, 2, 8), torch.randn(700, 1, 8)
-        cu_q, cu_k = offsets((3,)), offsets((700,))
-        _, _, dropped = fa2.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 700, 0.5, return_attn_probs=True)
-        torch.testing.assert_close(dropped.abs().sum(-1), torch.ones(1, 2, 3))
+    slack = 3  # rows past the last offset
+    wide = [
+        torch.full((sum(lens) + slack, *x.shape[1:]), NAN, dtype=x.dtype).index_copy(0, rows, x)
+        for x, rows, lens in ((q, rows_q, lens_q), (k, rows_k, lens_k), (v, rows_k, lens_k))
+    ]
+    used = {"seqused_q": torch.tensor(used_q, dtype=torch.int32), "seqused_k": torch.tensor(used_k)}
+    slopes = {"alibi_slopes": torch.rand(4, call.heads)} if peer == "fa2" else {}
+    out, _ = run(peer, call, *wide, offsets(lens_q), offsets(lens_k), **used, **slopes)
+    assert_same(out[rows_q], q, (k, v), dense(q, k, v, call, slopes=slopes.get("alibi_slopes"))[0])
+    rest = torch.ones(out.shape[0], dtype=torch.bool)
+    rest[rows_q] = False
+    assert not out[rest].any()
 
 
-class TestBatch:
-    @pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4", "fa4-batch"])
-    @EACH_CALL
-    def test_rows_of_one_length(self, call: Call, peer: str) -> None:
-        many = replace(call, lens_q=call.lens_q[:1] * 3, lens_k=(call.lens_k or call.lens_q)[:1] * 3)
-        q, k, v = inputs(many)
-        expected, expected_lse = dense(q, k, v, many)
-        out, lse = run(peer, many, *(x.unflatten(0, (3, -1)) for x in (q, k, v)))
-        assert (out.shape[:2], lse.shape[0]) == ((3, many.lens_q[0]), 3)
-        same_rows(lse.transpose(0, 1).flatten(1), expected_lse, peer)
-        assert_same(out.flatten(0, 1), q, (k, v), expected)
-
-    def test_packed_forms_are_the_same(self) -> None:
-        q, k, v = (torch.randn(2, 7, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-        expected = fa2.flash_attn_func(q, k, v, causal=True, softcap=3.0)
-        for packed in (
-            fa2.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True, softcap=3.0),
-            fa2.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True, softcap=3.0),
-            fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True, softcap=3.0),
-            fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, softcap=3.0, num_heads_q=3),
-        ):
-            assert_same(packed, q, (k, v), expected)
-
-    def test_alibi_per_row(self) -> None:
-        q, k, v = (torch.randn(2, 7, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-        call, slopes = Call("alibi", (7, 7), kv_heads=4), torch.rand(2, 4)
-        out = fa2.flash_attn_func(q, k, v, alibi_slopes=slopes)
-        flat = dense(*(x.flatten(0, 1) for x in (q, k, v)), call, slopes=slopes)[0]
-        assert_same(out, q, (k, v), flat.unflatten(0, (2, 7)))
+def test_used_keys_of_a_batch() -> None:
+    """FlashAttention-4 accepts used lengths of a batch."""
+    q, k = torch.randn(2, 3, 2, 16, dtype=torch.float64), torch.randn(2, 8, 2, 16, dtype=torch.float64)
+    out, _ = fa4.flash_attn_varlen_func(q, k, k, seqused_k=torch.tensor([8, 5]), causal=True)
+    keys = torch.cat([k[0], k[1, :5]])
+    expected = dense(q.flatten(0, 1), keys, keys, Call("batch", (3, 3), (8, 5), causal=True, heads=2))[0]
+    torch.testing.assert_close(out.flatten(0, 1), expected)
 
 
-class TestConventions:
-    @pytest.mark.parametrize("backend", ["blocked", "reference"])
-    def test_rows_past_the_last_offset(self, backend: Any) -> None:
-        call = Call("slack", (5, 0, 9), causal=True)
-        q, k, v = inputs(call, torch.float32, slack=4)
-        with torch.no_grad():
-            for x in (q, k, v):
-                x[-4:] = NAN
-        cu = offsets(call.lens_q)
-        out = fa2.flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True, backend=backend)
-        assert not out[-4:].any()
-        dout = torch.randn_like(out)
-        dout[-4:] = NAN
-        for x, grad in zip((q, k, v), torch.autograd.grad(out, (q, k, v), dout), strict=True):
-            assert grad.isfinite().all()
-            assert not grad[-4:].any()
-            assert grad[:-4].any(), x.shape
+def test_qv_as_one_product() -> None:
+    """The remedy in the error about qv works."""
+    q, k, qv, v = (torch.randn(100, 1, width, dtype=torch.float64) for width in (8, 8, 32, 32))
+    cu = offsets((100,))
+    out, _ = fa4.flash_attn_varlen_func(torch.cat([q, qv], -1), torch.cat([k, v], -1), v, None, cu, cu)
+    scores = (q[:, 0] @ k[:, 0].T + qv[:, 0] @ v[:, 0].T) / math.sqrt(40)
+    torch.testing.assert_close(out[:, 0], torch.softmax(scores, -1) @ v[:, 0])
 
-    @pytest.mark.parametrize("peer", ["fa2", "fa3", "fa4"])
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("window", [(-1, -1), (3, 2)])
-    def test_used_lengths(self, causal: bool, window: tuple[int, int], peer: str) -> None:
-        """Rows that don't count, NaN here, change nothing."""
-        lens_q, lens_k, used_q, used_k = (6, 4, 0, 5), (9, 4, 2, 7), (4, 4, 0, 0), (7, 0, 2, 6)
-        call = Call("used", used_q, used_k, causal=causal, window=window)
-        q, k, v = inputs(call)
-        rows_q, rows_k = (
-            torch.cat([torch.arange(u) + start for u, start in zip(used, offsets(lens).tolist(), strict=False)])
-            for used, lens in ((used_q, lens_q), (used_k, lens_k))
-        )
-        wide = [
-            torch.full((sum(lens), *x.shape[1:]), NAN, dtype=x.dtype).index_copy(0, rows, x)
-            for x, rows, lens in ((q, rows_q, lens_q), (k, rows_k, lens_k), (v, rows_k, lens_k))
-        ]
-        used = {"seqused_q": torch.tensor(used_q, dtype=torch.int32), "seqused_k": torch.tensor(used_k)}
-        slopes = {"alibi_slopes": torch.rand(4, call.heads)} if peer == "fa2" else {}
-        out, _ = run(peer, call, *wide, offsets(lens_q), offsets(lens_k), **used, **slopes)
-        assert_same(out[rows_q], q, (k, v), dense(q, k, v, call, slopes=slopes.get("alibi_slopes"))[0])
-        assert int((out != 0).any(-1).any(-1).sum()) <= len(rows_q)
 
-    def test_used_keys_of_a_batch(self) -> None:
-        """FlashAttention-4 accepts used lengths of a batch."""
-        q, k = torch.randn(2, 3, 2, 16, dtype=torch.float64), torch.randn(2, 8, 2, 16, dtype=torch.float64)
-        out, _ = fa4.flash_attn_varlen_func(q, k, k, seqused_k=torch.tensor([8, 5]), causal=True)
-        keys = torch.cat([k[0], k[1, :5]])
-        expected = dense(q.flatten(0, 1), keys, keys, Call("batch", (3, 3), (8, 5), causal=True, heads=2))[0]
-        torch.testing.assert_close(out.flatten(0, 1), expected)
+@pytest.mark.parametrize("window", [torch.tensor([3, 1]), (np.int64(3), np.int32(1)), [3, 1]])
+def test_forms_of_a_window(window: Any) -> None:
+    q, cu = torch.randn(9, 2, 16), offsets((9,))
+    first, second = (fa2.flash_attn_varlen_func(q, q, q, cu, cu, window_size=w) for w in (window, (3, 1)))
+    assert torch.equal(first, second)
 
-    @pytest.mark.parametrize("lengths", [(100, 3), (500,)])
-    def test_qv_as_one_product(self, lengths: tuple[int, ...]) -> None:
-        """The remedy in the error about qv works."""
-        total, cu = sum(lengths), offsets(lengths)
-        q, k = torch.randn(total, 2, 8, dtype=torch.float64), torch.randn(total, 1, 8, dtype=torch.float64)
-        qv, v = torch.randn(total, 2, 32, dtype=torch.float64), torch.randn(total, 1, 32, dtype=torch.float64)
-        out, _ = fa4.flash_attn_varlen_func(torch.cat([q, qv], -1), torch.cat([k, v], -1), v, None, cu, cu)
-        scores = torch.einsum("qhd,kd->hqk", q, k[:, 0]) + torch.einsum("qhd,kd->hqk", qv, v[:, 0])
-        p = torch.softmax(scores[:, : lengths[0], : lengths[0]] / math.sqrt(40), -1)
-        torch.testing.assert_close(out[: lengths[0]], torch.einsum("hqk,kd->qhd", p, v[: lengths[0], 0]))
 
-    @pytest.mark.parametrize("window", [torch.tensor([3, 1]), (np.int64(3), np.int32(1)), [3, 1]])
-    def test_forms_of_a_window(self, window: Any) -> None:
-        q, cu = torch.randn(9, 2, 16), offsets((9,))
-        first, second = (fa2.flash_attn_varlen_func(q, q, q, cu, cu, window_size=w) for w in (window, (3, 1)))
-        assert torch.equal(first, second)
+def test_one_split_is_batch_invariance() -> None:
+    q = torch.randn(40, 2, 16)
+    packed = torch_varlen_attn(q, q, q, *[offsets((3, 30, 7))] * 2, is_causal=True, num_splits=1)
+    alone = torch_varlen_attn(*[q[3:33]] * 3, *[offsets((30,))] * 2, window_size=(-1, 0), num_splits=1)
+    assert torch.equal(packed[3:33], alone)
 
-    def test_one_split_is_batch_invariance(self) -> None:
-        q = torch.randn(40, 2, 16)
-        packed = torch_varlen_attn(q, q, q, *[offsets((3, 30, 7))] * 2, is_causal=True, num_splits=1)
-        alone = torch_varlen_attn(*[q[3:33]] * 3, *[offsets((30,))] * 2, window_size=(-1, 0), num_splits=1)
-        assert torch.equal(packed[3:33], alone)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-    def test_lse_is_float32(self, dtype: torch.dtype) -> None:
-        q = torch.randn(1, 3, 2, 16, dtype=dtype)
-        out, lse, none = fa2.flash_attn_func(q, q, q, return_attn_probs=True)
-        assert (out.dtype, lse.dtype, lse.shape, none.numel()) == (dtype, torch.float32, (1, 2, 3), 0)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_lse_is_float32(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 3, 2, 16, dtype=dtype)
+    out, lse, none = fa2.flash_attn_func(q, q, q, return_attn_probs=True)
+    assert (out.dtype, lse.dtype, lse.shape, none.numel()) == (dtype, torch.float32, (1, 2, 3), 0)
 
-    def test_attention_chunk(self) -> None:
-        """Chunks equal documents of their own, with the diagonal in the same place."""
-        q, k, v = (torch.randn(30, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-        cu, pieces = offsets((17, 13)), offsets((8, 8, 1, 8, 5))
-        got = fa3.flash_attn_varlen_func(q, k, v, cu, cu, 17, 17, causal=True, attention_chunk=np.int64(8))
-        torch.testing.assert_close(got, fa3.flash_attn_varlen_func(q, k, v, pieces, pieces, 8, 8, causal=True))
+
+def test_attention_chunk() -> None:
+    """Chunks equal documents of their own, with the diagonal in the same place."""
+    q, k, v = (torch.randn(30, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    cu, pieces = offsets((17, 13)), offsets((8, 8, 1, 8, 5))
+    got = fa3.flash_attn_varlen_func(q, k, v, cu, cu, 17, 17, causal=True, attention_chunk=np.int64(8))
+    torch.testing.assert_close(got, fa3.flash_attn_varlen_func(q, k, v, pieces, pieces, 8, 8, causal=True))
 
 
 # FlashAttention's parameters in the order of its source; tritonpack's own may follow as keywords.

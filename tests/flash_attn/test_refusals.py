@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonpack.flash_attn import fa2, fa3, fa4, spelling, torch_varlen_attn
+from tritonpack.flash_attn import adapter, fa2, fa3, fa4, torch_varlen_attn
 from tritonpack.flash_attn.bert_padding import pad_input, unpad_input
 
 T = torch.zeros(1)
@@ -21,7 +21,7 @@ UNSUPPORTED = [
     (name, parameter)
     for name, function in FUNCTIONS.items()
     for parameter in inspect.signature(function).parameters
-    if parameter in spelling.REMEDIES
+    if parameter in adapter.REMEDIES
 ]
 
 
@@ -44,7 +44,7 @@ def test_unsupported(name: str, parameter: str) -> None:
 
 
 def test_every_refusal_is_tested() -> None:
-    assert set(spelling.REMEDIES) == {parameter for _, parameter in UNSUPPORTED}
+    assert set(adapter.REMEDIES) == {parameter for _, parameter in UNSUPPORTED}
     assert len(UNSUPPORTED) == 28
 
 
@@ -61,10 +61,8 @@ WINDOW, SOFTCAP = (
         ("fa2-batch", {"k": torch.zeros(5, 2, 16)}, r"k must be \(batch, seqlen, heads, headdim\)"),
         ("fa2", {"q": 3}, "q must be .*got int 3"),
         ("fa2-batch", {"q": None}, "q must be .*got NoneType"),
-        ("fa4-batch", {"q": [1]}, "q must be .*got list"),
         ("torch", {"query": None}, "q must be .*got NoneType"),
         ("torch", {"enable_gqa": False, "key": T}, "k must be "),
-        ("fa2", {"window_size": (1, 2, 3)}, WINDOW + r"\(1, 2, 3\)"),
         ("fa2", {"window_size": 4}, WINDOW + "4"),
         ("fa2", {"window_size": (1.5, 0)}, WINDOW),
         ("fa2", {"window_size": b"ab"}, WINDOW),
@@ -74,14 +72,11 @@ WINDOW, SOFTCAP = (
         ("torch", {"window_size": (-2, -2)}, WINDOW + r"\(-2, -2\)"),
         ("fa4", {"window_size": (-1, 3)}, "or None for a side without limit; got"),
         ("fa2-batch", {"softcap": -1.0}, SOFTCAP + "-1.0"),
-        ("fa3", {"softcap": -1}, SOFTCAP + "-1"),
-        ("fa4-batch", {"softcap": -0.5}, SOFTCAP + "-0.5"),
         ("fa2-batch", {"softcap": "30"}, SOFTCAP + "'30'"),
         ("fa2-batch", {"softcap": float("nan")}, SOFTCAP),
         ("fa2", {"max_seqlen_q": 2}, "max_seqlen_q is 2, but a document has 3 tokens; pass 3, or None"),
         ("fa2", {"max_seqlen_k": 1}, "max_seqlen_k is 1, but a document has 3 tokens"),
         ("fa2", {"max_seqlen_q": "3"}, "max_seqlen_q must be an integer of at least 0, .*; got '3'"),
-        ("fa2", {"max_seqlen_k": 3.0}, "max_seqlen_k must be an integer .*; got 3.0"),
         ("fa2", {"max_seqlen_q": 3.0, "seqused_q": torch.tensor([1, 1])}, "max_seqlen_q must be .* 3.0"),
         ("fa2", {"cu_seqlens_q": torch.tensor([0, 5])}, "queries have 1 documents and keys 2"),
         ("fa2", {"cu_seqlens_k": torch.tensor([0, 2, 6])}, "end at most at total_k = 5"),
@@ -90,13 +85,13 @@ WINDOW, SOFTCAP = (
         ("fa2", {"cu_seqlens_q": [0, 2, 5]}, "cu_seqlens_q must be a .* tensor on q's device; got list"),
         ("fa2", {"cu_seqlens_k": (0, 2, 5)}, r"torch.tensor\(..., dtype=torch.int32, device=q.device\)"),
         ("fa3", {"cu_seqlens_q": np.array([0, 2, 5])}, "cu_seqlens_q must be a .*got ndarray"),
-        ("fa4", {"cu_seqlens_q": [0, 2, 5]}, "cu_seqlens_q must be a"),
         ("torch", {"cu_seq_q": [0, 2, 5]}, "cu_seqlens_q must be a"),
         ("fa2", {"alibi_slopes": torch.zeros(3, 2)}, r"\(documents, heads\) with 2 documents"),
         ("fa2", {"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be"),
         ("fa2", {"softmax_scale": -1.0}, "scale must be a positive"),
         ("fa2", {"dropout_p": 1.0}, "dropout_p must be"),
         ("fa2-batch", {"dropout_p": None}, "dropout_p must be .*; got None"),
+        ("fa2", {"dropout_p": 0.1, "return_attn_probs": True}, "can't be used with dropout_p above 0"),
         ("fa2-batch", {"dropout_p": "0.1", "return_attn_probs": True}, "dropout_p must be .*; got '0.1'"),
         ("fa2", {"backend": "cuda"}, "backend must be one of"),
         ("fa2", {"seqused_q": torch.tensor([1])}, "a length for each of the 2 documents"),
@@ -105,12 +100,10 @@ WINDOW, SOFTCAP = (
         ("fa3", {"seqused_k": torch.tensor([-1, 2])}, "seqused_k must lie between"),
         ("fa3", {"seqused_q": torch.tensor([0.5, 2])}, "seqused_q must be .* int32 or int64"),
         ("fa2-batch", {"causal": None}, "causal must be True or False; got NoneType"),
-        ("fa2-batch", {"causal": T}, "causal must be True or False"),
         ("fa2-batch", {"return_attn_probs": 1}, "return_attn_probs must be True or False; got int 1"),
         ("fa3-batch", {"return_attn_probs": 1}, "return_attn_probs must be True or False; got int 1"),
         ("fa3-batch", {"attention_chunk": -1}, "attention_chunk must be a positive integer, or 0 .*; got -1"),
         ("fa3-batch", {"attention_chunk": 2.0}, "attention_chunk must be .*; got 2.0"),
-        ("fa3-batch", {"attention_chunk": []}, r"attention_chunk must be .*; got \[\]"),
         ("torch", {"key": torch.zeros(5, 1, 16), "value": torch.zeros(5, 1, 16), "enable_gqa": False},
          "query has 2 heads and key 1; pass enable_gqa=True"),
         ("torch", {"is_causal": 1}, "is_causal must be True or False"),
@@ -133,10 +126,8 @@ def test_arguments_that_do_not_fit(name: str, changes: dict[str, Any], message: 
         (fa2.flash_attn_varlen_kvpacked_func, [T, None, T, T], r"kv must be \(total, 2.*got NoneType"),
         (fa2.flash_attn_with_kvcache, [T, T, T], "flash_attn_with_kvcache isn't supported.*flash_attn_varlen_func"),
         (fa3.flash_attn_qkvpacked_func, [torch.zeros(2, 5, 6, 8)], "num_heads_q=None"),
-        (fa3.flash_attn_qkvpacked_func, [[1, 2]], "qkv must be"),
         (fa3.flash_attn_qkvpacked_func, [torch.zeros(1, 5, 6, 16), *[None] * 9, "2"], "num_heads_q='2'"),
         (unpad_input, [None, torch.ones(2, 3)], r"hidden_states must be a tensor \(batch, seqlen, ...\); got NoneType"),
-        (unpad_input, [torch.zeros(6), torch.ones(2, 3)], "hidden_states must be"),
         (unpad_input, [torch.zeros(2, 3), [[1, 1, 1]] * 2], r"attention_mask must be a bool or integer .* \(2, 3\)"),
         (unpad_input, [torch.zeros(2, 3), torch.ones(3, 2)], r"attention_mask must be .*got \(3, 2\)"),
         (unpad_input, [torch.zeros(2, 3), torch.ones(2, 3).bool(), torch.ones(2)], "unused_mask must be .*got"),

@@ -71,24 +71,22 @@ def test_packages_find_it() -> None:
 
 
 def test_uninstall() -> None:
-    before = state()
-    handle = flash_attn.install()
+    modules, finders, path = state()
+    handle, other = flash_attn.install(), object()
     assert "active" in repr(handle)
-    handle.uninstall()
-    assert state() == before
-    handle.uninstall()
-    assert state() == before
+    for force in (False, True):
+        with pytest.raises(RuntimeError, match="installed already; call uninstall"):
+            flash_attn.install(force=force)
+    sys.modules[f"{NAME}.extra"] = ModuleType(f"{NAME}.extra")
+    sys.meta_path.append(other)  # type: ignore[arg-type]
+    for _ in range(2):
+        handle.uninstall()
+        assert state() == (modules, [*finders, other], path)
+    sys.meta_path.remove(other)  # type: ignore[arg-type]
     assert "uninstalled" in repr(handle)
     assert importlib.util.find_spec(NAME) is None
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version(NAME)
-
-
-def test_after_an_exception() -> None:
-    before = state()
-    with pytest.raises(ZeroDivisionError), flash_attn.install():
-        importlib.import_module(f"{NAME}.bert_padding").no_such_thing = 1 / 0
-    assert state() == before
 
 
 def test_after_an_exception_while_installing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,15 +101,6 @@ def test_after_an_exception_while_installing(monkeypatch: pytest.MonkeyPatch) ->
         flash_attn.install()
     assert state() == before
     flash_attn.install().uninstall()
-
-
-def test_modules_and_finders_that_others_added() -> None:
-    modules, finders, path = state()
-    handle, other = flash_attn.install(), object()
-    sys.modules[f"{NAME}.extra"] = ModuleType(f"{NAME}.extra")
-    sys.meta_path.append(other)  # type: ignore[arg-type]
-    handle.uninstall()
-    assert state() == (modules, [*finders, other], path)
 
 
 def test_imported() -> None:
@@ -141,13 +130,6 @@ def test_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert importlib.metadata.version(NAME) == VERSION
     assert importlib.metadata.version(NAME) == "1.0"
     assert importlib.import_module(NAME).__version__ == "1.0"
-
-
-def test_twice() -> None:
-    with flash_attn.install():
-        for force in (False, True):
-            with pytest.raises(RuntimeError, match="installed already; call uninstall"):
-                flash_attn.install(force=force)
 
 
 def test_unpad_and_pad() -> None:
@@ -194,7 +176,6 @@ def losses(implementation, grads=True):
     ids = torch.randint(64, (2, 9))
     packed = torch.randint(64, (1, 12))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
-    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
     dense = torch.full((1, 1, 12, 12), -torch.inf)
     dense[..., :5, :5] = dense[..., 5:, 5:] = 0
     dense = dense.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
@@ -204,8 +185,6 @@ def losses(implementation, grads=True):
         dict(input_ids=ids),
         dict(input_ids=ids, attention_mask=padded),
         dict(input_ids=packed, position_ids=positions, attention_mask=None if flash else dense),
-        dict(input_ids=packed, position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=7,
-             max_length_k=7) if flash else dict(input_ids=packed, position_ids=positions, attention_mask=dense),
     ]
     results = []
     for call in calls:

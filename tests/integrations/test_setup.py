@@ -16,8 +16,8 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArgum
 import tritonpack
 from tests.ecosystem.test_trainer_padded import encoder
 from tests.ecosystem.training import EXACT, Outcome, arguments, distance, evaluated, features, pad, trained
+from tests.patches.calls import state as state_of_model
 from tests.patches.models import tiny_model
-from tests.patches.test_patching import state as state_of_model
 
 pytest.importorskip("accelerate")
 
@@ -300,7 +300,7 @@ class TestRefusals:
             {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
             "objective='tokens', and training would use 'causal'",
         ),
-        "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length=16"),
+        "too long": ({}, {"tokens": 16}, r"documents take more than a row has .*row size is 16.*max_document_length"),
     }  # fmt: skip
 
     @pytest.mark.parametrize("case", CASES)
@@ -312,19 +312,22 @@ class TestRefusals:
             tritonpack.setup(trainer, **{"tokens": TOKENS, **of_setup})
         assert snapshot(trainer)[1:] == before
 
-    def test_several_gpus_in_one_process(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path)
-        trainer.args._n_gpu = 2
-        with pytest.raises(ValueError, match=r"among 2 GPUs \(DataParallel\).*torchrun"):
-            tritonpack.setup(trainer, TOKENS)
-
-    def test_streams(self, tmp_path: Path) -> None:
+    def test_of_what_the_trainer_has(self, tmp_path: Path) -> None:
         datasets = pytest.importorskip("datasets")
-        trainer = make_trainer(
-            tmp_path, train_dataset=datasets.Dataset.from_list(DOCUMENTS).to_iterable_dataset(), max_steps=2
+        stream = datasets.Dataset.from_list(DOCUMENTS).to_iterable_dataset()
+        streamed, on_gpus, unweighted = (
+            make_trainer(tmp_path, train_dataset=stream, max_steps=2),
+            *(make_trainer(tmp_path) for _ in range(2)),
         )
-        with pytest.raises(ValueError, match=r"iterable.*pack_stream"):
-            tritonpack.setup(trainer, TOKENS)
+        on_gpus.args._n_gpu = 2
+        unweighted.model_accepts_loss_kwargs = False
+        for trainer, message in (
+            (streamed, r"iterable.*pack_stream"),
+            (on_gpus, r"among 2 GPUs \(DataParallel\).*torchrun"),
+            (unweighted, r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tritonpack.setup(trainer, TOKENS)
 
     def test_other_trainers(self, tmp_path: Path) -> None:
         class Other(Trainer):
@@ -336,12 +339,6 @@ class TestRefusals:
             tritonpack.setup(Other(tiny_model("llama"), options, train_dataset=DOCUMENTS), TOKENS)
         with pytest.raises(ValueError, match=r"expected a transformers.Trainer; got a Linear.*tritonpack.dataloader"):
             tritonpack.setup(nn.Linear(2, 2), TOKENS)  # type: ignore[arg-type]
-
-    def test_losses_that_rows_cannot_weigh(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path)
-        trainer.model_accepts_loss_kwargs = False
-        with pytest.raises(ValueError, match=r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss"):
-            tritonpack.setup(trainer, TOKENS)
 
 
 SFT_WAYS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"peft": True}}

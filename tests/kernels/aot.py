@@ -30,13 +30,7 @@ from tritonpack.kernels.hopper import HOPPER_TILES, hopper_forward_kernel
 from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, HopperDkdvTileShape, hopper_dkdv_kernel
 from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, HopperDqTileShape, hopper_dq_kernel
 from tritonpack.kernels.hopper_primitives import ROWS
-from tritonpack.kernels.tile_shapes import (
-    WITHOUT_TMA,
-    Kernel,
-    TileShape,
-    heads_per_tile,
-    select_tile,
-)
+from tritonpack.kernels.tile_shapes import WITHOUT_TMA, Kernel, TileShape, heads_per_tile, select_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -58,13 +52,7 @@ TARGETS = {
     "gfx1200": GPUTarget("hip", "gfx1200", 32),
 }
 
-_KERNELS = {
-    "forward": forward_kernel,
-    "dkdv": dkdv_kernel,
-    "dk": dkdv_kernel,
-    "dv": dkdv_kernel,
-    "dq": dq_kernel,
-}
+_KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dk": dkdv_kernel, "dv": dkdv_kernel, "dq": dq_kernel}
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 KEY_HEADS = 8  # key heads of the compiled kernels

@@ -179,12 +179,7 @@ def mask_calls() -> list[Call]:
             frozenset({"ends_kernel", "depths_kernel", "starts_kernel"}),
         ),
         Call("bounds-tree", tree, _check_tree, frozenset({"check_kernel"})),
-        Call(
-            "tables",
-            mask,
-            lambda mask: tile_tables(mask, *cuts),
-            frozenset({"tables_kernel"}),
-        ),
+        Call("tables", mask, lambda mask: tile_tables(mask, *cuts), frozenset({"tables_kernel"})),
         Call(
             "tables-whole-documents",
             transposed,

@@ -4,7 +4,10 @@ import importlib
 import pkgutil
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +20,12 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.launches import Call, calls
-from tests.virtual_gpu.driver import Launches, fake_gpu
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.backends import launch as launching
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
-from tritonpack.testing import Case, make_inputs
+from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.cases import parents_of
 from tritonpack.testing.tolerance import run
 
@@ -31,41 +35,22 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
 ]
 
-QUICK = ("large-long-bf16", "tables-tree", "parents", "ids-codes", "dense-bool")
+ELSEWHERE = ("long", "ordinary", "s", "alibi", "dropout")  # a sample for other GPUs, because kernels compile for long
 
 
-def compiled_calls() -> list[Call]:
-    """Those in bfloat16 and of the largest cases; `python -m benchmarks.first_day --dry-run` has all."""
-    return [c for c in calls() if c.name.startswith(("large-", "gluon-")) or not c.name.endswith(("fp16", "fp32"))]
+def launched() -> list[tuple[str, Call]]:
+    """Calls in bfloat16 and of the largest cases; `python -m benchmarks.first_day --dry-run` has all."""
+    own = [c for c in calls() if c.name.startswith(("large-", "gluon-")) or not c.name.endswith(("fp16", "fp32"))]
+    prefixes = (*(f"large-{name}" for name in ELSEWHERE), "tree-bf16", "tables-tree")
+    others = [c for c in own if c.name.startswith(prefixes) and not c.name.endswith(("fp16", "fp32"))]
+    return [("sm_90", c) for c in own] + [(arch, c) for arch in ("sm_80", "sm_100", "sm_120") for c in others]
 
 
-@pytest.mark.parametrize("call", compiled_calls(), ids=str)
-@pytest.mark.fast(*QUICK)
-def test_call(call: Call) -> None:
-    given = call.prepare("cpu")
-    with fake_gpu() as launches:
-        call.launch(given)
-        assert call.kernels <= set(launches.kernels)
-
-
-def on_other_gpus() -> list[Call]:
-    """A sample, because kernels take long to compile."""
-    prefixes = (
-        "large-long-",
-        "large-ordinary-",
-        "large-s",
-        "large-alibi-",
-        "large-dropout-",
-        "tree-bf16",
-        "tables-tree",
-    )
-    return [call for call in calls() if call.name.startswith(prefixes) and not call.name.endswith(("fp16", "fp32"))]
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
-@pytest.mark.parametrize("call", on_other_gpus(), ids=str)
-@pytest.mark.slow
-def test_call_on_other_gpus(call: Call, arch: str) -> None:
+@pytest.mark.fast(
+    *(f"sm_90-{name}" for name in ("large-long-bf16", "tables-tree", "parents", "ids-codes", "dense-bool"))
+)
+@pytest.mark.parametrize(("arch", "call"), launched(), ids=str)
+def test_call(arch: str, call: Call) -> None:
     given = call.prepare("cpu")
     with fake_gpu(arch) as launches:
         call.launch(given)
@@ -81,86 +66,85 @@ def test_every_kernel_is_in_a_call() -> None:
     assert found == set().union(*(call.kernels for call in calls()))
 
 
-def binaries(launches: Launches) -> dict[str, set[int]]:
-    """The binaries of each kernel that was launched."""
-    found: dict[str, set[int]] = defaultdict(set)
-    for launch in launches:
-        found[launch.kernel].add(launch.binary)
-    return found
-
-
 LENGTHS = ((300,), (333,), (512,), (1,), (16, 17), (1000, 24))
+FORESTS = ([(-1, 300)], [(-1, 16), (0, 1)], [(-1, 1)], [(-1, 512), (0, 33), (0, 300)])
+CUTS = (Cut(32, 64, 128), Cut(128, of_keys=True))
 
 
-@pytest.mark.parametrize("backend", ["triton", pytest.param("gluon", marks=pytest.mark.slow)])
-def test_one_binary_for_all_lengths(backend: str) -> None:
-    cases = [Case("", lengths, heads=8, kv_heads=2, head_dim=128) for lengths in LENGTHS]
-    given = [make_inputs(case, torch.bfloat16) for case in cases]
-    with fake_gpu() as launches:
-        for inputs in given:
-            run(inputs, backend)
-        assert len(launches) >= 3 * len(cases)
-        assert len(launches) % len(cases) == 0  # as many for each
-        assert {name: len(found) for name, found in binaries(launches).items() if len(found) > 1} == {}
-        if backend == "gluon":
-            assert {x.threads for x in launches if x.kernel.startswith("hopper_")} == {384}  # 288 were requested
+def inputs_of(head_dim: int, lengths: tuple[int, ...], *, head_major: bool = False) -> Inputs:
+    """With `head_major` the rows of a head lie side by side, so the distance of heads depends on the tokens."""
+    made = make_inputs(Case("", lengths, heads=8, kv_heads=2, head_dim=head_dim), torch.bfloat16)
+    moved = {name: getattr(made, name).transpose(0, 1).contiguous().transpose(0, 1) for name in ("q", "k", "v")}
+    return replace(made, **moved) if head_major else made  # type: ignore[arg-type]
 
 
-def test_one_binary_for_whole_documents() -> None:
-    masks = [BlockDiagonalMask.from_seqlens(list(lengths)) for lengths in LENGTHS]
-    for mask in masks:
-        mask.transpose()  # which is kept, so that its kernel isn't launched again
-    with fake_gpu() as launches:
-        for mask in masks:
-            tile_tables(mask, Cut(32, 64, 128), Cut(128, of_keys=True), whole_documents=True)
-        assert len(launches) == len(masks)
-        assert {len(found) for found in binaries(launches).values()} == {1}
+def tree_of(forest: list[tuple[int, int]]) -> BlockDiagonalMask:
+    return replace(BlockDiagonalMask.from_tree(parents_of(forest)), trusted=True)
 
 
-def test_one_binary_for_all_trees() -> None:
-    forests = ([(-1, 300)], [(-1, 16), (0, 1)], [(-1, 1)], [(-1, 512), (0, 33), (0, 300)])
-    masks = [replace(BlockDiagonalMask.from_tree(parents_of(forest)), trusted=True) for forest in forests]
-    with fake_gpu() as launches:
-        for mask in masks:
-            tree_tables(mask, Cut(32, 64, 128), Cut(128, 64, 128, of_keys=True))
-        assert len(launches) == 4 * len(masks)
-        assert {len(found) for found in binaries(launches).values()} == {1}
+def transposed(lengths: tuple[int, ...]) -> BlockDiagonalMask:
+    mask = BlockDiagonalMask.from_seqlens(list(lengths))
+    mask.transpose()  # which is kept, so that its kernel isn't launched again
+    return mask
+
+
+# What -> architecture, of what, what is prepared, what launches, and how many launches there are at least
+LAUNCHES: dict[str, tuple[str, Any, Callable[[Any], Any], Callable[[Any], object], int]] = {
+    "triton": ("sm_90", LENGTHS, partial(inputs_of, 128), lambda x: run(x, "triton"), 3),
+    "gluon": ("sm_90", LENGTHS, partial(inputs_of, 128), lambda x: run(x, "gluon"), 3),
+    "pointers": ("sm_80", LENGTHS, partial(inputs_of, 24, head_major=True), lambda x: run(x, "triton"), 3),
+    "whole documents": ("sm_90", LENGTHS, transposed, lambda x: tile_tables(x, *CUTS, whole_documents=True), 1),
+    "trees": ("sm_90", FORESTS, tree_of, lambda x: tree_tables(x, CUTS[0], Cut(128, 64, 128, of_keys=True)), 4),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "gluon" else ()) for n in LAUNCHES])
+def test_one_binary_for_all_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, lengths, prepare, launch, fewest = LAUNCHES[name]
+    given = [*map(prepare, lengths)]
+    monkeypatch.setattr(launching, "_binaries", {})
+    binaries: dict[str, set[int]] = defaultdict(set)
+    with fake_gpu(arch) as launches:
+        for x in given:
+            launch(x)
+        assert len(launches) >= fewest * len(given)
+        assert len(launches) % len(given) == 0  # as many for each
+        for one in launches:
+            binaries[one.kernel].add(one.binary)
+            assert one.threads == 384 or not one.kernel.startswith("hopper_")  # 288 were requested
+    assert {kernel: len(found) for kernel, found in binaries.items() if len(found) > 1} == {}
+    for binary, _ in launching._binaries.values():
+        assert arch != "sm_80" or "cp.async.c" in binary.asm["ptx"]  # it copies 4 bytes or more
 
 
 @triton.jit
-def add_kernel(desc, out_ptr, ROWS: tl.constexpr):  # noqa: N803
+def add_kernel(desc, out_ptr, ROWS: tl.constexpr):
     """out [64]: the sums of the columns of a block of ROWS rows."""
     tl.store(out_ptr + tl.arange(0, 64), tl.sum(desc.load([0, 0]), 0))
 
 
-class TestRefusals:
+REFUSALS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    # Triton's own check has passed when the descriptor changes
+    "descriptor without rows": ((1,), {"shape": [0, 64]}, {}, RuntimeError, "a size of 0"),
+    "odd address": ((1,), {"base": torch.zeros(32, 65)[:, 1:]}, {}, RuntimeError, "isn't a multiple of 16 bytes"),
+    "grid": ((1, 70000), {}, {}, RuntimeError, "a grid beyond the limits"),
+    "unknown argument": ((1,), {}, {"unknown": 1}, KeyError, "unknown"),
+}
+
+
+@pytest.mark.parametrize("name", [None, *REFUSALS])
+def test_refusals_of_a_driver(name: str | None) -> None:
     """What a GPU's driver refuses fails without one, too."""
-
     x = torch.zeros(32, 64)
-
-    def test_nothing_wrong(self) -> None:
-        with fake_gpu() as launches:
-            add_kernel[(3, 2)](TensorDescriptor.from_tensor(self.x, [32, 64]), self.x, ROWS=32)
+    descriptor = TensorDescriptor.from_tensor(x, [32, 64])
+    with fake_gpu() as launches:
+        if name is None:
+            add_kernel[(3, 2)](descriptor, x, ROWS=32)
             (launch,) = launches
-        assert (launch.kernel, launch.grid, launch.threads) == ("add_kernel", (3, 2, 1), 128)
-        assert launch.shared_bytes >= self.x.nbytes
-
-    def test_descriptor_without_rows(self) -> None:
-        descriptor = TensorDescriptor.from_tensor(self.x, [32, 64])
-        descriptor.shape = [0, 64]  # Triton's own check has passed
-        with fake_gpu(), pytest.raises(RuntimeError, match="a size of 0"):
-            add_kernel[(1,)](descriptor, self.x, ROWS=32)
-
-    def test_descriptor_of_an_odd_address(self) -> None:
-        descriptor = TensorDescriptor.from_tensor(self.x, [32, 64])
-        descriptor.base = self.x[:, 1:]
-        with fake_gpu(), pytest.raises(RuntimeError, match="isn't a multiple of 16 bytes"):
-            add_kernel[(1,)](descriptor, self.x, ROWS=32)
-
-    def test_grid_beyond_the_limits(self) -> None:
-        with fake_gpu(), pytest.raises(RuntimeError, match="a grid beyond the limits"):
-            add_kernel[(1, 70000)](TensorDescriptor.from_tensor(self.x, [32, 64]), self.x, ROWS=32)
-
-    def test_unknown_argument(self) -> None:
-        with fake_gpu(), pytest.raises(KeyError, match="unknown"):
-            add_kernel[(1,)](TensorDescriptor.from_tensor(self.x, [32, 64]), self.x, ROWS=32, unknown=1)
+            assert (launch.kernel, launch.grid, launch.threads) == ("add_kernel", (3, 2, 1), 128)
+            assert launch.shared_bytes >= x.nbytes
+            return
+        grid, changed, keywords, error, message = REFUSALS[name]
+        vars(descriptor).update(changed)
+        with pytest.raises(error, match=message):
+            add_kernel[grid](descriptor, x, ROWS=32, **keywords)

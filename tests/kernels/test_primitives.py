@@ -18,16 +18,9 @@ ROWS, COLUMNS, HEADS = 32, 16, 3
 
 @triton.jit
 def kept_kernel(
-    out_ptr,
-    seed_ptr,
-    row,
-    column,
-    drop_below,
-    OF_KEYS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr,  # noqa: N803
-):
+    out_ptr, seed_ptr, row, column, drop_below,
+    OF_KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     """Whether the pairs of ROWS rows and COLUMNS columns are kept. Rows are keys of one head, or queries of HEADS."""
     offs = tl.arange(0, ROWS)
     if OF_KEYS:

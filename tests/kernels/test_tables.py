@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytest.importorskip("triton")
@@ -102,15 +101,17 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
         assert_same(mask, *cuts, whole=whole, monkeypatch=monkeypatch)
 
 
+MIXED, SHARED = [90, 2, 40, 13, 13, 13, 60, 1, 1], [37, 5, 40, 1, 1, 30, 23]
+
+
 @pytest.mark.parametrize("most", [1, 2, 4, 13, 16])
 @pytest.mark.fast("128-13")
 @pytest.mark.usefixtures("small_chunks")
 def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of neighbours, also of more tiles than a program has, and tiles that fill no group."""
     monkeypatch.setattr(tile_table, "MOST_ORDERED", most)
-    mask = BlockDiagonalMask.from_seqlens([90, 2, 40, 13, 13, 13, 60, 1, 1])
     for cut in CUTS:
-        assert_same(mask, cut, whole=False, monkeypatch=monkeypatch)
+        assert_same(BlockDiagonalMask.from_seqlens(MIXED), cut, whole=False, monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
@@ -118,19 +119,16 @@ def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_chunks")
 def test_tables_of_a_shard(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and keys of one rank, with gaps; the documents have numbers."""
-    mask = BlockDiagonalMask.from_seqlens([37, 5, 40, 1, 1, 30, 23])
+    mask = BlockDiagonalMask.from_seqlens(SHARED)
     rows, keys = torch.arange(3, 130, 2), torch.cat([torch.arange(30), torch.arange(60, 110)])
     for part in (mask.restrict(rows), mask.restrict(rows, keys), mask.restrict(None, keys)):
         assert part.document is not None
         assert_same(part, *CUTS, whole=whole, monkeypatch=monkeypatch)
 
 
-def test_chunks_of_the_shipped_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_shipped_size_and_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = BlockDiagonalMask.from_cu_seqlens([0, 700, 830, 831, 840], total_q=900)
     assert_same(mask, Cut(32, 64, 128), Cut(128, of_keys=True), whole=False, monkeypatch=monkeypatch)
-
-
-def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "WINDOW", 16)
     mask = BlockDiagonalMask.from_seqlens([100, 3, 3, 3, 30, 2, 21])
     assert_same(mask, Cut(4, 8), Cut(4, of_keys=True), whole=False, monkeypatch=monkeypatch)
@@ -149,14 +147,12 @@ PARENTS = torch.tensor(parents_of([(-1, 30), (0, 20), (0, 14)]))
 CU = torch.tensor([0, 40, 90])
 KEY_START = torch.tensor([0, 0, 1, 3, 3], dtype=torch.int32)
 TREE = BlockDiagonalMask.from_tree(PARENTS)
+ENDS = TREE.query_stop[None].clone()
 CHECKED_IDS = ["aten.new_zeros.default", "runs_kernel"]
 NUMBERED = [f"aten.{name}" for name in ("eq.Tensor", "cumsum.default", "sub.Tensor", "clamp.default")]
 COPY = "aten.clone.default"
 BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
-    "offsets": (
-        lambda: BlockDiagonalMask.from_cu_seqlens(CU, total_q=95),
-        ["offsets_kernel"],
-    ),
+    "offsets": (lambda: BlockDiagonalMask.from_cu_seqlens(CU, total_q=95), ["offsets_kernel"]),
     "other keys": (
         lambda: BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 9]), torch.tensor([0, 7]), total_q=9, total_k=8),
         ["offsets_kernel"],
@@ -165,10 +161,8 @@ BUILDERS: dict[str, tuple[Callable[[], BlockDiagonalMask], list[str]]] = {
     "segment ids": (lambda: BlockDiagonalMask.from_segment_ids(SEGMENTS), CHECKED_IDS),
     "padding": (lambda: BlockDiagonalMask.from_padding_mask(PADDED), CHECKED_IDS),
     "bounds": (lambda: BlockDiagonalMask(KEY_START, KEY_START, 4), [COPY, COPY, "transpose_kernel"]),
-    "parents": (
-        lambda: BlockDiagonalMask.from_tree(PARENTS),
-        ["parents_kernel", "depths_kernel", "starts_kernel"],
-    ),
+    "parents": (lambda: BlockDiagonalMask.from_tree(PARENTS), ["parents_kernel", "depths_kernel", "starts_kernel"]),
+    "ends": (lambda: BlockDiagonalMask.from_tree_ends(ENDS), ["ends_kernel", "depths_kernel", "starts_kernel"]),
     "bounds of a tree": (lambda: replace(TREE), [*[COPY] * 5, "check_kernel"]),
 }
 TABLES = ["tables_kernel"]
@@ -201,7 +195,7 @@ def test_operations_from_the_constructor_to_the_tables(name: str, backward: bool
     assert sum(not name.startswith("aten.") for name in operations) <= (7 if mask.is_tree else 2)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("parents", "bounds of a tree")])
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("parents", "ends", "bounds of a tree")])
 @pytest.mark.fast("position ids")
 @pytest.mark.usefixtures("on_a_device")
 def test_operations_with_pack_invariant(name: str, operations: list[str]) -> None:
@@ -238,14 +232,10 @@ def test_tables_hold_more_tiles_than_a_program_compares(monkeypatch: pytest.Monk
     assert table.tolist() == [[row, row + 1, 1] for row in range(90)]
 
 
-def unused(table: Tensor) -> Tensor:
-    return table[table[:, 0] == table[:, 1]]
-
-
 def test_unused_entries_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = BlockDiagonalMask.from_seqlens([3] * 50)
     with served(monkeypatch):
         (table,) = tile_tables(mask, Cut(16, 16))
-    assert len(unused(table)) > 10
-    assert torch.equal(unused(table), table[-len(unused(table)) :])
-    assert torch.equal(unused(table), torch.tensor([150, 150, 0]).expand(len(unused(table)), 3))
+    unused = table[table[:, 0] == table[:, 1]]
+    assert len(unused) > 10
+    assert torch.equal(table[-len(unused) :], torch.tensor([150, 150, 0]).expand(len(unused), 3))

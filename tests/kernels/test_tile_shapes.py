@@ -22,8 +22,11 @@ from tritonpack.kernels.tile_shapes import (
     why_illegal,
 )
 
-ROWS = [(arch, kernel, d, tile) for arch in TILES for kernel in TILES[arch] for d, tile in TILES[arch][kernel].items()]
-FEATURE_ROWS = [
+FEATURES = ("softcap", "sinks", "alibi", "dropout", "tree")
+ROWS: list[Any] = [
+    (arch, kernel, d, tile) for arch in TILES for kernel in TILES[arch] for d, tile in TILES[arch][kernel].items()
+]
+FEATURE_ROWS: list[Any] = [
     (arch, kernel, d, feature, tile)
     for arch, kernels in FEATURE_TILES.items()
     for kernel, rows in kernels.items()
@@ -39,23 +42,17 @@ def _nothing_loaded() -> Iterator[None]:
     tiles._loaded.clear()
 
 
-@pytest.mark.parametrize(("arch", "kernel", "row", "tile"), ROWS, ids=str)
-def test_every_row_is_legal(arch: str, kernel: Any, row: int, tile: TileShape) -> None:
-    assert why_illegal(kernel, tile, row, arch) is None
+def test_every_row_is_legal_and_taken() -> None:
+    for arch, kernel, row, tile in ROWS:
+        assert why_illegal(kernel, tile, row, arch) is None, (arch, kernel, row)
+        assert select_tile(kernel, row, torch.bfloat16, arch) == tile
+    for arch, kernel, row, feature, tile in FEATURE_ROWS:
+        assert feature in FEATURES
+        assert why_illegal(kernel, tile, row, arch) is None, (arch, kernel, row, feature)
+        assert select_tile(kernel, row, torch.bfloat16, arch, frozenset({feature})) == tile != TILES[arch][kernel][row]
 
 
-@pytest.mark.parametrize(("arch", "kernel", "row", "feature", "tile"), FEATURE_ROWS, ids=str)
-def test_every_row_of_a_feature_is_legal_and_taken(
-    arch: str, kernel: Any, row: int, feature: str, tile: TileShape
-) -> None:
-    assert feature in ("softcap", "sinks", "alibi", "dropout", "tree")
-    assert why_illegal(kernel, tile, row, arch) is None
-    assert tile != TILES[arch][kernel][row]
-    assert select_tile(kernel, row, torch.bfloat16, arch, frozenset({feature})) == tile
-    assert select_tile(kernel, row, torch.bfloat16, arch) == TILES[arch][kernel][row]
-
-
-@pytest.mark.parametrize("feature", ["softcap", "sinks", "alibi", "dropout", "tree"])
+@pytest.mark.parametrize("feature", FEATURES)
 def test_dk_and_dv_have_the_same_block_n(feature: str) -> None:
     for arch in TILES:
         for row in TILES[arch]["dk"]:
@@ -100,14 +97,8 @@ def test_a_file_replaces_tiles(tmp_path: Path) -> None:
 
 
 GOOD = {
-    "arch": "sm_90",
-    "kernel": "forward",
-    "block_d": 128,
-    "block_m": 64,
-    "block_n": 64,
-    "num_warps": 4,
-    "num_stages": 2,
-}
+    "arch": "sm_90", "kernel": "forward", "block_d": 128, "block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2,
+}  # fmt: skip
 BAD = {
     "no file": (None, "FileNotFoundError"),
     "no json": ("tiles", "JSONDecodeError"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -23,7 +23,6 @@ from tritonpack.testing.cases import parents_of
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 BLOCKS = [(16, 2), (8, 4)]  # tokens of a program and of a piece, so that a chunk has 8 or 64
-BY_BLOCKS = pytest.mark.parametrize("blocks", [BLOCKS[0], pytest.param(BLOCKS[1], marks=pytest.mark.slow)], ids=str)
 REACHES: list[dict[str, Any]] = [
     {},
     {"window": (3, -1)},
@@ -77,9 +76,12 @@ SHAPES = {
 }
 
 
-@BY_BLOCKS
+QUICK = ("comb", "ended-by-the-last-token", "slack-between", "one")
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.fast(*(f"{name}-{BLOCKS[0]}" for name in ("comb", "ended-by-the-last-token", "slack-between", "one")))
+@pytest.mark.fast(*(f"{name}-{BLOCKS[0]}" for name in QUICK))
 def test_shapes(name: str, blocks: tuple[int, int]) -> None:
     parents = torch.tensor(SHAPES[name])
     reach = REACHES[len(name) % len(REACHES)]
@@ -107,22 +109,18 @@ def test_rows(rows: list[tuple[int, ...]], reach: dict[str, Any], blocks: tuple[
     assert_same(lambda: BlockDiagonalMask.from_tree_ends(ends, **reach), blocks)
 
 
-def test_strides() -> None:
+def test_strides_emptiness_and_reach_beyond_32_bits() -> None:
+    builds: list[Build] = []
     parents = torch.tensor([SHAPES["comb"], SHAPES["comb"]])
     for values in (parents.T.contiguous().T, parents[:1].expand(2, -1), parents[:, :10]):
-        assert_same(lambda values=values: BlockDiagonalMask.from_tree(values), BLOCKS[1])
-
-
-def test_no_tokens() -> None:
+        builds.append(partial(BlockDiagonalMask.from_tree, values))
     for shape in ((0,), (0, 4), (2, 0)):
         empty = torch.zeros(shape, dtype=torch.int64)
-        assert_same(lambda empty=empty: BlockDiagonalMask.from_tree(empty), BLOCKS[0])
-        assert_same(lambda empty=empty: BlockDiagonalMask.from_tree_ends(empty), BLOCKS[0])
-
-
-def test_reach_beyond_32_bits() -> None:
+        builds += [partial(BlockDiagonalMask.from_tree, empty), partial(BlockDiagonalMask.from_tree_ends, empty)]
     for reach in ({"window": (2**31 - 2, 0)}, {"window": (2**40, 0), "chunk_size": 2**31 - 2}, {"chunk_size": 2**40}):
-        assert_same(lambda reach=reach: BlockDiagonalMask.from_tree(SHAPES["comb"], **reach), BLOCKS[1])
+        builds.append(partial(BlockDiagonalMask.from_tree, SHAPES["comb"], **reach))
+    for build in builds:
+        assert_same(build, BLOCKS[1])
 
 
 PARENTS = "parents: each is the place of an earlier token whose subtree holds the token"
@@ -159,19 +157,18 @@ BAD_ENDS: dict[str, list[Any]] = {
 }
 
 
-@BY_BLOCKS
-@pytest.mark.parametrize("name", BAD_PARENTS)
-def test_parents_are_checked(name: str, blocks: tuple[int, int]) -> None:
-    with served(blocks), fails(PARENTS):
-        BlockDiagonalMask.from_tree(torch.tensor(BAD_PARENTS[name]))
+REFUSED = [
+    *((BlockDiagonalMask.from_tree, PARENTS, name, values) for name, values in BAD_PARENTS.items()),
+    *((BlockDiagonalMask.from_tree_ends, ENDS, name, values) for name, values in BAD_ENDS.items()),
+]
 
 
-@BY_BLOCKS
-@pytest.mark.parametrize("name", BAD_ENDS)
-@pytest.mark.fast("before-token-(16, 2)", "past-row-(16, 2)", "cross-from-two-programs-(16, 2)")
-def test_ends_are_checked(name: str, blocks: tuple[int, int]) -> None:
-    with served(blocks), fails(ENDS):
-        BlockDiagonalMask.from_tree_ends(torch.tensor(BAD_ENDS[name]))
+@pytest.mark.parametrize("blocks", [BLOCKS[0], pytest.param(BLOCKS[1], marks=pytest.mark.slow)], ids=str)
+def test_refusals(blocks: tuple[int, int]) -> None:
+    for build, message, name, values in REFUSED:
+        with served(blocks), fails(message):
+            build(torch.tensor(values))
+            pytest.fail(name)
 
 
 @pytest.mark.slow
@@ -193,48 +190,3 @@ def test_what_torch_refuses(parents: tuple[int, ...], kind: str, data: st.DataOb
             build(values)
     else:
         assert_same(lambda: build(values), blocks)
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of operators outside of the interpreter's launches, and of the launched kernels."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-        self.launched: list[str] = []
-        self.in_launch = False
-        for name in ("parents_kernel", "ends_kernel", "depths_kernel", "starts_kernel"):
-            patch.setattr(trees, name, self.Launch(self, name, getattr(trees, name)))
-
-    class Launch:
-        """A kernel that records its launches."""
-
-        def __init__(self, operators: "Operators", name: str, kernel: Any) -> None:
-            self.operators, self.name, self.kernel = operators, name, kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(**arguments: Any) -> None:
-                self.operators.launched.append(self.name)
-                self.operators.in_launch = True
-                self.kernel[grid](**arguments)
-                self.operators.in_launch = False
-
-            return launch
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.in_launch:
-            self.operators.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("reach", REACHES[::5], ids=str)
-@pytest.mark.parametrize("kind", ["parents", "ends"])
-def test_three_launches(kind: str, reach: dict[str, Any]) -> None:
-    values = torch.tensor(SHAPES["comb"], dtype=torch.int32)
-    values = values if kind == "parents" else ends_of(values[None]).to(torch.int32)
-    build = BlockDiagonalMask.from_tree if kind == "parents" else BlockDiagonalMask.from_tree_ends
-    with served(BLOCKS[1]) as patch, Operators(patch) as seen:
-        build(values, **reach)
-    assert seen.launched == [f"{kind}_kernel", "depths_kernel", "starts_kernel"]
-    free = ("aten.new_empty.", "aten.view.", "aten.detach.", "aten.unsqueeze.")  # these launch nothing
-    assert [name for name in seen.operators if not name.startswith(free)] == []

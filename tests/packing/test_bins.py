@@ -1,12 +1,10 @@
 import math
-import pickle
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-import tritonpack
 from tests.packing import naive
 from tests.packing.lengths import openchat
 from tritonpack.packing import pack
@@ -56,19 +54,6 @@ def test_each_document_once_and_no_bin_above_limits(capacity, max_items, algorit
     assert packing.num_bins == len(loads) >= packing.lower_bound >= math.ceil(lengths.sum() / capacity)
 
 
-def test_first_fit_with_many_bins():
-    """The tree has enough leaves for half-full bins, and for bins that max_items closes."""
-    for lengths in ([51] * 257, [1] * 257, [100] * 257, [1, 100] * 129):
-        for max_items in (None, 1, 2):
-            packing = pack(lengths, 100, algorithm="first_fit", max_items=max_items)
-            assert bins_of(packing) == naive.first_fit(lengths, 100, max_items or len(lengths))
-
-
-def test_next_fit_keeps_consecutive_documents_together():
-    packing = pack([3, 3, 3, 8, 1, 1, 1, 1], 8, algorithm="next_fit", max_items=3)
-    assert bins_of(packing) == [[0, 1], [2], [3], [4, 5, 6], [7]]
-
-
 def test_efficiency_is_tokens_over_capacity():
     packing = pack([6, 4, 5], capacity=10)
     assert packing.num_bins == len(packing) == 2
@@ -100,13 +85,6 @@ def test_index_bins():
     for ask in (packing.__getitem__, packing.spans):
         with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
             ask(2)
-
-
-def test_pickles():
-    packing = pack([8, 3, 5, 30], capacity=8, overlong="split")
-    copy = pickle.loads(pickle.dumps(packing))
-    assert [copy.spans(b) for b in range(len(copy))] == [packing.spans(b) for b in range(len(packing))]
-    assert (copy.report, copy.capacity, copy.lower_bound) == (packing.report, 8, packing.lower_bound)
 
 
 class TestOverlong:
@@ -153,17 +131,6 @@ class TestOverlong:
         assert packing.report.tokens_lost == 29
         with pytest.raises(ValueError, match=r"leaves nothing: the document is longer"):
             pack([9], 8, overlong="drop")
-
-    def test_split_length_above_32_bits(self):
-        packing = pack(np.array([2**33 + 1]), 2**30, overlong="split", algorithm="next_fit")
-        assert packing.spans(8) == [(0, 2**33, 2**33 + 1)]
-        assert packing.num_tokens == 2**33 + 1
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
-def test_any_integer_dtype(dtype):
-    lengths = np.array([200, 100, 50], dtype=np.uint8).astype(dtype)
-    assert bins_of(pack(lengths, 250)) == [[0, 2], [1]]
 
 
 def test_read_only_lengths_need_no_other_compilation():
@@ -219,11 +186,6 @@ def test_read_only_lengths_need_no_other_compilation():
 def test_refuses(lengths, capacity, options, message):
     with pytest.raises(ValueError, match=message):
         pack(lengths, capacity, **options)
-
-
-def test_public_names():
-    assert tritonpack.pack is pack
-    assert isinstance(pack([1], 1), tritonpack.Packing)
 
 
 @pytest.mark.slow

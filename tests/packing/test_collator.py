@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy
 
 import tritonpack
 from tests.packing.tries import REPEATABLE
@@ -45,38 +44,37 @@ def test_documents_share_a_row():
     assert type(batch["max_length_q"]) is int
 
 
-def test_padding_is_one_more_document():
-    padded = {"pad_to_multiple_of": 8, "pad_token_id": 0}
-    batch = collate({"input_ids": [5, 6, 7], "special_tokens_mask": [1, 0, 0]},
-                    {"input_ids": [8, 9], "special_tokens_mask": [0, 0]}, **padded)  # fmt: skip
-    assert batch["input_ids"][0, 5:].tolist() == [0, 0, 0]
-    assert batch["labels"][0, 5:].tolist() == [IGNORED] * 3
-    assert batch["special_tokens_mask"][0, 5:].tolist() == [1, 1, 1], "a masker must leave padding alone"
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
-    assert collate({"input_ids": [5]}, pad_to_multiple_of=64, pad_token_id=0)["max_length_q"] == 63
-    full = collate({"input_ids": [5] * 8}, **padded)
-    assert full["cu_seq_lens_q"].tolist() == [0, 8]
-    assert full["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch make one graph"
-    labelled = ({"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0})
-    assert collate(*labelled, objective="documents", **padded)["labels"].tolist() == [1, 0]
-
-
 @REPEATABLE
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([None, 4]), st.sampled_from([None, 3]))
-def test_every_document_once_and_its_first_label_masked(lengths, multiple, longest):
-    documents = [{"input_ids": [number + 1] * length} for number, length in enumerate(lengths)]
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([None, 4, 64]), st.sampled_from([None, 3]),
+    st.sampled_from(["causal", "tokens", "documents"]),
+)  # fmt: skip
+def test_every_document_once_with_its_columns(lengths, multiple, longest, objective):
+    """Padding is one more document, which a masker must leave alone; causal models have no label at first tokens."""
+    documents = [{"input_ids": [number + 1] * length, "special_tokens_mask": [0] * length}
+                 for number, length in enumerate(lengths)]  # fmt: skip
+    if objective == "documents":
+        documents = [document | {"label": number} for number, document in enumerate(documents)]
     padding = {} if multiple is None else {"pad_to_multiple_of": multiple, "pad_token_id": 0}
-    batch = collate(*documents, max_document_length=longest, **padding)
+    batch = collate(*documents, max_document_length=longest, objective=objective, **padding)
     cut = [min(length, longest or length) for length in lengths]
-    starts = batch["cu_seq_lens_q"][:-1].long()
     row = [number + 1 for number, length in enumerate(cut) for _ in range(length)]
-    assert batch["input_ids"][0].tolist() == row + [0] * (-len(row) % (multiple or 1))
-    assert batch["cu_seq_lens_q"].diff()[: len(cut)].tolist() == cut
-    expected = batch["input_ids"].clone()
-    expected[:, len(row) :] = expected[:, starts] = IGNORED
-    assert torch.equal(batch["labels"], expected)
+    padded = -len(row) % (multiple or 1)
+    every = cut + [padded] * (padded > 0)
+    starts = np.cumsum([0, *every])[:-1]
+    assert batch["input_ids"][0].tolist() == row + [0] * padded
+    assert batch["special_tokens_mask"][0].tolist() == [0] * len(row) + [1] * padded
+    assert batch["cu_seq_lens_q"].diff().tolist() == every
+    assert batch["max_length_q"] == batch["max_length_k"] == max(every)
+    assert batch["position_ids"][0].tolist() == [place for length in every for place in range(length)]
+    if multiple is not None:  # also of full rows: the same arguments for every batch make one graph
+        assert batch["attention_mask"].tolist() == [[1] * len(row) + [0] * padded]
+    if objective == "causal":
+        expected = batch["input_ids"].clone()
+        expected[:, len(row) :] = expected[:, starts] = IGNORED
+        assert torch.equal(batch["labels"], expected)
+    else:
+        assert batch.get("labels", torch.tensor([])).tolist() == [*range(len(cut))] * (objective == "documents")
     masks = (
         BlockDiagonalMask.from_cu_seqlens(batch["cu_seq_lens_q"]),
         BlockDiagonalMask.from_position_ids(batch["position_ids"]),
@@ -171,22 +169,6 @@ def test_rows_of_documents_are_their_documents_cut_in_all_columns(objective, lon
         assert plain(collate(marked, *documents, **settings)) == expected
 
 
-def test_loss_of_row_equals_loss_of_separate_documents():
-    """The mean loss of a packed row is the token-weighted mean over documents, for any logits."""
-    generator = torch.Generator().manual_seed(1)
-    features = [{"input_ids": torch.randint(1, 50, (n,), generator=generator)} for n in (7, 1, 12, 30)]
-    batch = collate(*features, pad_to_multiple_of=16, pad_token_id=0)
-    logits = torch.randn(batch["labels"].shape[1], 50, generator=generator, dtype=torch.float64)
-    packed = cross_entropy(logits[:-1], batch["labels"][0, 1:])
-    total, count = 0.0, 0
-    for feature, start in zip(features, batch["cu_seq_lens_q"].tolist(), strict=False):
-        ids = feature["input_ids"]
-        rows = logits[start : start + len(ids)]
-        total += cross_entropy(rows[:-1], ids[1:], reduction="sum").item()
-        count += len(ids) - 1
-    assert packed.item() == pytest.approx(total / count, rel=64 * torch.finfo(torch.float64).eps)
-
-
 # Labels beside a mask: labels, mask -> what the labels become; or the label that is refused, and its token.
 MASKED: dict[str, Any] = {
     "copy of the ids": ([5, 6, 7, 8], [0, 0, 1, 1], [-100, -100, 7, 8]),
@@ -209,10 +191,6 @@ def through_table(rows: Any) -> dict[str, Any]:
     return PackingCollator()([packed[0]])
 
 
-def under_another_name(rows: Any) -> dict[str, Any]:
-    return through_table([{{"labels": "label_ids"}.get(name, name): row[name] for name in row} for row in rows])
-
-
 WAYS: dict[str, Any] = {
     "PackingCollator": lambda rows: collate(rows[0]),
     "a row of documents": lambda rows: collate(rows[0] | {"seq_lengths": [4]}),
@@ -220,7 +198,6 @@ WAYS: dict[str, Any] = {
     "pack_stream": lambda rows: PackingCollator()(next(iter(tritonpack.pack_stream(rows, 4)))),
     "PackedDataset": lambda rows: PackingCollator()(tritonpack.pack_dataset(rows, 4)[0]),
     "pack_dataset": through_table,
-    "pack_dataset, label_ids": under_another_name,
     "TreeCollator": lambda rows: TreeCollator()(rows[:1]),
 }
 
@@ -251,12 +228,9 @@ def test_masks_beside_each_other_in_rows_and_under_other_objectives() -> None:
     """A token is learned where every mask is 1. Labels of tokens count from the first on; those of documents don't."""
     for kind in (list, torch.tensor, lambda values: [bool(value) for value in values]):
         row = {"input_ids": IDS, "completion_mask": kind([0, 1, 1, 1]), "assistant_masks": kind([1, 1, 0, 1])}
-        for labels in ({}, {"labels": IDS}):
-            batch = collate(row | labels)
-            assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
-            assert all(batch[name].tolist() == [[int(value) for value in row[name]]] for name in LEARNED)
-        with pytest.raises(ValueError, match="label 7 at token 2, where its assistant_masks is 0"):
-            collate(row | {"labels": [-100, 6, 7, 8]})
+        batch = collate(row)
+        assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
+        assert all(batch[name].tolist() == [[int(value) for value in row[name]]] for name in LEARNED)
     two = {"input_ids": [*IDS, *IDS], "seq_lengths": [4, 4], "completion_mask": [0, 0, 1, 1, 0, 0, 1, 1]}
     chosen = collate(two | {"labels": [*IDS, -100, -100, -100, 8]})["labels"]
     assert chosen.tolist() == [[-100, -100, 7, 8, -100, -100, -100, 8]], "documents of a row choose for themselves"
@@ -264,6 +238,7 @@ def test_masks_beside_each_other_in_rows_and_under_other_objectives() -> None:
     assert collate(one | {"labels": IDS}, objective="tokens")["labels"].tolist() == [[-100, -100, 7, 8]]
     assert collate(one | {"label": 5}, objective="documents")["labels"].tolist() == [5]
     for features, settings, message in (
+        (row | {"labels": [-100, 6, 7, 8]}, {}, "label 7 at token 2, where its assistant_masks is 0"),
         (two | {"labels": [*IDS, -100, 6, -100, 8]}, {}, "document 0 has the label 6 at token 5"),
         (one | {"labels": [5, -100, 7, 8]}, {"objective": "tokens"}, "the label 5 at token 0"),
         (one | {"labels": [5, 6, 7, 9]}, {"max_document_length": 3}, "the label 6 at token 1"),

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -14,12 +13,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.packing.tables import LENGTHS, documents, documents_of, random_documents
 from tritonpack import BinDataset, PackedDataset, PackingCollator, pack, pack_dataset
-from tritonpack.packing.documents import measure_lengths
+from tritonpack.packing.reader import measure_lengths
 
 pytest.importorskip("datasets")
 
 import datasets
-import pyarrow as pa
 
 from tritonpack.packing import rows as module
 
@@ -157,18 +155,6 @@ class TestTables:
         rows = pack_dataset(datasets.Dataset.from_list(given), 5)
         assert sorted([one for _, one in documents_of(rows)], key=lambda one: one["input_ids"]) == given
 
-    @pytest.mark.parametrize(
-        "kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64()), pa.list_(pa.int8(), 2)], ids=str
-    )
-    def test_types_of_lists(self, kind):
-        table = pa.table({"input_ids": pa.array([[1, 2], [3, 4], [5, 6]], kind)})
-        assert pack_dataset(datasets.Dataset(table).select([2, 0]), 4)[0]["input_ids"] == [5, 6, 1, 2]
-
-    def test_positions_of_long_documents(self):
-        for capacity in (2**16, 2**16 + 1):
-            rows = pack_dataset(datasets.Dataset.from_dict({"input_ids": [[1] * capacity]}), capacity)
-            assert rows[0]["position_ids"] == list(range(capacity))
-
     def test_with_lengths_or_a_transform_become_bins(self):
         table = datasets.Dataset.from_list(documents())
         for packed in (
@@ -205,23 +191,6 @@ class TestTables:
         rows.select([2, 0]).save_to_disk(tmp_path / "rows")
         loaded = datasets.load_from_disk(str(tmp_path / "rows"))
         assert (list(loaded), loaded.info.description) == ([rows[2], rows[0]], rows.info.description)
-
-    def test_processes_at_once(self, tmp_path):
-        """As ranks do."""
-        saved(documents() * 100, tmp_path / "in")
-        with ThreadPoolExecutor(4) as pool:  # flock also keeps threads apart, because each opens the file
-            found = list(pool.map(lambda _: pack_dataset(datasets.load_from_disk(str(tmp_path / "in")), 10), range(4)))
-        assert [len(rows) for rows in found] == [len(found[0])] * 4
-        assert list(found[3]) == list(found[0])
-
-    def test_best_fit_puts_similar_lengths_into_a_row_and_first_fit_mixes_them(self):
-        source = datasets.Dataset.from_list([{"input_ids": one["input_ids"]} for one in random_documents(8000, 99)])
-        spread, rows = {}, {}
-        for algorithm in ("best_fit_decreasing", "windowed", "first_fit"):
-            found = pack_dataset(source, 1000, algorithm=algorithm)
-            spread[algorithm], rows[algorithm] = np.mean([np.std(row) for row in found["seq_lengths"]]), len(found)
-        assert 2 * max(spread["best_fit_decreasing"], spread["windowed"]) < spread["first_fit"]
-        assert rows["best_fit_decreasing"] <= rows["first_fit"] <= 1.01 * rows["best_fit_decreasing"]
 
 
 @pytest.mark.slow

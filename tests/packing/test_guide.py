@@ -15,10 +15,10 @@ TEXTS = (
     ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
     "# the next iteration", "# after the Accelerator", "batches_done=step", "pack_dataset", "tritonpack.setup",
     "stream.set_epoch", "dispatch_batches", "RandomSampler", "tritonpack.Mixture", "Units.of_trees",
-    "def documents(pair)", "num_patches",
+    "def documents(pair)", "num_patches", "split_dataset_by_node",
 )  # fmt: skip
 ONE_LINE, PREPARED, LOOP, COST, RESUME, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS = OTHERS
+STREAM, TRAINER, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS, DIVIDED = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -134,6 +134,13 @@ def test_setup(given):
 def test_stream(given):
     assert torch.isfinite(run(STREAM, given)["loss"])
     assert given["stream"].epoch == 1
+
+
+def test_stream_of_divided_documents(given):
+    datasets = pytest.importorskip("datasets")
+    given |= {"world_size": 3, "documents": datasets.Dataset.from_list(DOCUMENTS)}
+    found = [len(list(run(DIVIDED, given | {"rank": rank})["stream"])) for rank in range(3)]
+    assert min(found) > 1
 
 
 @pytest.mark.slow

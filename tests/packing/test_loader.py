@@ -16,7 +16,7 @@ from tests.packing.tries import REPEATABLE
 from tritonpack import (
     BinDataset,
     MultipackDistributedBatchSampler,
-    PackingWarning,
+    PackingCollator,
     dataloader,
     notices,
 )
@@ -126,13 +126,6 @@ def test_every_document_once_and_no_row_too_long(lengths, ranks, shuffle, drop):
     assert sorted(set(found)) == [number for number, length in enumerate(lengths) if length <= tokens]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_ranks_take_their_rows(rank):
-    loader = make(num_replicas=3, rank=rank)
-    assert len(loader) == len(planned(0, ranks=3))
-    assert one_pass(loader) == planned(0, ranks=3, rank=rank)
-
-
 def test_seed_is_torch_s():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -179,17 +172,6 @@ class TestStates:
         with pytest.raises(ValueError, match=r"batches_done must be an integer from 0 to .*, the number of steps"):
             refused.state_dict(batches_done=10**6)
 
-    def test_of_other_settings_tell_what_was_trained_on(self, monkeypatch):
-        monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
-        loader, resumed = make(), make(tokens=300)
-        rows = list(zip(range(3), loader, strict=False))
-        with pytest.warns(PackingWarning, match="other-settings"):
-            resumed.load_state_dict(loader.state_dict())
-        tokens = sum(row["input_ids"].numel() for _, row in rows)
-        assert f"\n  trained on before, with other settings: 3 steps of this epoch, {tokens:,} tokens\n" in str(resumed)
-        one_pass(resumed), next(iter(resumed))
-        assert "trained on before" not in str(resumed), "the next epoch"
-
 
 def test_options_reach_collator_dataloader_and_sampler():
     loader = make(pad_to_multiple_of=64, pad_token_id=0)
@@ -197,9 +179,7 @@ def test_options_reach_collator_dataloader_and_sampler():
     assert max(batch["input_ids"].shape[1] for batch in loader) <= TOKENS
     with pytest.raises(ValueError, match="can't be padded to multiples of 100"):
         make(pad_to_multiple_of=100, pad_token_id=0)
-    generator = torch.Generator()
-    loader = make(generator=generator, timeout=0, worker_init_fn=print, pin_memory=False)
-    assert (loader.generator, loader.worker_init_fn, loader.pin_memory) == (generator, print, False)
+    assert make(worker_init_fn=print).worker_init_fn is print
     options = {"tail": "drop", "objective": "linear", "lookahead": 0.02, "shuffle": False}
     loader, expected = (
         make(steps_together=1, **options),
@@ -213,12 +193,18 @@ def test_options_reach_collator_dataloader_and_sampler():
     assert np.corrcoef([np.mean(row) for row in rows], np.arange(len(rows)))[0, 1] < -0.95
 
 
+def test_packing_collator_given_or_made():
+    options = {"max_document_length": 50, "pad_to_multiple_of": 64, "pad_token_id": 0}
+    for one, other in zip(make(**options), make(collate_fn=PackingCollator(**options)), strict=True):
+        assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
+
+
 def test_print():
-    for ranks, filler in ((1, ""), (2, "1 filler row repeats"), (3, "2 filler rows repeat")):
+    for ranks, filler in ((1, ""), (2, "1 filler row"), (3, "2 filler rows")):
         lines = str(make([{"input_ids": [5] * 3}], num_replicas=ranks)).splitlines()
         assert lines[0] == "PackedDataLoader of 1 document, 3 tokens (lengths from input_ids)"
         assert lines[1].startswith("  epoch 0: 1 step of ")
-        assert lines[2:-2] == ([f"  {filler} a document in the last step"] if filler else [])
+        assert lines[2:-2] == ([f"  {filler} in the last step, of documents that come twice"] if filler else [])
     tokens = sum(len(document["input_ids"]) for unit in UNITS for document in unit)
     first, *_, last = str(make(PAIRS, documents=of_pair)).splitlines()
     source = "lengths from the documents of each example"
@@ -226,35 +212,16 @@ def test_print():
     assert last == "  columns: completion_mask, input_ids; left out: none"
 
 
-class TestAccelerate:
-    def prepared(self, loader, rank, ranks):
-        data_loader = pytest.importorskip("accelerate.data_loader")
-        return data_loader.prepare_data_loader(loader, num_processes=ranks, process_index=rank, put_on_device=False)
-
-    @pytest.mark.parametrize("ranks", [1, 3])
-    def test_divides_the_rows_counts_epochs_and_resumes(self, ranks):
-        for rank in range(ranks):
-            ours = make(num_replicas=ranks, rank=rank)
-            loader = self.prepared(ours, rank, ranks)
-            for epoch in range(2):
-                assert one_pass(loader) == planned(epoch, ranks=ranks, rank=rank)
-                assert len(loader) == len(planned(epoch, ranks=ranks))
-            for done in (2, len(planned(3, ranks=ranks))):
-                source = make(num_replicas=ranks, rank=0)
-                source.set_epoch(3)
-                ours.load_state_dict(source.state_dict(batches_done=done))
-                if done == 2:
-                    loader.set_epoch(ours.epoch)
-                rest = [planned(3, ranks=ranks, rank=rank)[done:], planned(4, ranks=ranks, rank=rank)]
-                assert [one_pass(loader), one_pass(loader)] == rest
-
-    def test_cannot_count_its_batches(self):
-        ours, counted = (make(num_replicas=2, rank=rank) for rank in (0, 1))
-        next(iter(self.prepared(ours, 0, 2)))
-        with pytest.raises(ValueError, match=r"weren't counted here\. Pass batches_done"):
-            ours.state_dict()
-        next(iter(counted))
-        assert ours.state_dict(batches_done=1) == counted.state_dict()
+def test_accelerate_cannot_count_batches():
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    ours, counted = (make(num_replicas=2, rank=rank) for rank in (0, 1))
+    next(iter(data_loader.prepare_data_loader(ours, num_processes=2, process_index=0, put_on_device=False)))
+    with pytest.raises(ValueError, match=r"weren't counted here\. Pass batches_done"):
+        ours.state_dict()
+    next(iter(counted))
+    assert ours.state_dict(batches_done=1) == counted.state_dict()
+    with pytest.raises(ValueError, match="yields the rows of rank 1, of 2 ranks"):
+        _ = make(num_replicas=2, rank=1, shard=True).batch_sampler.batch_size
 
 
 def one_of_two_processes(rank, store):

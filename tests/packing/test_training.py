@@ -1,7 +1,5 @@
 """Packed training equals padded training: loss, gradients, and weights after transformers.Trainer."""
 
-import copy
-
 import pytest
 import torch
 
@@ -81,45 +79,3 @@ def test_unpatched_model_gives_another_loss():
     naive = loss_and_gradients(model, PackingCollator()(documents()))
     with pytest.raises(AssertionError):
         assert_equal_up_to_rounding(naive, expected)
-
-
-def train(model, collator, tmp_path, dataset):
-    pytest.importorskip("accelerate")
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,  # unequal token counts: only num_items_in_batch gives right weights
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=0,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=dataset, data_collator=collator)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@pytest.mark.slow
-def test_trainer_gets_same_weights_packed_and_padded(tmp_path):
-    dataset = documents(LENGTHS * 3)
-    padded_model = tiny_llama()
-    packed_model = copy.deepcopy(padded_model)
-    start = [parameter.detach().clone() for parameter in padded_model.parameters()]
-    losses, expected = train(padded_model, pad, tmp_path, dataset)
-    with patch(packed_model):
-        packed_losses, actual = train(packed_model, PackingCollator(), tmp_path, dataset)
-    assert len(losses) == 3
-    # Trainer adds the losses of two accumulated batches in float32.
-    assert packed_losses == pytest.approx(losses, rel=2 * torch.finfo(torch.float32).eps)
-    moved = max((after - before).abs().max() for after, before in zip(expected, start, strict=True))
-    # Adam divides by the size of the gradient, which magnifies rounding errors of gradients near zero. With its epsilon
-    # of 1e-8 an error of e becomes e / 1e-8 learning rates at most.
-    magnified = 100 * torch.finfo(torch.float64).eps / 1e-8
-    for a, b in zip(actual, expected, strict=True):
-        assert (a - b).abs().max() <= magnified * moved

@@ -67,7 +67,7 @@ def test_units_of_tokens_alone_are_packed():
     ("call", "message"),
     [
         (lambda: fit_units(PAIRS, 8, {"patches": 8}), "1 of 3 .*0 takes 9 patches, and the budget of patches is 8"),
-        (lambda: fit_units(PAIRS, 7, {"patches": 9}), "unit 1 takes 8 tokens, and the capacity is 7"),
+        (lambda: fit_units(PAIRS, 7, {"patches": 9}), "document 1 takes 8 tokens, and the capacity is 7"),
         (lambda: fit_units(PAIRS, 2, {"patches": 9}, "drop"), r"leaves nothing: each of 3 .*\(2 tokens, 9 patches\)"),
         (lambda: fit_units(PAIRS, 8), "resource 'patches', and budgets={} doesn't say how much of it a row holds"),
         (lambda: fit_units(PAIRS, 8, {"patches": 9, "frames": 1}), "'frames', which isn't .* .'patches'."),
@@ -86,11 +86,11 @@ def test_units_of_tokens_alone_are_packed():
         (lambda: Units.of_sequences([[1], [2, 0]]), "unit 1: .*document 1 has length 0"),
         (lambda: Units([5, 6], [25, 37]), "unit 1 has 6 tokens and squares 37"),
         (lambda: Units([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
-        (lambda: Units.of_trees([[[1]], []]), r"unit 1 must be a list of sequences .*, at least one; got \[\]"),
-        (lambda: Units.of_trees([[[1]], [[1], []]]), "unit 1, sequence 1 must be a row of token ids, at least one"),
-        (lambda: Units.of_trees([[[0.5]]]), "unit 0, sequence 0 must be a row of token ids"),
-        (lambda: Units.of_trees([5, 6]), "unit 0 must be a list of sequences of token ids, at least one; got 5"),
-        (lambda: Units.of_trees([[5, 6]]), r"unit 0, sequence 0 must be a row of token ids.*shape \(\)"),
+        (lambda: Units.of_trees([[[1]], []]), "unit 1, a list of sequences of token ids: sequences is empty"),
+        (lambda: Units.of_trees([[[1]], [[1], []]]), "unit 1, .*: sequence 1 is empty"),
+        (lambda: Units.of_trees([[[0.5]]]), "unit 0, .*: sequence 0 needs a row of integers"),
+        (lambda: Units.of_trees([5, 6]), "unit 0, .*: sequences must be a list .*; got int 5"),
+        (lambda: Units.of_trees([[5, 6]]), r"unit 0, .*: sequence 0 needs a row of integers .*shape \(\)"),
     ],
 )  # fmt: skip
 def test_refuses(call, message):

@@ -1,6 +1,5 @@
 """The warning about packed batches without a patched model, and the cases without it."""
 
-import gc
 import sys
 import warnings
 import weakref
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from tests.packing.test_training import tiny_llama
 from tests.packing.vision.test_collator import LLAVA
-from tritonpack import PackingCollator, PackingWarning, VisionPackingCollator, notices, patch, register
+from tritonpack import PackingCollator, PackingWarning, VisionPackingCollator, notices, patch
 
 pytest.importorskip("transformers.modeling_utils")
 
@@ -52,28 +51,6 @@ def test_no_warning_for_one_document_or_without_transformers_models(monkeypatch)
     assert not warned(DOCUMENTS[:1])
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
     assert not warned()
-
-
-@pytest.mark.slow
-def test_no_warning_while_a_model_is_patched_or_built_by_name():
-    model = tiny_llama()
-    handle = patch(model)
-    assert not warned()
-    with patch(model):
-        pass
-    assert not warned()
-    handle.unpatch()
-    register()
-    named = type(model)._from_config(model.config, attn_implementation="tritonpack")
-    assert not warned()
-    del named
-    gc.collect()
-    patch(model)
-    gone = weakref.ref(model)
-    del model, handle
-    gc.collect()
-    assert gone() is None
-    assert len(warned()) == 1
 
 
 @pytest.mark.parametrize(("method", "workers", "count"), [

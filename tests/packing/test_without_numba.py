@@ -12,7 +12,7 @@ sys.modules["numba"] = None  # `import numba` raises ImportError from here on
 import numpy as np
 import tritonpack
 from tritonpack.packing import *
-from tritonpack.packing.documents import measure_lengths
+from tritonpack.packing.reader import measure_lengths
 
 lengths = [3, 2, 4, 1]
 documents = [{"input_ids": list(range(1, length + 1))} for length in lengths]

@@ -2,11 +2,14 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.parallel.attention_cases import EXCHANGES, LAYOUTS, mesh_of
 from tests.parallel.models import (
     BATCHES,
     LENGTHS,
@@ -22,8 +25,10 @@ from tests.parallel.models import (
     on_ranks,
     packed,
     same,
-    two_rows,
+    state_of,
 )
+from tests.parallel.recurrent_cases import in_float64, require_equal, several_documents
+from tests.parallel.recurrent_cases import make as make_recurrent
 from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
 from tritonpack.parallel.forward import _layer_specs
@@ -31,12 +36,21 @@ from tritonpack.parallel.layouts import make_layout
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.parse_inputs import CACHES
 
-EXCHANGES = ("all_gather", "group_cast", "ring", "ulysses")
-LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced", "documents")
+PAIR = ("group_cast", "ulysses")
 
 
 def agrees(family="llama", batch="packed", **options):
+    if not isinstance(options.get("exchange", ""), str):
+        options["group"] = mesh_of(2, 2)
     same(on_ranks(make_model(family), loss_of, BATCHES[batch](), **options), alone_on(family, batch))
+
+
+def agrees_on_recurrences(name):
+    """On a mesh documents travel between nodes and within them."""
+    batch = {**several_documents(), "use_cache": False}
+    with in_float64():
+        wanted = alone(make_recurrent(name), loss_of, batch)
+        require_equal(on_ranks(make_recurrent(name), loss_of, batch, group=mesh_of(2, 2), exchange=PAIR), wanted)
 
 
 def loss_of_transformers():
@@ -51,13 +65,6 @@ def loss_of_transformers():
     torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def default_chunks():
-    """A batch that is long enough for two chunks or more per rank, as users have them."""
-    size = dist.get_world_size()
-    batch = packed((75 * size, 1, 150 * size, 45 * size))
-    same(on_ranks(make_model("gemma2"), loss_of, batch), alone(make_model("gemma2"), loss_of, batch))
 
 
 def accumulated_gradients():
@@ -132,15 +139,16 @@ def loss_in_parts(grad_reduce):
     same(got, alone(make_model(), whole, packed()))
 
 
-def loss_by_total(grad_reduce):
+def loss_by_total(grad_reduce="mean", group=None, exchange="auto"):
     """Each rank computes the terms of its own tokens, and `total` sums them."""
     model = make_model()
     batch = packed()
     labels = batch.pop("labels")
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    with SequenceParallel(model, layout="stripe", grad_reduce=grad_reduce) as context:
+    group = mesh_of(2, 2) if group == "mesh" else group
+    with SequenceParallel(model, group, exchange=exchange, layout="stripe", grad_reduce=grad_reduce) as context:
         logits = model(**batch).logits
-        assert logits.shape[1] < labels.shape[1]
+        assert logits.shape[1] < 1.5 * labels.shape[1] / dist.get_world_size()
         mine = context.shard(targets, fill=-100)
         terms = torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum")
         loss = context.total(terms) / (targets != -100).sum()
@@ -185,31 +193,6 @@ def outputs(batch, **options):
         mine = model(**given).logits
         close(mine, context.shard(wanted.logits), "own logits")
         close(context.gather(mine), wanted.logits, "gathered logits")
-
-
-def kept_logits(layout):
-    batch = two_rows()
-    del batch["labels"]
-    model, reference = make_model(), make_model()
-    patch(reference)
-    places = torch.tensor([3, 22, 0, 3, -2])
-    mask = (numbers(2, 23, seed=5) % 3 == 0) & (batch["attention_mask"] == 1)
-    with SequenceParallel(model, layout=layout, gather_outputs=True):
-        for keep in (1, 4, 100, places, torch.stack([places, places.flip(0)]), mask):
-            wanted, got = (one(**batch, logits_to_keep=keep).logits for one in (reference, model))
-            close(got, wanted, f"logits_to_keep={keep}")
-            assert got.shape == wanted.shape
-
-
-def kept_targets():
-    """A loss of chosen tokens, of which ranks own different numbers."""
-    batch = packed()
-    labels = batch.pop("labels")
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    mask = targets != -100
-    mask[:, 20:] &= numbers(1, 31, seed=6) % 4 == 0
-    batch |= {"labels": labels, "shift_labels": targets[mask], "logits_to_keep": mask}
-    same(on_ranks(make_model(), loss_of, batch), alone(make_model(), loss_of, batch))
 
 
 def documents_stay_apart(exchange, layout):
@@ -280,10 +263,10 @@ def layout_beside_a_vision_tower():
     config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, **tokens)
     model = AutoModelForImageTextToText.from_config(config)
     batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
-    with SequenceParallel(model, layout="balanced") as context:
+    with SequenceParallel(model, layout="documents") as context:
         model(**batch)
-        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.state.ranks.size)
-        for got, rows in zip(context.state.sharding.layout.rows, wanted.rows, strict=True):
+        wanted = make_layout("documents", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
+        for got, rows in zip(context.sharding.layout.rows, wanted.rows, strict=True):
             assert got.tolist() == rows.tolist()
 
 
@@ -293,8 +276,8 @@ def layout_counts_all_layers():
     with SequenceParallel(make_model("gemma2"), exchange="group_cast", layout="documents") as context:
         context.models[0](**batch)
         layers = [BlockDiagonalMask.from_seqlens([200], window=window) for window in ((4, 0), (-1, 0))]
-        wanted = make_layout("documents", layers, context.state.ranks.size)
-        for got, rows in zip(context.state.sharding.layout.rows, wanted.rows, strict=True):
+        wanted = make_layout("documents", layers, context.ranks.size)
+        for got, rows in zip(context.sharding.layout.rows, wanted.rows, strict=True):
             assert got.tolist() == rows.tolist()
 
 
@@ -310,19 +293,56 @@ def specs_of_layers():
     assert _layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
 
 
-def in_groups_of_two():
-    """Each pair of ranks of a mesh shares a batch; gradients averaged over all ranks are the mean over batches."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
+def in_groups_of_two(shape, exchange):
+    """Groups of two ranks, or of a part of a mesh, whose process group is made when it is first used, share a batch."""
+    mesh = mesh_of(*(shape or (dist.get_world_size() // 2, 1, 2)))
+    group = mesh["within"] if exchange == "ring" else mesh["across", "within"]
     batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
-    model, reference = make_model(), make_model()
-    wanted = alone(reference, loss_of, *batches)
-    with SequenceParallel(model, mesh["sp"], exchange="ring"):
-        loss = loss_of(model, **batches[mesh["dp"].get_local_rank()])
-        loss.backward()
-    close(loss.detach(), wanted.loss[mesh["dp"].get_local_rank()], "loss")
+    model, wanted = make_model(), alone(make_model(), loss_of, *batches)
+    trained, groups = DistributedDataParallel(model), set()
+    for _ in range(2):
+        trained.zero_grad()
+        with SequenceParallel(trained, group, exchange=exchange) as context:
+            loss = loss_of(trained, **batches[mesh.get_local_rank("dp")])
+            loss.backward()
+        groups.add(context.ranks.group)
+    close(loss.detach(), wanted.loss[mesh.get_local_rank("dp")], "loss")
+    assert len(groups) == 1
     for name, p in model.named_parameters():
-        dist.all_reduce(p.grad)
-        close(p.grad / dist.get_world_size(), wanted.gradients[name] / len(batches), name)
+        close(p.grad, wanted.gradients[name] / len(batches), name)
+
+
+def layout_divides_sets_of_ranks():
+    """Ranks that divide heads get runs of the rows that the layout gives them together."""
+    model, mask = make_model(), BlockDiagonalMask.from_seqlens(LENGTHS)
+    wanted = make_layout("documents", mask, 2).divide(2).rows
+    for pair, order in ((PAIR, (0, 1, 2, 3)), (PAIR[::-1], (0, 2, 1, 3))):
+        with SequenceParallel(model, mesh_of(2, 2), exchange=pair) as context:
+            model(**packed())
+            got = context.sharding.layout.rows
+            assert [got[rank].tolist() for rank in order] == [rows.tolist() for rows in wanted]
+
+
+def refuses_meshes_and_pairs():
+    """On entry, on every rank."""
+    mesh, model = mesh_of(2, 2), make_model()
+    before = state_of(model)
+    unnamed = "needs names, such as" if dist.get_rank() < 2 else "isn't in the group"
+    pairs = (("ring", "ring"), ("ulysses", "ulysses"), ("p2p", "ulysses"), ("ring", "ulysses", "ring"), ())
+    for message, group, exchange in (
+        ("needs an exchange for each, such as.*got 'all_gather'.*mesh of one dimension", mesh, "all_gather"),
+        ("is for a mesh of two dimensions, and the group has one", None, PAIR),
+        *(("a pair: 'ulysses' for the dimension along which ranks divide heads.*got", mesh, pair) for pair in pairs),
+        ("DeviceMesh of 3 dimensions, .*'dp', 'across', 'within'.*pass one or two", mesh_of(1, 2, 2), PAIR),
+        (r"must ascend row by row; got \[\[0, 2\], \[1, 3\]\]", DeviceMesh("cpu", [[0, 2], [1, 3]]), PAIR),
+        (unnamed, DeviceMesh("cpu", [[0], [1]]), PAIR),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SequenceParallel(model, group, exchange=exchange).__enter__()
+        assert state_of(model) == before
+    over_one = DistributedDataParallel(model, process_group=mesh["within"].get_group())
+    with pytest.raises(ValueError, match=r"a batch is shared by the ranks \[0, 1, 2, 3\]"):
+        SequenceParallel(over_one, mesh, exchange=PAIR).__enter__()
 
 
 CASES = {
@@ -342,14 +362,9 @@ CASES = {
         for exchange in EXCHANGES
         for family in ("mistral", "gemma2", "gpt_oss")
     },
-    **{
-        name: partial(agrees, exchange=name) for name in ("varlen_llama3", "batch_ring", "batch_zigzag", "batch_stripe")
-    },
-    "one head at a time": partial(agrees, heads_k_stride=1),
     "summed gradients": partial(agrees, grad_reduce="sum"),
     "loss of transformers": loss_of_transformers,
     "accumulated gradients": accumulated_gradients,
-    "default chunks": default_chunks,
     "other ignore_index": partial(other_ignore_index, "two_rows"),
     "other ignore_index, padded layout": partial(other_ignore_index, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
@@ -365,9 +380,6 @@ CASES = {
     "loss by total, of few tokens": loss_by_total_of_few_tokens,
     "outputs": partial(outputs, "packed"),
     "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
-    "kept logits": partial(kept_logits, "balanced"),
-    "kept logits, striped": partial(kept_logits, "stripe"),
-    "kept targets": kept_targets,
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
     "base model": partial(base_model, False),
     "base model under a head": partial(base_model, True),
@@ -376,7 +388,22 @@ CASES = {
     "layout beside a vision tower": layout_beside_a_vision_tower,
     "layout of windows and full layers": layout_counts_all_layers,
     "specs of layers": specs_of_layers,
-    "in groups of two": in_groups_of_two,
+    "in groups of two": partial(in_groups_of_two, None, "ring"),
+}
+for keys in ("all_gather", "group_cast", "ring"):  # on meshes of two dimensions
+    pair = (keys, "ulysses")
+    CASES |= {f"mesh, {keys}, {one}": partial(agrees, exchange=pair, layout=one) for one in LAYOUTS}
+    CASES |= {f"mesh, {keys}, {one}": partial(agrees, batch=one, exchange=pair) for one in BATCHES if one != "packed"}
+    CASES |= {f"mesh, {keys}, {one}": partial(agrees, one, exchange=pair) for one in ("mistral", "gemma2", "gpt_oss")}
+CASES |= {
+    **{f"mesh, {name}": partial(agrees_on_recurrences, name) for name in ("qwen3_next", "mamba2")},
+    "mesh, ulysses first": partial(agrees, exchange=PAIR[::-1]),
+    "mesh, summed gradients": partial(agrees, exchange=list(PAIR), grad_reduce="sum"),
+    "mesh, loss by total": partial(loss_by_total, "mean", "mesh", PAIR),
+    "mesh, pairs along the second dimension": partial(in_groups_of_two, (2, 1, 2), PAIR),
+    "mesh, pairs along the first dimension": partial(in_groups_of_two, (2, 2, 1), PAIR),
+    "mesh, layout": layout_divides_sets_of_ranks,
+    "mesh, refusals": refuses_meshes_and_pairs,
 }
 
 # One of each kind; these depend on the number of ranks.
@@ -385,7 +412,7 @@ ALSO_ON_FOUR = [
     *(f"all_gather: {batch}" for batch in BATCHES if batch != "packed"),
     *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
     *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
-    *("default chunks", "accumulated gradients", "checkpointed", "targets on one rank"),
+    *("accumulated gradients", "checkpointed", "targets on one rank"),
     *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
-    *("outputs of two rows", "kept logits, striped", "kept targets", "documents stay apart: ring", "in groups of two"),
+    *("outputs of two rows", "documents stay apart: ring", "in groups of two"),
 ]

@@ -2,8 +2,7 @@
 
 import os
 
-from tests.parallel.failing_cases import is_last
-from tests.parallel.models import make_model, packed
+from tests.parallel.models import is_last, make_model, packed
 from tritonpack import SequenceParallel
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.parallel.every_type_cases import verdict
 from tests.parallel.pool import Pool
-from tests.patches.test_every_model import EXACT
+from tests.patches.zoo import EXACT
 
 
 def sweep():

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from tests.patches.test_every_model import build
+from tests.patches.zoo import build
 from tritonpack import SequenceParallel, UnsupportedModelError, patch
 
 FEATURES = {

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.models import BATCHES, alone_on, loss_of, make_batch, make_model, on_ranks, packed, same
+from tests.parallel.models import (
+    BATCHES,
+    alone_on,
+    is_last,
+    loss_of,
+    make_batch,
+    make_model,
+    on_ranks,
+    packed,
+    same,
+)
 from tritonpack import SequenceParallel
 from tritonpack.parallel import consistency
 
@@ -21,10 +31,6 @@ ENDED = r"(?i)timed out|connection (closed|reset)"  # gloo's errors
 
 class UserError(Exception):
     pass
-
-
-def is_last():
-    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def make_group():
@@ -77,7 +83,7 @@ def along_dimensions():
     limit._timeout = LIMIT
     override = dict.fromkeys(("across", "within"), ("gloo", limit))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("across", "within"), backend_override=override)
-    model, options = make_model(), {"exchange": ("group_cast", "ulysses"), "layout": "balanced"}
+    model, options = make_model(), {"exchange": ("group_cast", "ulysses"), "layout": "documents"}
     if is_last():  # the others wait in the next layer
         model.model.layers[0].register_forward_hook(partial(raise_here, UserError("my hook")))
     expected = pytest.raises(UserError) if is_last() else pytest.raises(RuntimeError, match=ENDED)

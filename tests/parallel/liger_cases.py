@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import tritonpack
+from tests.parallel.composition_cases import full
 from tests.parallel.models import (
     Result,
+    alone,
     close,
     gradients_of,
+    loss_of,
     make_batch,
     make_float32_model,
     mean_over,
@@ -52,22 +55,6 @@ def liger_in_the_class() -> Iterator[None]:
         home.LlamaForCausalLM.forward = own
 
 
-def first_targets() -> dict[str, torch.Tensor]:
-    """Targets in the first tokens alone, so that the last rank of a contiguous layout has none."""
-    batch = packed()
-    batch["labels"][:, 8:] = -100
-    return batch
-
-
-def run(model: nn.Module, batches: list[dict[str, Any]]) -> Result:
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        loss.backward()
-        losses.append(loss.detach())
-    return Result(torch.stack(losses), gradients_of(model))
-
-
 def same(got: Result, wanted: Result) -> None:
     close(got.loss, wanted.loss, "loss", SINGLE)
     assert got.gradients.keys() == wanted.gradients.keys()
@@ -75,58 +62,35 @@ def same(got: Result, wanted: Result) -> None:
         close(got.gradients[name], gradient, name, SINGLE)
 
 
-def expected(*batches: dict[str, Any]) -> Result:
-    """In one process, with transformers' loss."""
-    model = make_float32_model()
-    patch(model)
-    return run(model, list(batches))
+def first_targets() -> dict[str, torch.Tensor]:
+    """Targets in the first tokens alone, so that the last rank of a contiguous layout has none."""
+    batch = packed()
+    batch["labels"][:, 8:] = -100
+    return batch
 
 
-def require_same(make: Callable[[], list[dict[str, Any]]], op: str = "mean", **options: Any) -> None:
-    wanted = expected(*make())
-    model = make_float32_model()
-    apply(model)
-    with SequenceParallel(model, grad_reduce=op, **options):
-        got = run(model, make())
-    mean_over(None, got.gradients, op)
-    same(got, wanted)
-
-
-def makes_no_logits() -> None:
-    model = make_float32_model()
-    apply(model)
-    with SequenceParallel(model):
-        output = model(**make_batch(0))
-    assert output.logits is None
-
-
-def in_either_order(patch_first: bool) -> None:
-    wanted = expected(make_batch(0))
-    model = make_float32_model()
-    if patch_first:
-        patch(model)
-    apply(model)
-    if not patch_first:
-        patch(model)
-    with SequenceParallel(model):
-        got = run(model, [make_batch(0)])
-    mean_over(None, got.gradients)
-    same(got, wanted)
-
-
-def of_the_class() -> None:
-    wanted = expected(make_batch(0))
-    with liger_in_the_class():
+def agrees(*batches: dict[str, Any], order: str = "Liger", op: str = "mean", **options: Any) -> None:
+    """With one process and transformers' loss. `order` says where Liger is applied beside the patch of the context."""
+    wanted = alone(make_float32_model(), loss_of, *batches)
+    with liger_in_the_class() if order == "class" else nullcontext():
         model = make_float32_model()
-        with SequenceParallel(model):
-            got = run(model, [make_batch(0)])
-    mean_over(None, got.gradients)
-    same(got, wanted)
+        if order == "patch first":
+            patch(model)
+        if order != "class":
+            apply(model)
+        with SequenceParallel(model, grad_reduce=op, **options):
+            losses = []
+            for batch in batches:
+                output = model(**batch)
+                assert output.logits is None
+                output.loss.backward()
+                losses.append(output.loss.detach())
+        same(Result(torch.stack(losses), mean_over(None, gradients_of(model), op)), wanted)
 
 
 def in_evaluation() -> None:
     """Liger then makes logits and calls the model's loss function."""
-    wanted = expected(make_batch(0)).loss[0]
+    wanted = alone(make_float32_model(), loss_of, make_batch(0)).loss[0]
     model = make_float32_model()
     apply(model)
     with SequenceParallel(model), torch.no_grad():
@@ -134,30 +98,15 @@ def in_evaluation() -> None:
         close(model(**make_batch(0), skip_logits=True).loss, wanted, "loss without logits", SINGLE)
 
 
-def kept() -> list[dict[str, Any]]:
-    """Logits of the last nine tokens alone."""
-    batch = packed()
-    targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    return [{**batch, "shift_labels": targets[:, -9:], "logits_to_keep": 9}]
-
-
-def counted() -> list[dict[str, Any]]:
-    """Accumulated batches of unlike lengths, weighed by their number of targets."""
-    return [{**make_batch(number), "num_items_in_batch": torch.tensor(70)} for number in range(2)]
-
-
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    wanted = expected(make_batch(0))
+    wanted = alone(make_float32_model(), loss_of, make_batch(0))
     model = make_float32_model()
     apply(model)
     trained = wrap(model)
     with SequenceParallel(trained):
         loss = trained(**make_batch(0)).loss
         loss.backward()
-    close(loss.detach(), wanted.loss[0], "loss", SINGLE)
-    for name, p in model.named_parameters():
-        gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        close(gradient, wanted.gradients[name], name, SINGLE)
+    same(Result(loss.detach()[None], {name: full(x) for name, x in gradients_of(model).items()}), wanted)
 
 
 def sharded(model: Any) -> nn.Module:
@@ -166,15 +115,13 @@ def sharded(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-REPLACED = r"forward of LlamaForCausalLM was replaced inside of SequenceParallel.*before the context is entered"
-
-
 def applied_inside() -> None:
     """It takes the place of the forward that shards batches, and would compare one rank's rows with all labels."""
     model = make_float32_model()
+    message = r"forward of LlamaForCausalLM was replaced inside of SequenceParallel.*before the context is entered"
     with SequenceParallel(model):
         apply(model)
-        with pytest.raises(tritonpack.UnsupportedModelError, match=REPLACED):
+        with pytest.raises(tritonpack.UnsupportedModelError, match=message):
             model(**make_batch(0))
 
 
@@ -202,18 +149,17 @@ def applied_by_trainer() -> None:
         close(weights[1][name], p, name, SINGLE)
 
 
+# Accumulated batches of unlike lengths, weighed by their number of targets.
+COUNTED = [{**make_batch(number), "num_items_in_batch": torch.tensor(70)} for number in range(2)]
 CASES = {
-    "packed": partial(require_same, lambda: [make_batch(0)]),
-    "rows with padding": partial(require_same, lambda: [two_rows()]),
-    "fewer tokens than ranks have": partial(require_same, lambda: [three_tokens()]),
-    "a rank without targets": partial(require_same, lambda: [first_targets()], layout="contiguous"),
-    "gradients are summed": partial(require_same, lambda: [make_batch(0)], "sum"),
-    "num_items_in_batch": partial(require_same, counted),
-    "logits_to_keep": partial(require_same, kept),
-    "no logits": makes_no_logits,
-    "patch first": partial(in_either_order, True),
-    "Liger first": partial(in_either_order, False),
-    "Liger in the class": of_the_class,
+    "packed": partial(agrees, make_batch(0)),
+    "rows with padding": partial(agrees, two_rows()),
+    "fewer tokens than ranks have": partial(agrees, three_tokens()),
+    "a rank without targets": partial(agrees, first_targets(), layout="contiguous"),
+    "gradients are summed": partial(agrees, make_batch(0), op="sum"),
+    "num_items_in_batch": partial(agrees, *COUNTED),
+    "patch first": partial(agrees, make_batch(0), order="patch first"),
+    "Liger in the class": partial(agrees, make_batch(0), order="class"),
     "evaluation": in_evaluation,
     "DDP": partial(wrapped, DistributedDataParallel),
     "FSDP": partial(wrapped, sharded),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack import SequenceParallel, patch
@@ -55,6 +56,10 @@ def make_float32_model():
     model = make_model().float()
     del model._loss_function
     return model
+
+
+def is_last():
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def numbers(*shape, seed=1):
@@ -162,7 +167,7 @@ def on_ranks(model, compute=loss_of, *batches, group=None, grad_reduce="mean", *
     """The same as `alone`, but ranks of a group share the batches, and gradients are reduced over the group."""
     with SequenceParallel(model, group, grad_reduce=grad_reduce, **options):
         result = _run(model, compute, batches, {})
-    mean_over(group, result.gradients, grad_reduce)
+    mean_over(None if isinstance(group, DeviceMesh) else group, result.gradients, grad_reduce)  # a mesh of all ranks
     return result
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.composition_cases import full, make_mesh, over_all
+from tests.patches.calls import state
 from tests.patches.padded_batches import (
     OBJECTIVES,
     SHARE,
@@ -29,7 +30,6 @@ from tests.patches.padded_batches import (
     step,
     training_model,
 )
-from tests.patches.test_every_model import state
 from tritonpack import SequenceParallel, patch
 
 WAYS = UNPAD, SHARE

@@ -10,7 +10,7 @@ from tests.parallel.pool import Pool
 COLUMNS = [
     (exchange, layout)
     for exchange in ("all_gather", "group_cast", "ring", "ulysses")
-    for layout in ("contiguous", "balanced", "documents")
+    for layout in ("contiguous", "documents")
 ]
 COLUMNS += [("ring", "zigzag"), ("ring", "stripe")]
 ROWS = [("llama", batch) for batch in BATCHES] + [(family, "packed") for family in ("mistral", "gemma2", "gpt_oss")]

@@ -25,8 +25,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tritonpack.parallel import layouts
-
 ROOT = Path(__file__).parents[2]
 STUCK = 20  # seconds after which a collective gives up
 PATIENCE = 240  # seconds for a case
@@ -105,10 +103,11 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
-    """A module's cases by name. More than two ranks run only those in ALSO_ON_FOUR, if the module has it."""
+    """A module's cases by name. More than two ranks run only those in ALSO_ON_FOUR, if the module has it, and those
+    whose names begin with "mesh", which need four."""
     home = import_module(f"tests.parallel.{module}")
     chosen = home.CASES if size == 2 else getattr(home, "ALSO_ON_FOUR", home.CASES)
-    return {name: home.CASES[name] for name in chosen}
+    return {name: case for name, case in home.CASES.items() if (size == 4 if name[:4] == "mesh" else name in chosen)}
 
 
 def start(folder: Path, first: str, pipes: list[Connection]) -> None:
@@ -137,15 +136,11 @@ def _run_rank(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
 
 def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    least = layouts.LEAST
     timeout = datetime.timedelta(seconds=STUCK)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     while True:
         module, name = pipe.recv()
         torch.manual_seed(0)
-        # With chunks as users have them, each rank of a short batch owns one of a balanced layout, as of a contiguous
-        # one. So only cases with long batches run with them.
-        layouts.LEAST = least if "default chunks" in name else 1
         error, printed = "", StringIO()
         try:
             with redirect_stdout(printed):

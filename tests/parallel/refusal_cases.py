@@ -21,6 +21,7 @@ from tests.parallel.models import (
     close,
     exact_loss,
     gradients_of,
+    is_last,
     logits_of,
     loss_of,
     make_model,
@@ -41,10 +42,6 @@ TORN = torch.ones(1, TOKENS, dtype=torch.long)  # padding inside a document
 TORN[0, 20] = 0
 
 
-def is_last():
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
 def without(*names):
     return lambda batch: {name: x for name, x in batch.items() if name not in names}
 
@@ -53,12 +50,96 @@ def replaced(**changes):
     return lambda batch: batch | changes
 
 
-def refused_on_entry(message, make=make_model, error=ValueError, **options):
+def from_config(family, **overrides):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON | overrides))
+
+
+def gpt_neo():
+    return from_config("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
+
+
+def with_its_own_loss():
+    model = make_model()
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
+    return model
+
+
+def patched_for_sdpa():
+    model = make_model()
+    patch(model, attention="sdpa")
+    return model
+
+
+# On entry: words of the message, what makes the models, options.
+ENTRIES = {
+    "a trainer": ("got a SimpleNamespace, which holds a model; pass", lambda: SimpleNamespace(model=make_model()), {}),
+    "None as model": ("expected a model, an instance of torch.nn.Module; got None of type", lambda: None, {}),
+    "name as model": ("got the name 'gpt2'; load it first", lambda: "gpt2", {}),
+    "class as model": ("got the class LlamaForCausalLM; make a model of it first", lambda: LlamaForCausalLM, {}),
+    "configuration as model": ("got a LlamaConfig; make a model of it first", LlamaConfig, {}),
+    "no models": (r"expected a model, or several; got \[\]", list, {}),
+    "name among models": ("got the name 'gpt2'", lambda: [make_model(), "gpt2"], {}),
+    "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2), {}),
+    "dense attention": ("'gpt_neo' attends by 'dense'", gpt_neo, {}),
+    "transformers' attention": ("attends by 'sdpa'", patched_for_sdpa, {}),
+    "sequence classifier": (
+        "LlamaForSequenceClassification reads one token",
+        lambda: LlamaForSequenceClassification(AutoConfig.for_model("llama", **COMMON)),
+        {},
+    ),
+    "second of two models": ("MultiHeadAttention", lambda: [make_model(), from_config("xlm")], {}),
+    "check_batches": ("check_batches must be True or False; got str 'x'", make_model, {"check_batches": "x"}),
+    "gather_outputs": ("gather_outputs must be True or False; got str 'no'", make_model, {"gather_outputs": "no"}),
+    "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got", make_model, {"grad_reduce": "avg"}),
+    "unknown layout": ("layout must be one of 'contiguous'.*got 'balanced'", make_model, {"layout": "balanced"}),
+    "unknown exchange": ("exchange must be one of 'auto', 'all_gather', .*'p2p'", make_model, {"exchange": "p2p"}),
+    "list of exchanges": (r"exchange must be one of .* got \['ring'\]", make_model, {"exchange": ["ring"]}),
+    "axolotl's name": ("stands for exchange='ring' with layout='zigzag'", make_model, {"exchange": "batch_zigzag"}),
+}
+GROUPS = {
+    "name as group": (r"group must be a process group.* got str 'sp'.*mesh\['sp'\]", "sp"),
+    "number as group": (r"group must be .* got int 3", 3),
+    "list as group": (r"group must be .* got list \[0\].*new_group\(ranks\)", [0]),
+}
+# In a call: words of the message, a change of the batch.
+CALLS = {
+    "no tokens": (r"at least one token; got tokens of shape \(1, 0\)", lambda _: {"input_ids": numbers(1, 0)}),
+    "neither ids nor embeddings": ("either input_ids or inputs_embeds", without("input_ids")),
+    "use_cache": ("without a cache", replaced(use_cache=True)),
+    "4-D mask": ("attention_mask must be two-dim", replaced(attention_mask=torch.zeros(1, 1, TOKENS, TOKENS))),
+    "mask that counts from 0": (
+        r"is padding, by the number 0\..*pass attention_mask \+ 1",
+        lambda batch: {**batch, "attention_mask": (batch["position_ids"] == 0).cumsum(1) - 1},
+    ),
+    "labels of another shape": (r"labels must have.*\(1, 51\); got \(1, 50\)", replaced(labels=numbers(1, 50))),
+    "targets of another shape": (r"shift_labels must have.*\(1, 51\)", replaced(shift_labels=numbers(1, 50))),
+    "kept logits": ("logits_to_keep names tokens of whole rows.*Leave it out", replaced(logits_to_keep=3)),
+    "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8))),
+    "trees": ("tree_ends says that sequences share tokens", replaced(tree_ends=torch.arange(TOKENS)[None] + 1)),
+}
+# The last rank passes another batch: words of the message on every rank, a change of the batch.
+DIFFERENCES = {
+    "other tokens": ("different batches: input_ids differs", replaced(input_ids=numbers(1, TOKENS, seed=9))),
+    "other order": ("input_ids differs", lambda batch: batch | {"input_ids": batch["input_ids"].flip(1)}),
+    "other labels": ("labels differs", replaced(labels=numbers(1, TOKENS, seed=9))),
+    "other documents": ("position_ids differs", replaced(position_ids=torch.arange(TOKENS)[None])),
+    "other lengths": ("input_ids, position_ids, labels differ", lambda batch: {n: x[:, :40] for n, x in batch.items()}),
+    "other arguments": ("output_hidden_states, return_dict differ", replaced(output_hidden_states=1, return_dict=True)),
+    "other numbers": ("num_items_in_batch differs", replaced(num_items_in_batch=torch.tensor(40))),
+}
+# The last rank alone refuses its batch, and the others name its error.
+ERRORS = {
+    "no tokens on one rank": ("at least one token", replaced(input_ids=numbers(1, 0))),
+    "torn document on one rank": ("has padding inside a document", replaced(attention_mask=TORN, position_ids=None)),
+}
+
+
+def refused_on_entry(message, make, options):
     """The context raises on entry, and the models stay unchanged."""
     given = make()
     models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, nn.Module)]
     before = [state_of(one) for one in models]
-    with pytest.raises(error, match=message), SequenceParallel(given, **options):
+    with pytest.raises(ValueError, match=message), SequenceParallel(given, **options):
         raise AssertionError("entered")
     assert before == [state_of(one) for one in models]
 
@@ -68,14 +149,13 @@ def refused_group(message, group):
         SequenceParallel(make_model(), group)
 
 
-def refused_call(message, change, make=make_model, error=ValueError, **options):
-    model = make()
-    with SequenceParallel(model, **options), pytest.raises(error, match=message):
+def refused_call(message, change):
+    model = make_model()
+    with SequenceParallel(model), pytest.raises(ValueError, match=message):
         model(**change(packed()))
 
 
 def differs(message, change=lambda batch: batch, training=True):
-    """The last rank passes another batch than the others: an error on every rank."""
     model, batch = make_model(), packed()
     with SequenceParallel(model):
         with pytest.raises(ValueError, match=message), torch.set_grad_enabled(training or not is_last()):
@@ -84,30 +164,7 @@ def differs(message, change=lambda batch: batch, training=True):
 
 
 def error_on_the_last_rank(message, change):
-    """That rank raises its own error, and the others name it."""
     differs(message if is_last() else rf"(?s)other ranks .* rank {dist.get_world_size() - 1}: .*{message}", change)
-
-
-def error_on_the_last_rank_of_a_base_model():
-    base = make_model().model
-    with SequenceParallel(base):
-        with pytest.raises(ValueError, match="has padding inside a document"):
-            base(input_ids=numbers(1, TOKENS), **({"attention_mask": TORN} if is_last() else {}))
-        assert base(input_ids=numbers(1, TOKENS)).last_hidden_state.isfinite().all()
-
-
-def arguments_that_differ_are_named():
-    """Arguments that one rank alone passes, or passes with another value."""
-    model, items = make_model(), torch.tensor(40 + is_last())
-    with SequenceParallel(model):
-        with pytest.raises(ValueError, match=r"different batches: num_items_in_batch differs from rank to rank"):
-            model(**packed(), num_items_in_batch=items)
-        more = {"output_hidden_states": True} if is_last() else {}
-        with pytest.raises(ValueError, match=r"num_items_in_batch, output_hidden_states differ from rank to rank"):
-            model(**packed(), num_items_in_batch=items, **more)
-        with pytest.raises(ValueError, match="output_hidden_states, return_dict differ"):
-            model(**packed(), output_hidden_states=is_last(), return_dict=not is_last())
-        assert model(**packed(), num_items_in_batch=40).loss.isfinite()  # the group still works
 
 
 def calls_that_differ_are_named():
@@ -174,34 +231,8 @@ def parameters_began_differently():
             list(calls)
 
 
-def parameters_have_come_apart():
-    """A step without reduced gradients makes parameters differ; the next forward raises on every rank."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with SequenceParallel(model):
-        for _ in range(2):  # correct steps
-            optimizer.zero_grad()
-            model(**packed()).loss.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            optimizer.step()
-        model(**packed()).loss.backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match=r"parameters differ between the ranks.*weren't reduced"):
-            model(**packed())
-
-
-def unpatched_inside():
-    model = make_model()
-    with SequenceParallel(model):
-        unpatch(model)
-        with pytest.raises(ValueError, match="unpatched inside of SequenceParallel"):
-            model(**packed())
-
-
-def patched_again_inside():
-    """The forward that shards would stand below the new patch."""
+def changed_inside():
+    """A model that is unpatched or patched again inside."""
     model = make_model()
     with SequenceParallel(model):
         wanted, before = logits_of(model), state_of(model)
@@ -209,6 +240,9 @@ def patched_again_inside():
             patch(model, unpad=True)
         assert state_of(model) == before
         close(logits_of(model), wanted, "with the patch of the context")
+        unpatch(model)
+        with pytest.raises(ValueError, match="unpatched inside of SequenceParallel"):
+            model(**packed())
 
 
 def unchecked_batches():
@@ -238,8 +272,8 @@ def misused_context():
             context.gather(torch.zeros(1, TOKENS))
 
 
-def loss_without_a_loss_function():
-    """A masked model computes its loss itself: refused with labels, exact without."""
+def losses_that_ranks_cannot_share():
+    """A masked model computes its loss itself: refused with labels, exact without. So is an unknown loss function."""
     batch = padded()
     labels = batch.pop("labels")
     torch.manual_seed(0)
@@ -248,21 +282,12 @@ def loss_without_a_loss_function():
         wanted = model(**batch).logits
     with SequenceParallel(model, gather_outputs=True):
         close(model(**batch).logits, wanted, "logits")
-        message = "RobertaForMaskedLM computes its loss without its loss function"
-        with pytest.raises(UnsupportedModelError, match=message) as error:
+        message = "RobertaForMaskedLM computes its loss without its loss function.*gather_outputs=True"
+        with pytest.raises(UnsupportedModelError, match=message):
             model(**batch, labels=labels)
-        assert "gather_outputs" not in str(error.value), "the remedy is passed already"
-    with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=f"{message}.*gather_outputs=True"):
-        model(**batch, labels=labels)
-
-
-def remedy_for_a_loss_function():
-    """The remedy doesn't name what is passed already."""
-    for gathers in (False, True):
-        with SequenceParallel(with_its_own_loss(), gather_outputs=gathers) as context:
-            with pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels") as error:
-                context.models[0](**packed())
-            assert ("gather_outputs" in str(error.value)) is not gathers
+    model = with_its_own_loss()
+    with SequenceParallel(model), pytest.raises(UnsupportedModelError, match=r"must take shift_labels.*Pass no labels"):
+        model(**packed())
 
 
 class OwnHead(nn.Module):
@@ -281,17 +306,9 @@ def own_head(model):
     return head, head
 
 
-def head_of_transformers(model):
-    return model.model, lambda **batch: model(**batch).loss
-
-
 def forward_from_before(model):
     forward = model.forward
     return model, lambda **batch: forward(**batch).loss
-
-
-def ignore_model(loss, _, **batch):
-    return loss(**batch)
 
 
 def outside_of_the_given_model(make):
@@ -299,173 +316,42 @@ def outside_of_the_given_model(make):
     for batch in (packed(), two_rows()):
         given, loss = make(make_model())
         with pytest.raises(ValueError, match=r"(?s)to match.* this rank's rows, .*gather_outputs=True.*context.shard"):
-            on_ranks(given, partial(ignore_model, loss), batch)
+            on_ranks(given, lambda _, loss=loss, **batch: loss(**batch), batch)
         model = make_model()
         given, loss = make(model)
-        got = on_ranks(given, partial(ignore_model, loss), batch, gather_outputs=True)
+        got = on_ranks(given, lambda _, loss=loss, **batch: loss(**batch), batch, gather_outputs=True)
         got.gradients = mean_over(None, gradients_of(model))
         same(got, alone(make_model(), loss_of, batch))
 
 
-def fewer_heads_than_ranks():
-    model = make_model("llama", num_attention_heads=dist.get_world_size() // 2, num_key_value_heads=1)
-    with SequenceParallel(model, exchange="ulysses"), pytest.raises(ValueError, match="gives every rank a query head"):
-        model(**packed())
-
-
-def from_config(family, **overrides):
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON | overrides))
-
-
-def sequence_classifier():
-    return LlamaForSequenceClassification(AutoConfig.for_model("llama", **COMMON))
-
-
-def gpt_neo():
-    return from_config("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
-
-
-def with_its_own_loss():
-    model = make_model()
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
-    return model
-
-
-def patched_for_sdpa():
-    model = make_model()
-    patch(model, attention="sdpa")
-    return model
-
-
-ENTRIES = {
-    "a trainer as model": (
-        r"got a SimpleNamespace, which holds a model; pass that model, its attribute .model",
-        lambda: SimpleNamespace(model=make_model()),
-    ),
-    "None as model": (r"expected a model, an instance of torch.nn.Module; got None of type", lambda: None),
-    "name as model": (r"got the name 'gpt2'; load it first", lambda: "gpt2"),
-    "class as model": (r"got the class LlamaForCausalLM; make a model of it first", lambda: LlamaForCausalLM),
-    "configuration as model": (r"got a LlamaConfig; make a model of it first", LlamaConfig),
-    "number as model": (r"got 3 of type int", lambda: 3),
-    "no models": (r"expected a model, or several; got \[\]", list),
-    "name among models": (r"got the name 'gpt2'", lambda: [make_model(), "gpt2"]),
-}
-SETTINGS = {
-    "check_batches": ("check_batches must be True or False; got str 'x'", {"check_batches": "x"}),
-    "gather_outputs": ("gather_outputs must be True or False; got str 'no'", {"gather_outputs": "no"}),
-    "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got 'avg'", {"grad_reduce": "avg"}),
-    "unknown layout": ("layout must be one of 'contiguous'.*got 'greedy'", {"layout": "greedy"}),
-    "unknown exchange": (
-        "exchange must be one of 'auto', 'all_gather', 'group_cast', 'ring', 'ulysses', .*'p2p'", {"exchange": "p2p"}
-    ),
-    "list of exchanges": (r"exchange must be one of .* got \['ring'\]", {"exchange": ["ring"]}),
-    "stride of another exchange": (
-        "heads_k_stride is for exchange='all_gather'", {"exchange": "ring", "heads_k_stride": 1}
-    ),
-    "stride of more than all key heads": (
-        "heads_k_stride must be an integer from 1 to the number of key heads, 2; got 3", {"heads_k_stride": 3}
-    ),
-    "stride of no heads": ("heads_k_stride must be .* got 0", {"heads_k_stride": 0}),
-    "scheme with another layout": (
-        "'batch_zigzag' has the layout 'zigzag'; got layout='stripe'", {"exchange": "batch_zigzag", "layout": "stripe"}
-    ),
-    "scheme with the default layout": (
-        "'varlen_llama3' has the layout 'contiguous'; got layout='balanced'",
-        {"exchange": "varlen_llama3", "layout": "balanced"},
-    ),
-}  # fmt: skip
-MODELS = {
-    "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2)),
-    "dense attention": ("'gpt_neo' attends by 'dense'", gpt_neo),
-    "transformers' attention": ("attends by 'sdpa'", patched_for_sdpa),
-    "sequence classifier": ("LlamaForSequenceClassification reads one token", sequence_classifier),
-    "second of two models": ("MultiHeadAttention", lambda: [make_model(), from_config("xlm")]),
-}
-GROUPS = {
-    "name as group": (r"group must be a process group.* got str 'sp'.*mesh\['sp'\]", "sp"),
-    "number as group": (r"group must be .* got int 3", 3),
-    "list as group": (r"group must be .* got list \[0\].*new_group\(ranks\)", [0]),
-}
-CALLS = {
-    "no tokens": (r"at least one token; got tokens of shape \(1, 0\)", lambda _: {"input_ids": numbers(1, 0)}),
-    "neither ids nor embeddings": ("either input_ids or inputs_embeds", without("input_ids")),
-    "use_cache": ("without a cache", replaced(use_cache=True)),
-    "4-D mask": (
-        "attention_mask must be two-dimensional", replaced(attention_mask=torch.zeros(1, 1, TOKENS, TOKENS))
-    ),
-    "mask that counts from 0": (
-        r"is padding, by the number 0\..*pass attention_mask \+ 1",
-        lambda batch: {**batch, "attention_mask": (batch["position_ids"] == 0).cumsum(1) - 1},
-    ),
-    "labels of another shape": (
-        r"labels must have the shape.*\(1, 51\); got \(1, 50\)", replaced(labels=numbers(1, 50))
-    ),
-    "labels for kept logits": (r"\(1, 3\), so their targets.*Pass shift_labels", replaced(logits_to_keep=3)),
-    "kept logits outside of rows": ("places in rows of 51 tokens", replaced(logits_to_keep=torch.tensor([TOKENS]))),
-    "negative kept logits": ("logits_to_keep must be how many.*got int -1", replaced(logits_to_keep=-1)),
-}  # fmt: skip
-UNSUPPORTED_CALLS = {
-    "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8)), make_model),
-    "loss function without targets": ("must take shift_labels", lambda batch: batch, with_its_own_loss),
-}  # fmt: skip
-DIFFERENCES = {
-    "other tokens": ("different batches: input_ids differs", replaced(input_ids=numbers(1, TOKENS, seed=9))),
-    "other order": ("input_ids differs", lambda batch: batch | {"input_ids": batch["input_ids"].flip(1)}),
-    "other labels": ("labels differs", replaced(labels=numbers(1, TOKENS, seed=9))),
-    "other documents": ("position_ids differs", replaced(position_ids=torch.arange(TOKENS)[None])),
-    "other lengths": (
-        "input_ids, position_ids, labels differ", lambda batch: {name: x[:, :40] for name, x in batch.items()}
-    ),
-}  # fmt: skip
-
 CASES = {
-    **{name: partial(refused_on_entry, message, make) for name, (message, make) in ENTRIES.items()},
-    **{name: partial(refused_on_entry, message, **options) for name, (message, options) in SETTINGS.items()},
-    **{
-        name: partial(refused_on_entry, message, make, UnsupportedModelError)
-        for name, (message, make) in MODELS.items()
-    },
-    **{name: partial(refused_group, message, group) for name, (message, group) in GROUPS.items()},
-    **{name: partial(refused_call, message, change) for name, (message, change) in CALLS.items()},
-    **{
-        name: partial(refused_call, message, change, make, UnsupportedModelError)
-        for name, (message, change, make) in UNSUPPORTED_CALLS.items()
-    },
-    **{name: partial(differs, message, change) for name, (message, change) in DIFFERENCES.items()},
+    **{name: partial(refused_on_entry, *given) for name, given in ENTRIES.items()},
+    **{name: partial(refused_group, *given) for name, given in GROUPS.items()},
+    **{name: partial(refused_call, *given) for name, given in CALLS.items()},
+    **{name: partial(differs, *given) for name, given in DIFFERENCES.items()},
+    **{name: partial(error_on_the_last_rank, *given) for name, given in ERRORS.items()},
     "no gradients on one rank": partial(differs, "whether gradients are computed differs", training=False),
-    "no tokens on one rank": partial(error_on_the_last_rank, "at least one token", replaced(input_ids=numbers(1, 0))),
-    "torn document on one rank": partial(
-        error_on_the_last_rank,
-        "has padding inside a document",
-        lambda batch: {"input_ids": batch["input_ids"], "attention_mask": TORN},
-    ),
-}
-CASES |= {
-    case.__name__.replace("_", " "): partial(outside_of_the_given_model, case)
-    for case in (own_head, head_of_transformers, forward_from_before)
-}
-CASES |= {
+    "own head": partial(outside_of_the_given_model, own_head),
+    "forward from before": partial(outside_of_the_given_model, forward_from_before),
+} | {
     case.__name__.replace("_", " "): case
     for case in (
-        error_on_the_last_rank_of_a_base_model,
-        arguments_that_differ_are_named,
         calls_that_differ_are_named,
         settings_differ,
         rank_outside_of_the_group,
         parameters_began_differently,
-        parameters_have_come_apart,
-        unpatched_inside,
-        patched_again_inside,
+        changed_inside,
         unchecked_batches,
         misused_context,
-        loss_without_a_loss_function,
-        remedy_for_a_loss_function,
-        fewer_heads_than_ranks,
+        losses_that_ranks_cannot_share,
     )
 }
 
 # The rank at fault and the ranks that name it differ with the number of ranks.
 ALSO_ON_FOUR = [
-    *("arguments that differ are named", "fewer heads than ranks", "other tokens", "other lengths"),
-    *("no tokens on one rank", "settings differ", "rank outside of the group", "parameters have come apart"),
+    "other tokens",
+    "other lengths",
+    "no tokens on one rank",
+    "settings differ",
+    "rank outside of the group",
 ]

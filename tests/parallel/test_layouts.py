@@ -1,166 +1,271 @@
-"""Layouts: each row has one owner, rows ascend, work is even, unsharding inverts sharding."""
+"""Layouts: each row has one owner, rows ascend, work is even, ranks need few keys, unsharding inverts sharding."""
 
+import time
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
 import pytest
 import torch
 
-from tests.lengths import distributions, packs
+from tests.lengths import distributions, fill, packs
+from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
+from tritonpack.parallel.exchanges.keys import cast_parts, few_keys
+from tritonpack.parallel.layouts import LayoutName
+from tritonpack.parallel.seen_keys import host_bounds
 
-NAMES = ("contiguous", "zigzag", "stripe", "balanced", "documents")
+NAMES = get_args(LayoutName)
+MILLION, RANKS = 1 << 20, 8
+GUIDE = Path(__file__).parents[2] / "docs/sequence-parallelism.md"
 
 
-def mask_of(total):
-    return BlockDiagonalMask.from_seqlens([total // 3, total - total // 3])
+def of(lengths, **options):
+    return BlockDiagonalMask.from_seqlens(lengths, **options)
+
+
+def drawn(median, tokens=MILLION, seed=0):
+    rng = np.random.default_rng(seed)
+    return fill(np.maximum(rng.lognormal(np.log(median), 1.0, 64 + 8 * tokens // median), 1), tokens)
+
+
+def row_imbalance(layout):
+    return max(layout.lengths) * layout.ranks / layout.num_rows
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("total", [0, 1, 7, 64, 1000])
-def test_every_row_has_one_owner(name, ranks, total):
-    layout = make_layout(name, mask_of(total), ranks, chunk=16)
+def test_every_row_has_one_owner_and_unsharding_inverts_sharding(name, ranks, total):
+    layout = make_layout(name, of([total // 3, total - total // 3]), ranks)
     assert layout.ranks == ranks
     assert torch.cat(layout.rows).sort().values.tolist() == list(range(total))
     assert all(bool((rows[1:] > rows[:-1]).all()) for rows in layout.rows)
     assert layout.lengths == [len(rows) for rows in layout.rows]
-    runs = max(int((rows.diff() != 1).sum()) + 1 for rows in layout.rows)
-    spread = max(layout.lengths) - min(layout.lengths)
-    allowed = {"contiguous": 1, "stripe": 1, "zigzag": 2, "balanced": runs, "documents": 2 + 0.03 * total}
-    assert spread <= allowed[name]
+    allowed = {"contiguous": 1, "stripe": 1, "zigzag": 2, "documents": 2 + 0.03 * total}
+    assert max(layout.lengths) - min(layout.lengths) <= allowed[name]
     assert min(layout.lengths) >= min(total // ranks, 1)
+    x = torch.randn(2, total, 2)
+    shards = [layout.shard(x, rank, 1) for rank in range(ranks)]
+    assert torch.equal(layout.unshard(torch.cat(shards, -2), -2), x)
 
 
 def test_rows_of_each_rank():
-    mask = BlockDiagonalMask.from_seqlens([8])
-    rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=1).rows] for name in NAMES}
+    rows = {name: [rows.tolist() for rows in make_layout(name, of([8]), 2).rows] for name in NAMES}
     assert rows == {
         "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
         "stripe": [[0, 2, 4, 6], [1, 3, 5, 7]],
-        "balanced": [[0, 3, 4, 7], [1, 2, 5, 6]],
         "documents": [[0, 1, 2, 3], [4, 5, 6, 7]],  # so short that keys cost more than pairs
     }
 
 
-def test_chunks_have_the_default_length():
-    layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([256 * 64]), 2)
-    for rows in layout.rows:
-        chunks = rows.view(-1, 256)
-        assert (chunks == chunks[:, :1] + torch.arange(256)).all()
-        assert (chunks[:, 0] % 256 == 0).all()
-
-
-def test_chunks_are_not_shorter_than_tiles():
-    """If 16 chunks per rank were shorter than a tile of 128 rows, there are fewer: 15 for 2,000 rows per rank."""
-    for tokens, ranks, chunks in ((32768, 64, 4), (32000, 16, 15), (32768, 256, 1)):
-        layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([tokens]), ranks)
-        bounds = {tokens * chunk // (ranks * chunks) for chunk in range(ranks * chunks)}
-        assert all(int(rows[0]) in bounds for rows in layout.rows)
-        jumps = [rows[1:][rows.diff() != 1].tolist() for rows in layout.rows]
-        assert all(set(one) <= bounds and len(one) < chunks for one in jumps)
-        assert layout.in_order == (chunks == 1)
-
-
-@pytest.mark.parametrize("tokens", [32768, 131072])
-@pytest.mark.parametrize("lengths", ["one", "skewed", "stdlib", "flan", "tiny"])
-def test_balanced_work_is_even(tokens, lengths):
-    mask = BlockDiagonalMask.from_seqlens(distributions(tokens)[lengths])
-    for ranks in (2, 4, 8, 16):
-        assert make_layout("balanced", mask, ranks).imbalance(mask) <= 1.02
-
-
-def test_balanced_work_is_even_for_drawn_packs():
-    """Ten batches each of short documents, of a long tail and of conversations."""
-    for _, lengths in packs(32768, 10):
-        mask = BlockDiagonalMask.from_seqlens(lengths)
-        assert mask.num_queries == 32768
-        assert max(make_layout("balanced", mask, ranks).imbalance(mask) for ranks in (4, 8, 16)) <= 1.02
-
-
-def test_balanced_work_is_even_with_windows_and_padding():
-    lengths = distributions(32768)["stdlib"]
-    padded = BlockDiagonalMask.from_cu_seqlens(
-        torch.tensor([0, *lengths]).cumsum(0), window=(512, 0), total_q=40000, total_k=40000
-    )
-    assert make_layout("balanced", padded, 8).imbalance(padded) <= 1.02
-    assert make_layout("contiguous", padded, 8).imbalance(padded) > 1.15
-
-
 def test_imbalance_counts_visible_pairs():
     """In a document of 8 tokens, the first four see 10 keys and the others 26."""
-    mask = BlockDiagonalMask.from_seqlens([8])
-    assert make_layout("contiguous", mask, 2).imbalance(mask) == 26 / 18
-    assert make_layout("zigzag", mask, 2).imbalance(mask) == 1.0
-    nothing = BlockDiagonalMask.from_cu_seqlens([0], total_q=8)
-    assert make_layout("balanced", nothing, 2).imbalance(nothing) == 1.0
+    assert make_layout("contiguous", of([8]), 2).imbalance(of([8])) == 26 / 18
+    assert make_layout("zigzag", of([8]), 2).imbalance(of([8])) == 1.0
+    nothing = BlockDiagonalMask.from_cu_seqlens([0], total_q=64)
+    layout = make_layout("documents", nothing, 4)
+    assert layout.imbalance(nothing) == 1.0
+    assert row_imbalance(layout) <= 1.25
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "most"),
+    [
+        (drawn(700), {}, 91_750),  # a tenth of all keys of the others
+        (drawn(8000), {}, 294_459),
+        ([MILLION], {"window": (1023, 0)}, 1100),
+        (drawn(8000), {"window": (1023, 0)}, 1100),
+        ([MILLION], {"chunk_size": 8192}, 0),
+        ([20] * 50_000, {}, 0),
+        (drawn(8000), {"causal": False}, 294_459),
+        ([MILLION], {}, 917_504),
+        ([MILLION // 3] * 3, {}, MILLION // 2),
+    ],
+    ids=["700", "8k", "one, window", "8k, window", "chunks", "tiny", "8k, bidirectional", "one", "three"],
+)
+def test_few_keys_and_even_work_for_a_million_tokens(lengths, options, most):
+    mask = of(lengths, **options)
+    host_bounds(mask)
+    began = time.process_time()
+    layout = make_layout("documents", mask, RANKS)
+    parts = cast_parts(mask, layout, 5, 4)
+    assert time.process_time() - began < 2.0
+    keys = layout.remote_keys(mask)
+    assert max(keys) <= most
+    assert layout.imbalance(mask) <= 1.02
+    assert row_imbalance(layout) <= 1.03
+    assert sum(sum(part.received_counts) for part in parts) == keys[5] == sum(part.mask.num_keys for part in parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16, pytest.param(64, marks=pytest.mark.slow)])
+def test_work_is_even_on_other_numbers_of_ranks(ranks):
+    lengths = [lengths for _, lengths in packs(131072, 1)]
+    lengths += [distributions(32768)[name] for name in ("one", "skewed", "stdlib", "flan", "tiny") if ranks < 64]
+    for mask in map(of, lengths):
+        layout = make_layout("documents", mask, ranks)
+        assert layout.imbalance(mask) <= 1.02
+        assert row_imbalance(layout) <= 1.03
+
+
+@pytest.mark.parametrize("window", [1024, 4096])
+def test_windows_as_long_as_a_share_are_nearly_even(window):
+    mask = of(drawn(8000, tokens=32768), window=(window - 1, 0))
+    layout = make_layout("documents", mask, RANKS)
+    assert layout.imbalance(mask) <= 1.1
+    assert row_imbalance(layout) <= 1.06
+
+
+def test_padding_is_divided_evenly():
+    """Rows that see nothing are rows, too."""
+    mask = BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 5000, 9000]), total_q=20000)
+    layout = make_layout("documents", mask, 4)
+    assert row_imbalance(layout) <= 1.03
+    assert layout.imbalance(mask) <= 1.02
+
+
+def test_all_masks_of_the_layers_count():
+    """A document of 60,000 tokens needs a zigzag for a full layer, and runs for layers with windows of 1,024."""
+    full, windows = of([60000]), of([60000], window=(1023, 0))
+
+    def runs(masks):
+        return max(int((rows.diff() != 1).sum()) + 1 for rows in make_layout("documents", masks, 4).rows)
+
+    assert runs(full) == runs([full]) == 2
+    assert runs(windows) == runs([windows, windows]) == 1
+    assert runs([full, windows, windows]) > 1
+    pairs = host_bounds(full).counts + 20 * host_bounds(windows).counts
+    work = [int(pairs[rows].sum()) for rows in make_layout("documents", [full, *[windows] * 20], 4).rows]
+    assert max(work) * 4 / sum(work) <= 1.02
+    chunks, whole = of([4096] * 2, chunk_size=512), of([4096] * 2)
+    assert make_layout("documents", [chunks], 2).remote_keys(whole) != [0, 0]
+    assert make_layout("documents", [chunks, whole], 2).remote_keys(whole) == [0, 0]
+
+
+def test_pieces_follow_the_fractions_of_a_document():
+    """Three documents for eight ranks: each rank has rows of at most two documents, of each at most two runs."""
+    for rows in make_layout("documents", of([30000] * 3), 8).rows:
+        assert len(set((rows // 30000).tolist())) <= 2
+        assert int((rows.diff() != 1).sum()) + 1 <= 4
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_unsharding_inverts_sharding(name, dim):
-    layout = make_layout(name, mask_of(50), 4, chunk=4)
-    x = torch.randn(50, 50, 50)
-    shards = [layout.shard(x, rank, dim) for rank in range(4)]
-    assert [shard.shape[dim] for shard in shards] == layout.lengths
-    assert torch.equal(layout.unshard(torch.cat(shards, dim), dim), x)
-
-
-def test_in_order_is_whether_shards_follow_each_other():
-    assert make_layout("contiguous", mask_of(50), 4).in_order
-    assert not make_layout("zigzag", mask_of(50), 4).in_order
-    assert make_layout("zigzag", mask_of(50), 1).in_order
-
-
-def test_ties_are_broken_by_number():
-    """So that all ranks make the same layout of chunks with equal work."""
-    mask = BlockDiagonalMask.from_seqlens([10] * 64, causal=False)
-    layouts = [make_layout("balanced", mask, 4, chunk=10) for _ in range(2)]
-    assert [a.tolist() for a in layouts[0].rows] == [b.tolist() for b in layouts[1].rows]
-    assert layouts[0].rows[0].tolist()[:10] == list(range(10))
-
-
-def test_restricted_masks_are_rows_of_the_mask():
-    mask = BlockDiagonalMask.from_seqlens([13, 1, 30, 6], window=(9, 0))
-    for name in NAMES:
-        for rows in make_layout(name, mask, 3, chunk=4).rows:
-            assert torch.equal(mask.restrict(rows).validate().to_dense(), mask.to_dense()[rows])
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "make",
     [
-        (lambda m: make_layout("ring", m, 2), "layout must be one of 'contiguous', 'zigzag'.*got 'ring'"),
-        (lambda m: make_layout("zigzag", m, 0), "ranks must be an integer of at least 1; got 0"),
-        (lambda m: make_layout("zigzag", m, True), "ranks must be an integer of at least 1; got True"),
-        (lambda m: make_layout("balanced", m, 2, chunk=0), "chunk must be an integer of at least 1; got 0"),
-        (lambda m: make_layout("zigzag", m.restrict(torch.arange(5)), 2), "5 queries and 50 keys"),
-        (lambda m: make_layout("zigzag", m, 2).shard(torch.zeros(50), 2), "rank must be an integer from 0 to 1; got 2"),
-        (lambda m: make_layout("zigzag", m, 2).shard(torch.zeros(49), 0), r"50 rows.*dim=0; got shape \(49,\)"),
-        (lambda m: make_layout("zigzag", m, 2).unshard(torch.zeros(50), 1), r"50 rows.*dim=1; got shape \(50,\)"),
+        lambda: of([13, 1, 30, 6]),
+        lambda: of([13, 1, 30, 6], window=(9, 0)),
+        lambda: of([13, 1, 30, 6], window=(2, 3), causal=False),
+        lambda: of([13, 1, 30, 6], chunk_size=8),
+        lambda: of([13, 1, 30, 6], causal=False),
+        padded,
+        lambda: of([]),
     ],
+    ids=["causal", "window", "both sides", "chunks", "bidirectional", "padded", "empty"],
 )
-def test_refuses_malformed_arguments(call, message):
+def test_remote_keys_are_those_that_rows_see(name, make):
+    """Compared with the dense mask, pair by pair, and so are the rows that travel in parts, and the masks of parts."""
+    mask = make()
+    dense = mask.to_dense()
+    assert host_bounds(mask).counts.tolist() == dense.sum(1).tolist()
+    layout = make_layout(name, mask, 3)
+    needed = [dense[rows].any(0) for rows in layout.rows]
+    for rank, rows in enumerate(layout.rows):
+        needed[rank][rows] = False
+    assert layout.remote_keys(mask) == [int(one.sum()) for one in needed]
+    for rank, rows in enumerate(layout.rows):
+        sent = torch.cat([needed[other][rows].nonzero()[:, 0] for other in range(3)])
+        received = [other[needed[rank][other]] for other in layout.rows]
+        for whole in cast_parts(mask, layout, rank, 1):
+            assert whole.sent.tolist() == sent.tolist()
+            assert whole.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
+        parts = cast_parts(mask, layout, rank, 3)
+        assert len(parts) == min(3, max(layout.remote_keys(mask)))
+        taken = [0, 0, 0]
+        for part in parts:
+            counts = part.received_counts
+            pieces = [one[n : n + more] for one, n, more in zip(received, taken, counts, strict=True)]
+            taken = [n + more for n, more in zip(taken, counts, strict=True)]
+            keys = torch.cat(pieces)[part.order]
+            assert torch.equal(part.mask.to_dense(), dense[rows][:, keys])
+            assert torch.equal(part.mask.distances(), mask.distances()[rows][:, keys])
+        assert taken == [len(one) for one in received] if parts else not sum(map(len, received))
+        assert sorted(torch.cat([part.sent for part in parts]).tolist() if parts else []) == sorted(sent.tolist())
+
+
+REFUSALS = [
+    (lambda: make_layout("balanced", of([50]), 2), "layout must be one of 'contiguous', 'zigzag'.*got 'balanced'"),
+    (lambda: make_layout("zigzag", of([50]), 0), "ranks must be an integer of at least 1; got 0"),
+    (lambda: make_layout("zigzag", of([50]), True), "ranks must be an integer of at least 1; got True"),
+    (lambda: make_layout("zigzag", of([50]).restrict(torch.arange(5)), 2), "5 queries and 50 keys"),
+    (lambda: make_layout("documents", [], 2), r"equally many rows, on one device; got \[\]"),
+    (lambda: make_layout("stripe", [of([5]), of([6])], 2), "equally many rows, .*num_queries=5.*num_queries=6"),
+    (lambda: make_layout("stripe", [of([5]), None], 2), "mask must be a BlockDiagonalMask, .* of them; got NoneType"),
+    (lambda: make_layout("documents", trees(), 2), "For a mask of trees use the layout 'contiguous', 'zigzag'"),
+    (lambda: make_layout("zigzag", of([50]), 2).shard(torch.zeros(50), 2), "rank must be an integer from 0 to 1; got"),
+    (lambda: make_layout("zigzag", of([50]), 2).shard(torch.zeros(49), 0), r"50 rows.*dim=0; got shape \(49,\)"),
+    (lambda: make_layout("zigzag", of([50]), 2).unshard(torch.zeros(50), 1), r"50 rows.*dim=1; got shape \(50,\)"),
+    (lambda: make_layout("zigzag", of([50]), 2).divide(0), "parts must be an integer of at least 1; got 0"),
+    (lambda: Layout(()), "one at least; got none"),
+    (lambda: Layout(([0, 1],)), r"int64 tensors on one device; got list \[0, 1\]"),
+    (lambda: Layout((torch.tensor([0, 1], dtype=torch.int32),)), r"got \(2,\) int32 on cpu"),
+    (lambda: Layout((torch.tensor([1, 0]),)), "must ascend"),
+    (lambda: Layout((torch.tensor([0, 1]), torch.tensor([1]))), "exactly one rank"),
+    (lambda: Layout((torch.tensor([0, 3]), torch.tensor([1]))), "exactly one rank"),
+    (lambda: Layout((torch.tensor([-1, 0]), torch.tensor([1]))), "exactly one rank"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS)
+def test_refuses(call, message):
     with pytest.raises(ValueError, match=message):
-        call(mask_of(50))
+        call()
 
 
-def test_layout_from_rows():
-    layout = Layout((torch.tensor([1, 2]), torch.tensor([0])))
-    assert (layout.num_rows, layout.lengths, layout.inverse.tolist()) == (3, [2, 1], [2, 0, 1])
+def batches():
+    """The batches of the guide's tables."""
+    for name, lengths in packs(MILLION, 1):
+        yield name, of(lengths)
+    yield "one document, window 1,024", of([MILLION], window=(1023, 0))
+    rng = np.random.default_rng(0)
+    lengths = fill(np.maximum(rng.lognormal(np.log(8000), 1.0, 64 + MILLION // 1000), 1), MILLION)
+    yield "median 8,000", of(lengths)
+    yield "median 8,000, window 1,024", of(lengths, window=(1023, 0))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ((), "one at least; got none"),
-        (([0, 1],), r"int64 tensors on one device; got list \[0, 1\]"),
-        ((torch.tensor([0, 1], dtype=torch.int32),), r"got \(2,\) int32 on cpu"),
-        ((torch.tensor([1, 0]),), "must ascend"),
-        ((torch.tensor([0, 1]), torch.tensor([1])), "exactly one rank"),
-        ((torch.tensor([0, 3]), torch.tensor([1])), "exactly one rank"),
-        ((torch.tensor([-1, 0]), torch.tensor([1])), "exactly one rank"),
-    ],
-)
-def test_refuses_malformed_rows(rows, message):
-    with pytest.raises(ValueError, match=message):
-        Layout(rows)
+def rows_of_tables():
+    for name, mask in batches():
+        layouts = {one: make_layout(one, mask, 8) for one in ("contiguous", "documents")}
+        keys = {one: max(layout.remote_keys(mask)) for one, layout in layouts.items()}
+        documents = layouts["documents"]
+        yield (
+            f"| {name} | {keys['contiguous']:,} (pairs {layouts['contiguous'].imbalance(mask):.2f}) | "
+            f"{keys['documents']:,} | {documents.imbalance(mask):.2f} | {row_imbalance(documents):.2f} |"
+        )
+        cells = []
+        for ranks in (8, 16):
+            layout = make_layout("documents", mask, ranks)
+            longest = max(layout.lengths)
+            cells += [f"{(ranks - 1) * longest:,}", f"{max(layout.remote_keys(mask)):,}"]
+            if ranks == 16:
+                nodes = [torch.cat(half).sort().values for half in (layout.rows[:8], layout.rows[8:])]
+                seen = layout.seen_by_ranks(mask)
+                into = [sum(seen[8 * n + r].among(nodes[1 - n]).shape[0] for r in range(8)) for n in range(2)]
+                cells += [f"{8 * longest:,}", f"{max(into):,}"]
+            cells.append("group cast" if few_keys(mask, layout) else "all-gather")
+        cells.append(f"{max(make_layout('documents', mask, 2).remote_keys(mask)):,}")  # nodes whose ranks divide heads
+        if name != "median 8,000, window 1,024":
+            yield f"| {name} | {' | '.join(cells)} |"
+
+
+@pytest.mark.slow
+def test_tables_of_the_guide():
+    """`python -m tests.parallel.test_layouts` prints their rows."""
+    guide = GUIDE.read_text(encoding="utf-8")
+    assert [row for row in rows_of_tables() if row not in guide] == []
+
+
+if __name__ == "__main__":
+    print("\n".join(rows_of_tables()))

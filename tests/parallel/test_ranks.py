@@ -18,6 +18,7 @@ CASES = (
     "composition_cases",
     "proof_cases",
     "trainer_cases",
+    "failing_cases",
 )
 
 
@@ -27,15 +28,14 @@ def each_case(size, *modules):
     return pytest.mark.parametrize(("module", "name"), found, ids=ids)
 
 
-@each_case(2, *CASES)
+@each_case(2, *CASES, "padded_cases", "recurrent_cases", "router_cases")
 @pytest.mark.fast(
     "all_gather_with_grad: gathers dim 0, uneven True, lengths True",
     "all_gather_with_grad: sum, strided_loss",
-    "attention: all_gather, stride 3",
     "attention: all_gather, windows",
-    "attention: group_cast, documents, trees, windows",
+    "attention: group_cast, windows",
     "attention: group_cast, zigzag",
-    "attention: ring, balanced",
+    "attention: ring, documents",
     "attention: ring, trees, windows",
     "attention: ulysses, contiguous",
     "attention: ulysses, bfloat16",
@@ -46,76 +46,29 @@ def each_case(size, *modules):
     "context: ulysses contiguous",
     "context: loss in parts, summed",
     "context: documents stay apart: group_cast",
-    "lifecycle: nested contexts",
+    "lifecycle: a model in two contexts",
     "refusal: calls that differ are named",
-    "refusal: remedy for a loss function",
+    "refusal: losses that ranks cannot share",
     "composition: DDP, two batches per step",
     "proof: DDP trains",
     "trainer: Trainer",
+    "failing: error in forward",
+    "failing: sizes of batches are compared",
+    "padded: DDP, both, patch first",
+    "padded: SequenceParallel",
+    "recurrent: mamba2",
+    "recurrent: a long document",
+    "router: mixtral, padded",
 )
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
 
 
 @pytest.mark.slow
-@each_case(4, *CASES)
-def test_four_ranks_agree_with_one_process(run_on, module, name):
-    run_on(4, module, name)
-
-
-@pytest.mark.slow
-@each_case(2, "library_cases", "every_type_cases", "image_cases")
-def test_ranks_agree_with_what_wraps_models(run_on, module, name):
-    run_on(2, module, name)
-
-
-@pytest.mark.slow
-@each_case(2, "compiled_cases")
-def test_ranks_agree_under_torch_compile(run_on, module, name):
-    run_on(2, module, name)
-
-
-@pytest.mark.slow
-@each_case(4, "compiled_cases")
-def test_four_ranks_agree_under_torch_compile(run_on, module, name):
-    run_on(4, module, name)
-
-
-@pytest.mark.slow
-@each_case(2, "trl_cases")
-def test_trainers_agree_with_one_process(run_on, module, name):
-    pytest.importorskip("trl")
-    run_on(2, module, name)
-
-
-@pytest.mark.slow
-@each_case(4, "trl_cases")
-def test_trainers_of_two_replicas_agree_with_one_process(run_on, module, name):
-    pytest.importorskip("trl")
-    run_on(4, module, name)
-
-
-@each_case(2, "padded_cases")
-@pytest.mark.fast("padded: DDP, both, patch first", "padded: SequenceParallel")
-def test_ranks_agree_on_padded_batches(run_on, module, name):
-    run_on(2, module, name)
-
-
-@each_case(2, "recurrent_cases")
-@pytest.mark.fast("recurrent: mamba2", "recurrent: a long document")
-def test_ranks_agree_on_recurrent_models(run_on, module, name):
-    run_on(2, module, name)
-
-
-@each_case(2, "router_cases")
-@pytest.mark.fast("router: mixtral, padded")
-def test_ranks_agree_on_losses_of_routers(run_on, module, name):
-    run_on(2, module, name)
-
-
-@each_case(2, "failing_cases")
-@pytest.mark.fast("failing: error in forward", "failing: sizes of batches are compared")
-def test_no_rank_waits_for_a_failed_one_past_the_time_limit(run_on, module, name):
+@each_case(2, "library_cases", "every_type_cases", "image_cases", "compiled_cases", "trl_cases")
+def test_two_ranks_agree_with_other_libraries(run_on, module, name):
+    if module == "trl_cases":
+        pytest.importorskip("trl")
     run_on(2, module, name)
 
 
@@ -126,8 +79,10 @@ def test_three_ranks_agree_on_recurrent_models(run_on, module, name):
 
 
 @pytest.mark.slow
-@each_case(4, "failing_cases")
-def test_none_of_four_ranks_waits_for_a_failed_one_past_the_time_limit(run_on, module, name):
+@each_case(4, *CASES, "compiled_cases", "trl_cases")
+def test_four_ranks_agree_with_one_process(run_on, module, name):
+    if module == "trl_cases":
+        pytest.importorskip("trl")
     run_on(4, module, name)
 
 

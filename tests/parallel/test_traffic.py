@@ -1,130 +1,218 @@
-"""How many bytes the exchanges send, and when, on one rank of a fake group of eight."""
+"""How many bytes the exchanges send, and when, on one rank of a fake group of eight. Nothing is sent."""
 
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lengths import fill
-from tests.parallel.fake_collectives import RANK, RANKS, fake_collectives
-from tritonpack import BlockDiagonalMask
-from tritonpack.parallel import attend, make_layout
+from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
+from tritonpack.parallel import Layout, attend, comm, make_layout
 from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.exchanges import keys
 from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.merge import exact
 from tritonpack.parallel.exchanges.ulysses import divide_heads
 from tritonpack.parallel.layouts import LayoutName
-from tritonpack.testing.cases import parents_of
 
+RANKS, RANK = 8, 3
 TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 2048, 16, 8, 4
+KEYS = ("all_gather", "group_cast", "ring")
+
+
+@dataclass
+class Traffic:
+    """What a rank sends and computes.
+
+    Attributes:
+        received: bytes that come from other ranks, by collective.
+        of_group: the same bytes, by the name of the group.
+        events: (what, number) in their order. "launch" and "wait" have the number of the collective, "compute" is a
+            call of attention, forward or backward, with the number of visible pairs.
+    """
+
+    received: Counter = field(default_factory=Counter)
+    of_group: Counter = field(default_factory=Counter)
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def launches(self) -> int:
+        return sum(what == "launch" for what, _ in self.events)
+
+    def forget(self) -> None:
+        self.received.clear()
+        self.of_group.clear()
+        self.events.clear()
+
+    def launch(self, collective, group, received):
+        """Record a collective; the result has its `wait`."""
+        number = self.launches
+        self.received[collective] += received
+        self.of_group[group.group_name] += received
+        self.events.append(("launch", number))
+        return SimpleNamespace(wait=lambda *_, **__: self.events.append(("wait", number)))
+
+    def exposed(self) -> list[int]:
+        """The collectives between whose launch and wait no pair of a query and a key is computed."""
+        found = []
+        for number in range(self.launches):
+            first, last = self.events.index(("launch", number)), self.events.index(("wait", number))
+            if not any(what == "compute" and pairs for what, pairs in self.events[first:last]):
+                found.append(number)
+        return found
 
 
 @pytest.fixture
 def traffic(monkeypatch):
-    with fake_collectives(monkeypatch) as traffic:
-        yield traffic
+    """Collectives, and attention of a part, whose results are memory that nobody has written."""
+    traffic = Traffic()
+
+    def all_to_all(target, source, taken, given, group, **_):
+        assert (target.numel(), source.numel()) == (sum(taken), sum(given))
+        return traffic.launch("all_to_all", group, (sum(taken) - taken[dist.get_rank(group)]) * target.itemsize)
+
+    def batch(operations):
+        received = sum(one.tensor.nbytes for one in operations if one.op is dist.irecv)
+        return [traffic.launch("ring", operations[0].group, received)]
+
+    def compute(mask):
+        traffic.events.append(("compute", int((mask.key_stop - mask.key_start).sum())))
+
+    def forward(_, q, k, v, mask, *heads):
+        compute(mask)
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=exact(q.dtype))
+
+    def backward(_, dout, q, k, v, out, lse, mask, *heads):
+        compute(mask)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    for name, fake in {
+        "_all_gather": lambda x, y, group, **_: traffic.launch("all_gather", group, x.nbytes - y.nbytes),
+        "_reduce_scatter": lambda x, y, group, **_: traffic.launch("reduce_scatter", group, y.nbytes - x.nbytes),
+    }.items():
+        monkeypatch.setattr(comm, name, fake)
+    monkeypatch.setattr(Call, "forward", forward)
+    monkeypatch.setattr(Call, "backward", backward)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+    yield traffic
+    dist.destroy_process_group()
 
 
-def bytes_received(exchange, lengths, heads, kv_heads, dtype):
-    """Bytes of each rank in forward and in backward, by the formulas of docs/sequence-parallelism.md."""
-    rows, b, wide = np.array(lengths), dtype.itemsize, max(dtype.itemsize, 4)
-    width, total = kv_heads * (HEAD_DIM + HEAD_DIM_V), sum(lengths)
-    if exchange == "all_gather":
-        numbers = np.full(RANKS, (RANKS - 1) * max(lengths) * width)
-        return numbers * b, numbers * (b + wide)
-    if exchange == "ring":
-        numbers = (total - rows) * width
-        return numbers * b, numbers * b + (total - np.roll(rows, 1)) * width * wide
-    shares = divide_heads(heads, kv_heads, RANKS)
-    own, keys = (np.array([span.stop - span.start for span in side]) for side in shares)
-    inputs = own * HEAD_DIM + keys * (HEAD_DIM + HEAD_DIM_V)
-    forward = (total - rows) * inputs + rows * (heads - own) * HEAD_DIM_V
-    backward = (total - rows) * own * HEAD_DIM_V + rows * (inputs.sum() - inputs)
+def of(lengths, **options):
+    return BlockDiagonalMask.from_seqlens(lengths, **options)
+
+
+def run(traffic, mask, layout, exchange, heads, kv_heads, dtype=torch.float32, group=None):
+    """Yields after forward, and again after backward, with the traffic of each alone."""
+    shapes = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, HEAD_DIM_V))
+    q, k, v = (torch.zeros(layout.lengths[RANK], *one, dtype=dtype, requires_grad=True) for one in shapes)
+    traffic.forget()
+    out = attend(q, k, v, mask, layout, group, exchange=exchange)
+    yield "forward"
+    traffic.forget()
+    out.backward(torch.zeros_like(out))
+    yield "backward"
+
+
+def bytes_of_heads(lengths, place, heads, kv_heads, dtype):
+    """Forward and backward, along the dimension that divides heads among ranks with rows of these lengths."""
+    rows, others, b = lengths[place], sum(lengths) - lengths[place], dtype.itemsize
+    shares = divide_heads(heads, kv_heads, len(lengths))
+    own, used = (np.array([one.stop - one.start for one in side]) for side in shares)
+    inputs = own * HEAD_DIM + used * (HEAD_DIM + HEAD_DIM_V)
+    forward = others * inputs[place] + rows * (heads - own[place]) * HEAD_DIM_V
+    backward = others * own[place] * HEAD_DIM_V + rows * (inputs.sum() - inputs[place])
     return forward * b, backward * b
 
 
-@pytest.mark.fast(
-    "16-2-dtype0-6-balanced",
-    "16-8-dtype0-6-stripe",
-    "16-8-dtype1-2059-stripe",
-    "16-16-dtype0-2048-zigzag",
-    "16-16-dtype1-2048-stripe",
-    "12-4-dtype1-6-zigzag",
-    "20-10-dtype0-2059-zigzag",
-    "20-10-dtype1-2059-stripe",
-)
-@pytest.mark.parametrize("layout", ["balanced", "stripe", "zigzag"])
-@pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 11, RANKS - 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (16, 8), (16, 16), (12, 4), (20, 10)])
-def test_bytes_received_follow_the_formulas(traffic, heads, kv_heads, dtype, tokens, layout):
+def bytes_of_keys(exchange, mask, layout, place, kv_heads, dtype):
+    """Forward and backward, along the dimension in which `kv_heads` travel between ranks with the rows of a layout."""
+    b, wide, width, lengths = dtype.itemsize, max(dtype.itemsize, 4), kv_heads * (HEAD_DIM + HEAD_DIM_V), layout.lengths
+    if exchange == "all_gather":
+        there = back = (len(lengths) - 1) * max(lengths)
+    elif exchange == "ring":
+        there, back = sum(lengths) - lengths[place], sum(lengths) - lengths[place - 1]
+    else:  # the keys that the dense mask shows to the rows, and a gradient for each way back
+        dense, mine = mask.to_dense(), layout.rows[place]
+        seen = dense[mine].any(0)
+        seen[mine] = False
+        there = int(seen.sum())
+        back = sum(int(dense[rows][:, mine].any(0).sum()) for rank, rows in enumerate(layout.rows) if rank != place)
+    return there * width * b, there * width * b + back * width * wide
+
+
+@pytest.mark.parametrize("tokens", [TOKENS + 11, RANKS - 2])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (16, 16), (12, 4), (20, 10)])
+@pytest.mark.parametrize("exchange", [*KEYS, "ulysses"])
+def test_bytes_received_follow_the_formulas(traffic, exchange, heads, kv_heads, tokens):
     """Also if rows or heads don't divide by ranks, if ranks share key heads, or if some ranks have no row."""
-    mask = BlockDiagonalMask.from_seqlens([tokens - 5, 5])
-    layout = make_layout(layout, mask, RANKS)
-    for exchange in ("all_gather", "ring", "ulysses"):
-        forward, backward = bytes_received(exchange, layout.lengths, heads, kv_heads, dtype)
-        widths = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, HEAD_DIM_V))
-        rows = layout.lengths[RANK]
-        q, k, v = (torch.zeros(rows, *width, dtype=dtype, requires_grad=True) for width in widths)
-        traffic.forget()
-        out = attend(q, k, v, mask, layout, exchange=exchange)
-        assert traffic.received.total() == forward[RANK]
-        traffic.forget()
-        out.backward(torch.zeros_like(out))
-        assert traffic.received.total() == backward[RANK]
+    mask, dtype = of([tokens - 5, 5]), torch.bfloat16 if heads == 16 else torch.float64
+    layout = make_layout("zigzag" if heads == 12 else "stripe", mask, RANKS)
+    if exchange == "ulysses":
+        expected = bytes_of_heads(layout.lengths, RANK, heads, kv_heads, dtype)
+    else:
+        expected = bytes_of_keys(exchange, mask, layout, RANK, kv_heads, dtype)
+    steps = run(traffic, mask, layout, exchange, heads, kv_heads, dtype)
+    assert [traffic.received.total() for _ in steps] == [*expected]
 
 
-FOREST = (
-    [(-1, 400), (0, 280), (0, 40), (0, 480)],
-    [(-1, 200)],
-    [(-1, 160), (0, 120), (1, 240), (1, 80), (0, 160)],
-)
-GROUP_CAST_MASKS = {
-    "causal": lambda: BlockDiagonalMask.from_seqlens([1136, 1, 640, 271]),
-    "windows": lambda: BlockDiagonalMask.from_seqlens([1600, 448], window=(176, 0)),
-    "bidirectional": lambda: BlockDiagonalMask.from_seqlens([1600, 448], causal=False),
-    "chunks": lambda: BlockDiagonalMask.from_seqlens([1600, 448], chunk_size=384),
-    "trees": lambda: BlockDiagonalMask.from_tree(parents_of(*FOREST), window=(96, 0)),
-    "short documents": lambda: BlockDiagonalMask.from_seqlens([64] * 32),
+MASKS = {
+    "causal": lambda: of([1136, 1, 640, 271]),
+    "windows": lambda: of([1600, 448], window=(176, 0)),
+    "bidirectional": lambda: of([1600, 448], causal=False),
+    "chunks": lambda: of([1600, 448], chunk_size=384),
+    "short documents": lambda: of([64] * 32),
 }
 
 
-@pytest.mark.fast(
-    "dtype0-causal-zigzag",
-    "dtype0-windows-balanced",
-    "dtype0-bidirectional-balanced",
-    "dtype0-short documents-contiguous",
-    "dtype1-causal-contiguous",
-    "dtype1-windows-zigzag",
-    "dtype1-bidirectional-stripe",
-    "dtype1-short documents-documents",
-)
 @pytest.mark.parametrize("layout", get_args(LayoutName))
-@pytest.mark.parametrize("make", GROUP_CAST_MASKS.values(), ids=GROUP_CAST_MASKS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_group_cast_receives_the_keys_that_are_seen(traffic, make, layout, dtype):
-    """Not one byte more: the keys that the dense mask shows to this rank's rows, and a gradient for each way back."""
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_group_cast_receives_the_keys_that_are_seen(traffic, make, layout):
+    """Not one byte more."""
     mask = make()
     layout = make_layout(layout, mask, RANKS)
-    dense = mask.to_dense()
-    mine = layout.rows[RANK]
-    seen = dense[mine].any(0)
-    seen[mine] = False
-    shown = sum(int(dense[rows][:, mine].any(0).sum()) for rank, rows in enumerate(layout.rows) if rank != RANK)
-    width, wide = 4 * (HEAD_DIM + HEAD_DIM_V), max(dtype.itemsize, 4)
-    shapes = ((HEADS, HEAD_DIM), (4, HEAD_DIM), (4, HEAD_DIM_V))
-    q, k, v = (torch.zeros(mine.shape[0], *shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    out = attend(q, k, v, mask, layout, exchange="group_cast")
-    assert traffic.received.total() == int(seen.sum()) * width * dtype.itemsize
-    traffic.forget()
-    out.backward(torch.zeros_like(out))
-    assert traffic.received.total() == int(seen.sum()) * width * dtype.itemsize + shown * width * wide
+    expected = bytes_of_keys("group_cast", mask, layout, RANK, 4, torch.bfloat16)
+    steps = run(traffic, mask, layout, "group_cast", HEADS, 4, torch.bfloat16)
+    assert [traffic.received.total() for _ in steps] == [*expected]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (16, 8), (13, 13)])
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (1, 8), (8, 1)])
+@pytest.mark.parametrize("along", [0, 1])
+def test_bytes_along_each_dimension_follow_the_formulas(traffic, along, shape, heads, kv_heads):
+    """Also along a dimension of one rank, where nothing travels. Ulysses is `along` a dimension."""
+    dtype = torch.bfloat16 if heads == 16 else torch.float64
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("first", "second"))
+    mask = of([89, 50], window=(40, 0))
+    layout = make_layout("zigzag", mask, RANKS)
+    ranks = np.moveaxis(np.arange(RANKS).reshape(shape), along, -1)
+    ((place, own),) = np.argwhere(ranks == RANK)
+    sets = Layout(tuple(torch.cat([layout.rows[one] for one in some]).sort().values for some in ranks))
+    used = divide_heads(heads, kv_heads, shape[along])[1][own]
+    of_heads = bytes_of_heads([layout.lengths[one] for one in ranks[place]], own, heads, kv_heads, dtype)
+    for exchange in KEYS:
+        of_keys = bytes_of_keys(exchange, mask, sets, place, used.stop - used.start, dtype)
+        pair = (exchange, "ulysses") if along else ("ulysses", exchange)
+        for number, _ in enumerate(run(traffic, mask, layout, pair, heads, kv_heads, dtype, mesh)):
+            expected = Counter()
+            for dimension, both in ((along, of_heads), (1 - along, of_keys)):
+                expected[mesh.get_group(dimension).group_name] += both[number]
+            assert +traffic.of_group == +expected
 
 
 def keys_into_nodes(dense, layout, gpus, *, group_cast):
-    """Keys that nodes of so many ranks receive in forward, and gradients of keys in backward, at least."""
+    """Keys that nodes of `gpus` ranks receive in forward, and gradients of keys in backward, at least."""
     ranks, longest = layout.ranks, max(layout.lengths)
     if not group_cast:  # each key into a node once; gradients summed within nodes before they leave
         return [(ranks - gpus) * longest] * (ranks // gpus), [(ranks - gpus) * longest] * (ranks // gpus)
@@ -139,34 +227,20 @@ def keys_into_nodes(dense, layout, gpus, *, group_cast):
     return forward.tolist(), backward.tolist()
 
 
-def drawn_masks():
-    """Documents, windows, bidirectional ones and trees, from many short ones to one long one."""
-    rng = np.random.default_rng(0)
-    for count in (1, 5, 60):
-        lengths = np.diff(np.sort(rng.integers(0, 600, count - 1)), prepend=0, append=600)
-        for options in ({}, {"window": (40, 0)}, {"causal": False}):
-            yield BlockDiagonalMask.from_seqlens(lengths, **options)
-    yield GROUP_CAST_MASKS["trees"]().restrict(torch.arange(800), torch.arange(800))
-
-
-@pytest.mark.fast("contiguous", "stripe")
 @pytest.mark.parametrize("name", get_args(LayoutName))
 def test_auto_receives_no_more_than_all_gather(name):
     """Neither a rank nor a node, if nodes have equally many ranks; and each of the two exchanges is chosen."""
-    chosen = set()
-    for mask in drawn_masks():
-        dense = mask.to_dense()
-        for ranks in (2, 3, 8):
-            layout = make_layout(name, mask, ranks)
-            few = keys.few_keys(Call(Ranks(None, 0, ranks), layout, mask, None, "reference", 1))
-            chosen.add(few)
-            if not few:
-                continue
-            assert max(layout.remote_keys(mask)) <= (ranks - 1) * max(layout.lengths)
-            for gpus in [n for n in range(1, ranks) if ranks % n == 0]:
-                both = (keys_into_nodes(dense, layout, gpus, group_cast=cast) for cast in (True, False))
-                for ours, theirs in zip(*both, strict=True):
-                    assert all(a <= b for a, b in zip(ours, theirs, strict=True))
+    chosen, rng = set(), np.random.default_rng(0)
+    for count in (1, 5, 60):
+        lengths = np.diff(np.sort(rng.integers(0, 600, count - 1)), prepend=0, append=600)
+        for mask in (of(lengths), of(lengths, window=(40, 0)), of(lengths, causal=False)):
+            for ranks in (2, 3, 8):
+                layout = make_layout(name, mask, ranks)
+                chosen.add(few := keys.few_keys(mask, layout))
+                for gpus in [n for n in range(1, ranks) if few and ranks % n == 0]:
+                    both = (keys_into_nodes(mask.to_dense(), layout, gpus, group_cast=cast) for cast in (True, False))
+                    for ours, theirs in zip(*both, strict=True):
+                        assert all(a <= b for a, b in zip(ours, theirs, strict=True))
     assert chosen == {True, False}
 
 
@@ -174,35 +248,100 @@ def test_auto_receives_no_more_than_all_gather(name):
     ("lengths", "collective"), [([64] * 32, None), ([200] * 10, "all_to_all"), ([TOKENS], "all_gather")]
 )
 def test_auto_sends_as_the_exchange_that_it_chooses(traffic, lengths, collective):
-    mask = BlockDiagonalMask.from_seqlens(lengths)
-    layout = make_layout("documents", mask, RANKS)
-    q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
-    attend(q, k, v, mask, layout).sum().backward()
-    assert traffic.received.keys() - {"reduce_scatter"} == ({collective} if collective else set())
-
-
-def test_group_cast_receives_few_bytes_for_a_million_tokens(traffic):
-    """The bytes follow from the parts, for which no attention is computed."""
-    lengths = fill(np.random.default_rng(0).lognormal(np.log(700), 1.0, 4096), 1 << 20)
-    mask = BlockDiagonalMask.from_seqlens(lengths)
-    layout = make_layout("documents", mask, RANKS)
-    call = Call(Ranks(dist.group.WORLD, RANK, RANKS), layout, mask, None, "reference", 1)
-    k, v = torch.zeros(layout.lengths[RANK], 1, 1, dtype=torch.uint8), torch.zeros(layout.lengths[RANK], 1, 0)
-    parts = keys.divide("group_cast", call, 4)
-    for part in parts:
-        part.send(k, v.byte(), call.ranks)
-    received = sum(sum(part.received_counts) for part in parts)
-    assert len(parts) == 4
-    assert traffic.received.total() == received == layout.remote_keys(mask)[RANK] <= 917_504 // 10
+    mask = of(lengths)
+    for _ in run(traffic, mask, make_layout("documents", mask, RANKS), "auto", HEADS, HEADS):
+        assert traffic.received.keys() - {"reduce_scatter"} == ({collective} if collective else set())
 
 
 def test_group_cast_plans_once_for_all_layers(traffic, monkeypatch):
-    made = []
-    make = keys.cast_parts
-    monkeypatch.setattr(keys, "cast_parts", lambda *given: made.append(given) or make(*given))
-    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    """And receives few bytes for a million tokens, in four parts."""
+    mask = of(fill(np.random.default_rng(0).lognormal(np.log(700), 1.0, 4096), 1 << 20))
+    made, make = [], keys.cast_parts
+    monkeypatch.setattr(keys, "cast_parts", lambda *given: made.append(make(*given)) or made[-1])
     layout = make_layout("documents", mask, RANKS)
-    q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
     for _ in range(3):
-        attend(q, k, v, mask, layout, exchange="group_cast").sum().backward()
-    assert len(made) == 1
+        next(run(traffic, mask, layout, "group_cast", 1, 1, torch.bfloat16))
+    (parts,) = made
+    assert len(parts) == 4
+    received = sum(sum(part.received_counts) for part in parts)
+    assert received == layout.remote_keys(mask)[RANK] <= 917_504 // 10
+    assert traffic.received.total() == received * (HEAD_DIM + HEAD_DIM_V) * 2
+
+
+OVERLAP = {  # exchange, layout, heads, key heads, launches, exposed; in forward and in backward
+    "all_gather": ("all_gather", "documents", 16, 8, (4, 8), ([], [])),
+    "all_gather, two key heads": ("all_gather", "documents", 16, 2, (4, 8), ([], [])),
+    "all_gather, one key head": ("all_gather", "contiguous", 16, 1, (4, 8), ([], [])),
+    "group_cast": ("group_cast", "documents", 16, 8, (4, 8), ([], [])),
+    "group_cast, one key head": ("group_cast", "stripe", 16, 1, (4, 8), ([], [])),
+    "ring": ("ring", "zigzag", 16, 8, (7, 14), ([], [])),
+    "ring, one key head": ("ring", "stripe", 16, 1, (7, 14), ([], [])),
+    # Blocks of later ranks, which no query of this one sees, and their gradients are only passed on.
+    "ring, contiguous": ("ring", "contiguous", 16, 8, (7, 14), ([4, 5, 6], [6, 7, 8, 9, 10, 11, 12])),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAP.values(), ids=OVERLAP)
+def test_attention_is_computed_between_launch_and_wait(traffic, case):
+    """A rank holds the keys of one step beside those that travel, and the gradients of one step beside those."""
+    exchange, layout, heads, kv_heads, launches, exposed = case
+    mask = of([TOKENS])
+    for number, _ in enumerate(run(traffic, mask, make_layout(layout, mask, RANKS), exchange, heads, kv_heads)):
+        assert traffic.launches == launches[number]
+        for one in range(traffic.launches):  # each is waited for once, after its launch
+            assert [what for what, n in traffic.events if n == one and what != "compute"] == ["launch", "wait"]
+        assert traffic.exposed() == exposed[number]
+        travelling = np.cumsum([{"launch": 1, "wait": -1}.get(what, 0) for what, _ in traffic.events])
+        assert exchange == "ring" or travelling.max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths", "least", "most"),
+    [("documents", [TOKENS], 0.9 / RANKS, 1.2 / RANKS), ("documents", [50] * 80 + [96], 0.9, 1.0)],
+)
+def test_own_keys_are_computed_while_the_first_keys_travel(traffic, layout, lengths, least, most):
+    mask = of(lengths)
+    forward, backward = (
+        [number for what, number in traffic.events if what == "compute"]
+        for _ in run(traffic, mask, make_layout(layout, mask, RANKS), "group_cast", 8, 1)
+    )
+    assert least <= forward[0] / sum(forward) <= most
+    assert backward[0] + backward[-1] == forward[0]
+    assert backward[1:-1] == forward[1:]
+
+
+def test_whole_documents_need_one_call_of_attention(traffic):
+    mask = of([256] * RANKS)
+    for _ in run(traffic, mask, make_layout("documents", mask, RANKS), "group_cast", 8, 8):
+        assert [what for what, _ in traffic.events] == ["compute"]
+
+
+def test_without_a_group():
+    with pytest.raises(ValueError, match=r"no process group; call torch.distributed.init_process_group"):
+        AllGatherWithGrad()
+
+
+def test_a_mesh_of_one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("first", "second"))
+        mask, q = of([5, 2]), torch.randn(7, 2, 8)
+        out = attend(q, q, q, mask, make_layout("stripe", mask, 1), mesh, exchange=("ring", "ulysses"))
+        assert torch.equal(out, varlen_attention(q, q, q, mask))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", get_args(LayoutName))
+def test_every_rank_of_a_mesh_gets_rows(name):
+    """Of batches with two rows for each rank, the shortest that SequenceParallel shares."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        first, second = rng.integers(1, 5, 2).tolist()
+        tokens = 2 * first * second + rng.integers(3)
+        cuts = np.unique(rng.integers(1, tokens, rng.integers(1, 5)))
+        mask = of([b - a for a, b in pairwise([0, *cuts.tolist(), tokens])])
+        ranks = Ranks(None, 0, first * second, (Ranks(None, 0, first), Ranks(None, 0, second)))
+        layout = dimensions_of(ranks, ("ring", "ulysses")).make_layout(name, [mask])
+        assert min(layout.lengths) > 0
+        assert max(layout.lengths) - min(layout.lengths) <= 2

@@ -49,10 +49,10 @@ def test_few_rows_travel_in_the_layout_documents() -> None:
     lengths = torch.randint(1, 400, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     mask = BlockDiagonalMask.from_seqlens(lengths)
     stay = {}
-    for name in ("documents", "balanced"):
-        found = divide(lengths, 4, make_layout(name, mask, 4, chunk=16))
-        stay[name] = sum(one._travel._sent[rank] for rank, one in enumerate(found)) / sum(lengths)
-    assert stay["documents"] > 0.95 > 0.5 > stay["balanced"]
+    for name in ("documents", "stripe"):
+        found = divide(lengths, 4, make_layout(name, mask, 4))
+        stay[name] = sum(one.sent[rank] for rank, one in enumerate(found)) / sum(lengths)
+    assert stay["documents"] > 0.95 > 0.5 > stay["stripe"]
 
 
 def test_a_rank_without_documents_gets_one_of_zeros() -> None:

@@ -262,7 +262,7 @@ CASES: dict[str, Callable[[], None]] = {
     "label smoothing": partial(
         logits_of_all_ranks, plain, "gather_outputs=True", label_smoothing_factor=0.1, gradient_accumulation_steps=2
     ),
-    "ORPOTrainer": partial(logits_of_all_ranks, partial(of_trl, "ORPO"), "If ORPOTrainer computes its loss from log"),
+    "ORPOTrainer": partial(logits_of_all_ranks, partial(of_trl, "ORPO"), "A head or a loss outside of the given model"),
     "generations that don't fit": generations_that_do_not_fit,
     "DistillationTrainer": distillation,
     "resumed": resumed,

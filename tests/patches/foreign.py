@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,8 +20,8 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.utils import ModelOutput
 
-from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 
 
@@ -42,15 +42,6 @@ def attends_by_the_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     return OWN_FORWARD(self, *args, **kwargs)
 
 
-class Replacement(nn.Module):
-    def __init__(self, own: LlamaAttention) -> None:
-        super().__init__()
-        self.own = own
-
-    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        return attends_by_itself(self.own, hidden_states, **kwargs)
-
-
 class AnyArguments(nn.Module):
     """A module whose signature names no argument."""
 
@@ -62,16 +53,8 @@ class AnyArguments(nn.Module):
         return attends_by_itself(self.own, *args, **kwargs)
 
 
-LENGTHS = (7, 1, 3, 11)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Change = Callable[[Any, pytest.MonkeyPatch], None]
-
-
-def packed(dtype: Any = None) -> dict[str, Tensor]:
-    return {
-        "input_ids": torch.cat(zoo.documents(LENGTHS), 1),
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-    }
 
 
 class StrangerConfig(PreTrainedConfig):
@@ -127,26 +110,25 @@ class Unshown(LlamaForCausalLM):
 class Mixing(LlamaForCausalLM):
     """Each token's logits contain those of all tokens before it in the row."""
 
+    def changed(self, logits: Tensor) -> Tensor:
+        return logits + 0.1 * logits.cumsum(1)
+
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids, **kwargs)
-        output.logits = output.logits + 0.1 * output.logits.cumsum(1)
+        output.logits = self.changed(output.logits)
         return output
 
 
-class Centred(LlamaForCausalLM):
+class Centred(Mixing):
     """A leak that is the same for documents in another order."""
 
-    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        output = super().forward(input_ids, **kwargs)
-        output.logits = output.logits - output.logits.mean(1, keepdim=True)
-        return output
+    def changed(self, logits: Tensor) -> Tensor:
+        return logits - logits.mean(1, keepdim=True)
 
 
-class Noisy(LlamaForCausalLM):
-    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        output = super().forward(input_ids, **kwargs)
-        output.logits = output.logits + torch.randn_like(output.logits)
-        return output
+class Noisy(Mixing):
+    def changed(self, logits: Tensor) -> Tensor:
+        return logits + torch.randn_like(logits)
 
 
 class WindowIgnored(MistralForCausalLM):
@@ -272,23 +254,50 @@ def mixes_states(self: Any, input_ids: Any = None, attention_mask: Any = None, *
     return output
 
 
-def zoo_bert() -> BertConfig:
-    return BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=0,
-    )
-
-
 def longrope() -> dict[str, Any]:
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
     return {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "original_max_position_embeddings": 4096,
-        **factors,
-    }
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096, **factors,
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    value: Any = None
+
+
+class TwoOutputs(LlamaForCausalLM):
+    """A language model with another output, here a constant, and with a loss of its own, here transformers'."""
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, labels: Any = None,
+        **more: Any,
+    ) -> Output:  # fmt: skip
+        told = {"attention_mask": attention_mask, "position_ids": position_ids, **more}
+        states = self.model(input_ids, **told).last_hidden_state
+        logits = self.lm_head(states)
+        loss = None if labels is None else self.own_loss(logits, labels)
+        return Output(loss=loss, logits=logits, value=self.value(states))
+
+    def value(self, states: Tensor) -> Any:
+        return states.new_ones(1, 5, 2)
+
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Summed(TwoOutputs):
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def with_value(of: Callable[[Any, Tensor], Any]) -> type[TwoOutputs]:
+    """A class with another value, a function of the model and its states."""
+    return type("WithValue", (TwoOutputs,), {"value": of})
+
+
+def with_loss(of: Callable[[Tensor, Tensor], Tensor]) -> type[TwoOutputs]:
+    """A class with another loss, a function of logits and labels."""
+    return type("WithLoss", (TwoOutputs,), {"own_loss": lambda self, logits, labels: of(logits, labels)})

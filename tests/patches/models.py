@@ -51,15 +51,15 @@ def tiny_model(
 def generate(
     model: PreTrainedModel, ids: Tensor, *, cache: str = "dynamic", padding: int = 0, tokens: int = 12
 ) -> tuple[Tensor, Tensor]:
-    """Continue rows of ids greedily, the first of them padded on the left: all tokens, and the logits of the new ones.
+    """Continue rows of ids greedily, the first of them padded: all tokens, and the logits of the new ones.
 
     Args:
         cache: "dynamic" or "static", as in `generate`.
-        padding: how many tokens of the first row are padding.
+        padding: how many tokens of the first row are padding, on the left; a negative number on the right.
         tokens: how many tokens to add.
     """
     mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
+    mask[0, slice(padding) if padding >= 0 else slice(padding, None)] = 0
     made = model.generate(
         ids * mask, attention_mask=mask, max_new_tokens=tokens, do_sample=False, cache_implementation=cache,
         disable_compile=True, eos_token_id=-1, return_dict_in_generate=True, output_logits=True,

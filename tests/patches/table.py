@@ -6,6 +6,7 @@ python -m tests.patches.table [--out docs/models.md] [--shown tritonpack/patches
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -70,7 +71,7 @@ of each document alone.
 *How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
 a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by itself, unless their
 kernels can be told where documents begin. *Positions*: a table of absolute positions is looked up by the place in the
-document. *Worst* is the largest difference in exact ways, relative to the largest value.
+document. *Worst* bounds the differences in exact ways, relative to the largest value, by a power of ten.
 
 {rows}
 
@@ -129,10 +130,15 @@ def class_rows(found: Found, listed: list[Case]) -> str:
     lines = []
     for case in listed:
         patch, name = found.of(case, "patch"), found.of(case, "name")
-        worst = f"{patch.worst:.0e}" if "exact" in patch.forms.values() else ""
+        worst = _bound(patch.worst) if "exact" in patch.forms.values() else ""
         verdict = simple(name.verdict) if name.how != ANY else ""
         lines.append([case.name, case.model_type, simple(patch.verdict), worst, patch.means, verdict, why(patch)])
     return table(["class", "type", "patched", "worst", "how", "named", "why"], lines)
+
+
+def _bound(worst: float) -> str:
+    """The power of ten that a difference is below: its digits change from run to run."""
+    return f"{10.0 ** math.ceil(math.log10(worst)):.0e}" if worst else "0"
 
 
 def reason_of(row: Row) -> str:
@@ -166,7 +172,7 @@ def options_rows(found: Found, listed: list[Case]) -> str:
         reasons = dict.fromkeys(filter(None, map(why_not_compacted, rows)))
         worst = max(row.worst for row in rows)
         lines.append([case.name, case.model_type, *(simple(row.verdict) for row in rows),
-                      f"{worst:.0e}" if worst else "", "; ".join(reasons)])  # fmt: skip
+                      _bound(worst) if worst else "", "; ".join(reasons)])  # fmt: skip
     return table(["class", "type", *OPTIONS, "worst", "why"], lines)
 
 

@@ -1,278 +1,184 @@
-"""Models that are patched by attn_implementation="tritonpack": exact, or refused."""
+"""Models with attn_implementation="tritonpack" are patched; `tritonpack.register()` makes the name known."""
 
-import gc
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tritonpack
+from tests.fresh import ROOT, FreshInterpreters
 from tests.patches import zoo
-from tests.patches.models import VOCAB, Graphs, generate, tiny_model
-from tests.patches.test_patching import (
-    EXACT,
-    FORMS,
-    LENGTHS,
-    alone,
-    collator_kwargs,
-    difference,
-    documents,
-    logits_and_gradients,
-    positions,
-    state,
-)
-from tritonpack.patches import parts
+from tests.patches.calls import alone, require_exact, state
+from tests.patches.models import tiny_model
 from tritonpack.patches.applied_patch import applied_to
 
-NAME = "tritonpack"
-FAMILIES = ("llama", "mistral", "qwen3", "gpt_oss")
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def make(family: str, **options: Any) -> PreTrainedModel:
-    return zoo.tiny_model(family, dtype=torch.float64, **options)
+def build(kind: str) -> PreTrainedModel:
+    return zoo.tiny_model(kind, dtype=torch.float64)
 
 
-@every_family
-def test_packed_equals_alone(family: str) -> None:
-    expected = alone(make(family))
-    model = make(family, attn_implementation=NAME)
-    for form, arguments in FORMS.items():
-        call = {"input_ids": torch.cat(documents(), dim=1), **arguments()}
-        assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT, form
+def is_patched(model: Any) -> bool:
+    return bool(applied_to(model))
 
 
-@every_family
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_equals_alone(family: str, side: str) -> None:
-    expected = alone(make(family))
-    width = max(LENGTHS)
-    ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width, dtype=torch.long)
-    spans = [slice(width - n, width) if side == "left" else slice(0, n) for n in LENGTHS]
-    for row, (span, d) in enumerate(zip(spans, documents(), strict=True)):
-        ids[row, span], mask[row, span] = d[0], 1
+UNTOUCHED = """
+import importlib, pkgutil, sys
+import transformers.integrations.hub_kernels, transformers.models.llama.modeling_llama
+import transformers.trainer, transformers.generation.utils
+from transformers import AttentionInterface, AttentionMaskInterface
 
-    def pick(out: list[Tensor]) -> Tensor:
-        return torch.cat([out[0][row, span] for row, span in enumerate(spans)])[None]
+def state():
+    found = {"meta_path": list(map(id, sys.meta_path))}
+    for name in BEFORE:
+        for key, value in list(vars(sys.modules[name]).items()):
+            found[f"{name}.{key}"] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{one}": id(x) for one, x in vars(value).items() if not one.startswith("_abc")}
+    found["names"] = sorted(AttentionInterface._global_mapping) + sorted(AttentionMaskInterface._global_mapping)
+    return found
 
-    call = {"input_ids": ids, "attention_mask": mask}
-    got = logits_and_gradients(make(family, attn_implementation=NAME), [call], pick)
-    assert difference(expected, got) < EXACT
-
-
-@pytest.mark.fast("-static-llama")
-@every_family
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])
-def test_generate(family: str, cache: str, padding: int) -> None:
-    """A static cache counts its tokens in place, after the mask is made and before it is used."""
-    ids, options = torch.cat([documents((9,))[0], documents((1, 9))[1]]), {"cache": cache, "padding": padding}
-    expected, want = generate(make(family), ids, **options)
-    got, have = generate(make(family, attn_implementation=NAME), ids, **options)
-    assert torch.equal(expected, got)
-    assert float((want - have).abs().max() / want.abs().max()) < EXACT
-
-
-@every_family
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
-    expected = alone(make(family))
-    model = make(family, attn_implementation=NAME).train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    arguments = {"position_ids": positions(), **collator_kwargs()}
-    logits = model(torch.cat(documents(), 1), use_cache=False, **arguments).logits
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    (logits * weights).sum().backward()
-    got = (logits.detach(), [p.grad for p in model.parameters() if p.requires_grad])
-    assert difference(expected, got) < EXACT
+BEFORE = [name for name in sys.modules if name.split(".")[0] == "transformers"]
+before = state()
+import tritonpack
+for module in pkgutil.walk_packages(tritonpack.__path__, "tritonpack."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+after = state()
+print(len(BEFORE) > 20, [key for key in before if after.get(key) != before[key]])
+tritonpack.register()
+print([key for key, one in state().items() if before.get(key) != one] != [])
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
-def test_one_graph_for_every_length() -> None:
-    graphs = Graphs()
-    model = tiny_model("mistral", dtype=torch.float32, num_hidden_layers=1)
-    model.set_attn_implementation(NAME)
-    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
-    for total in (12, 9, 20, 33):
-        ids = torch.randint(3, VOCAB, (1, total))
-        batch = {"input_ids": ids, "position_ids": (torch.arange(total) % 7)[None], "use_cache": False}
-        assert torch.equal(compiled(**batch).logits, model(**batch).logits)
-    assert graphs.count == 1
+def test_importing_every_module_changes_nothing_of_transformers(fresh: FreshInterpreters) -> None:
+    """The comparison does find the changes by `register`."""
+    result = fresh.run(UNTOUCHED)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n")[:-1] == ["True []", "True"]
 
 
-def test_saved_and_loaded(tmp_path: Any) -> None:
-    model = make("mistral", attn_implementation=NAME)
-    model.save_pretrained(tmp_path)
-    assert not [path for path in tmp_path.glob("*.json") if NAME in path.read_text()]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME, dtype=torch.float64)
-    assert loaded.config._attn_implementation == NAME
-    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
-    assert float((loaded(**call).logits - model(**call).logits).abs().max()) < EXACT
-    config = AutoConfig.from_pretrained(tmp_path, attn_implementation=NAME)
-    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == NAME
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+def test_importing_tritonpack_imports_neither_torch_nor_transformers() -> None:
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        where = {"PYTHONPATH": str(ROOT), "PATH": ""}
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=where, timeout=600)
+
+    result = run("import sys, tritonpack; print({'torch', 'transformers'} & set(sys.modules), len(sys.meta_path))")
+    before = run("import sys; print(set(), len(sys.meta_path))")
+    assert (result.stdout, result.returncode) == (before.stdout, 0), result.stderr
 
 
-def test_a_model_that_has_the_name_is_patched() -> None:
-    """It is patched as by `patch` at the end of its construction."""
-    expected = alone(make("qwen3_next"))
-    model = make("qwen3_next", attn_implementation=NAME)
-    before = state(model)
-    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
-    assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
-    with tritonpack.patch(model) as handle:
-        assert handle.report.replaced == NAME
-        assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
-    assert state(model) == before
-    assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
+BUILD = """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+import tritonpack
+config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="tritonpack")
+assert model(torch.arange(5)[None]).logits.shape == (1, 5, 8)
+assert model.config._attn_implementation == "tritonpack"
+tritonpack.unpatch(model)
+"""
+
+ORDERS = {
+    "none": "import tritonpack\n",
+    "register first": "import tritonpack; tritonpack.register()\n",
+    "transformers first": "from transformers import LlamaForCausalLM; import tritonpack; tritonpack.register()\n",
+    "twice": "import tritonpack; tritonpack.register(); tritonpack.register()\n",
+    "patch registers": """
+import tritonpack
+from transformers import GPT2Config, GPT2LMHeadModel
+tritonpack.patch(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1)))
+""",
+}
 
 
-@pytest.mark.parametrize("kind", ["falcon", "gptj", "git", "roformer", "openai-gpt"])
-def test_attention_of_its_own_is_patched_by_name(kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_registered_names_are_taken(order: str, fresh: FreshInterpreters) -> None:
+    result = fresh.run(ORDERS[order] + BUILD)
+    if order == "none":
+        assert 'attn_implementation="tritonpack"` is not supported' in result.stderr
+    else:
+        assert result.returncode == 0, result.stderr
+
+
+LOAD_AND_CALL = """
+import pickle, sys, torch
+with open({path!r}, "rb") as file:
+    model = pickle.load(file)
+assert "tritonpack.patches" in sys.modules
+try:
+    model(torch.arange(4)[None])
+except Exception as error:
+    print(type(error).__name__, error)
+import tritonpack
+tritonpack.register()
+print(tuple(model(torch.arange(4)[None]).logits.shape))
+"""
+
+
+@pytest.mark.slow
+def test_a_patched_model_loaded_in_another_process_asks_for_register(fresh: FreshInterpreters, tmp_path: Path) -> None:
+    model, path = tiny_model("llama"), tmp_path / "patched.pickle"
+    with tritonpack.patch(model):
+        path.write_bytes(pickle.dumps(model))
+    result = fresh.run(LOAD_AND_CALL.format(path=str(path)))
+    assert result.returncode == 0, result.stderr
+    refused, called = result.stdout.splitlines()
+    assert refused == (
+        "UnsupportedModelError the attention function 'tritonpack' isn't registered in this process; call "
+        "tritonpack.register() once before the model runs."
+    )
+    assert called == "(1, 4, 64)"
+
+
+def test_a_model_that_has_the_name_is_patched(tmp_path: Any) -> None:
+    """As by `patch`, at the end of its construction; a whole model has one patch, and unpatching finds it."""
+    stock = tiny_model("mistral")
+    expected = alone(stock)
+    stock.save_pretrained(tmp_path)
+    options = {"attn_implementation": "tritonpack", "dtype": torch.float64}
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path, **options), tiny_model("mistral", attention="tritonpack"),
+    ):  # fmt: skip
+        assert model.config._attn_implementation == "tritonpack"
+        before = state(model)
+        require_exact(model, expected)
+        with tritonpack.patch(model) as handle:
+            assert handle.report.replaced == "tritonpack"
+            require_exact(model, expected)
+        assert state(model) == before
+        model.post_init()  # a subclass may call it again
+        assert state(model) == before
+        model.save_pretrained(tmp_path / "again")
+        assert not [path for path in (tmp_path / "again").glob("*.json") if "tritonpack" in path.read_text()]
+        tritonpack.unpatch(model)
+        assert not is_patched(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon", "gptj", "git", "roformer", "openai-gpt", "qwen3_next"])
+def test_set_attn_implementation_patches_and_unpatches(kind: str) -> None:
     """Some models look the name up in a table of their own classes, and some ignore it."""
-    expected = alone(make(kind))
-    model = make(kind, attn_implementation=NAME)
-    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
-    for named in (model, make(kind)):
-        named.set_attn_implementation(NAME)
-        assert difference(expected, logits_and_gradients(named, [call], lambda out: out[0])) < EXACT
-    model.set_attn_implementation("eager")
-    assert not applied_to(model)
-
-
-@pytest.mark.parametrize("kind", ["xlstm", "cpmant", "blt", "deepseek_v4"])
-def test_models_that_cannot_be_packed_are_refused_in_the_call(kind: str) -> None:
-    model = zoo.tiny_model(kind, attn_implementation=NAME)
-    with pytest.raises(tritonpack.UnsupportedModelError, match=r"on padded rows, unpatched.*was given attn_impl"):
-        model(torch.arange(6, 10)[None])
-
-
-def test_the_whole_model_has_one_patch() -> None:
-    """Each model inside another is patched at the end of its construction. The whole model's patch replaces these."""
-    model = make("bloom", attn_implementation=NAME)
-    (applied,) = applied_to(model)
-    assert applied.model is model
-    assert not applied.below
-    assert applied.by_name
-    tritonpack.unpatch(model)
-    assert not applied_to(model)
-
-
-def test_set_attn_implementation_patches_and_unpatches() -> None:
-    expected = alone(make("roformer"))
-    model = make("roformer")
-    before = state(model)
-    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
-    for name in (NAME, "sdpa", NAME):
+    model = build(kind)
+    before, expected = state(model), alone(model, gradients=False)
+    for name in ("tritonpack", "sdpa" if kind in ("llama", "qwen3_next") else "eager"):
         model.set_attn_implementation(name)
-        assert bool(applied_to(model)) == (name == NAME)
-    model.set_attn_implementation("sdpa")
-    assert state(model) == before
-    model = make("llama")
-    expected = alone(model)
-    model.set_attn_implementation(NAME)
-    assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
-    model.set_attn_implementation("eager")
-    assert model.config._attn_implementation == "eager"
-    assert not applied_to(model)
-    assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) > 1e-3
-
-
-def test_a_second_post_init_changes_nothing() -> None:
-    """A subclass may call it at the end of its own constructor."""
-    model = make("llama", attn_implementation=NAME)
-    (applied,) = applied_to(model)
-    model.post_init()
-    assert applied_to(model) == [applied]
-    tritonpack.unpatch(model)
-    assert not applied_to(model)
+        assert is_patched(model) == (name == "tritonpack")
+        if name == "tritonpack":
+            require_exact(model, expected)
+    if kind in ("llama", "qwen3_next"):
+        assert state(model) == before
+    require_exact(zoo.tiny_model(kind, dtype=torch.float64, attn_implementation="tritonpack"), expected)
 
 
 def test_attention_named_by_part_gives_the_whole_model_one_patch() -> None:
-    """A dictionary names the attention of parts. The whole model has one patch all the same."""
-    model = make("gemma3", attn_implementation={"text_config": NAME, "vision_config": "eager"})
-    (applied,) = applied_to(model)
-    assert applied.model is model
+    named = {"text_config": "tritonpack", "vision_config": "eager"}
+    model = zoo.tiny_model("gemma3", dtype=torch.float64, attn_implementation=named)
+    assert [applied.model for applied in applied_to(model)] == [model]
     assert model.config.vision_config._attn_implementation == "eager"
-
-
-def test_unsupported_models_are_refused_in_the_call() -> None:
-    """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
-    model = make("prophetnet", attn_implementation=NAME)
-    ids = torch.cat(documents(), 1)
-    for call in (model, model.forward, model.base_model):
-        with pytest.raises(tritonpack.UnsupportedModelError, match=r"prophetnet.*attn_implementation='tritonpack'"):
-            call(ids)
-    model.set_attn_implementation("eager")
-    assert torch.equal(model(ids).logits, make("prophetnet")(ids).logits)
-
-
-def test_a_name_that_is_written_into_a_configuration_is_refused() -> None:
-    model = make("llama")
-    model.config._attn_implementation = NAME
-    with pytest.raises(ValueError, match=r"isn't patched.*patch this model, too, with tritonpack\.patch"):
-        model(torch.cat(documents(), 1), position_ids=positions())
-
-
-# Model types whose layers look up no attention function: transformers accepts any name for them and uses none.
-NEVER_ASK = {
-    "cpmant", "falcon_mamba", "mamba", "mamba2", "openai-gpt", "prophetnet", "reformer", "rwkv", "xlm", "xlnet",
-    "xlstm",
-}  # fmt: skip
-
-
-USUAL = {
-    "gemma2", "gemma3", "gpt_oss", "granite", "llama", "mistral", "olmo3", "phi3", "qwen3", "qwen3_moe",
-}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_every_type_is_exact_or_refuses() -> None:
-    wrong: dict[tuple[str, str], float] = {}
-    exact: dict[str, set[str]] = {"position_ids": set(), "collator": set()}
-    for kind in zoo.MODEL_TYPES:
-        if kind in zoo.UNBUILT or kind in NEVER_ASK:
-            continue
-        dtype = torch.float32 if kind in zoo.FLOAT32_ONLY else torch.float64
-        stock, rows = zoo.tiny_model(kind, dtype=dtype), [d.clamp(min=zoo.FIRST_TOKEN) for d in documents()]
-        with torch.no_grad():
-            calls = [zoo.call(stock, d) for d in rows]
-            expected = torch.cat([zoo.logits(stock, stock(**call, use_cache=False)) for call in calls], 1)
-            try:
-                model = zoo.tiny_model(kind, dtype=dtype, attn_implementation=NAME)
-            except (ValueError, KeyError):  # KeyError: a table of classes by name
-                continue
-            for form, types in exact.items():
-                try:
-                    got = zoo.logits(model, model(**zoo.call(model, torch.cat(rows, 1)), **FORMS[form]()))
-                except ValueError:
-                    continue
-                gap = float((got - expected).abs().max() / expected.abs().max())
-                if gap < 1e-5:
-                    types.add(kind)
-                else:
-                    wrong[kind, form] = gap
-    assert not wrong
-    for types in exact.values():
-        assert len(types) >= 100
-        assert types >= USUAL
-
-
-def test_a_name_is_forgotten_with_its_configuration() -> None:
-    """A model that is freed while patched leaves nothing for the next configuration at the same address."""
-    gc.freeze()  # objects of other tests, which take seconds to look through
-    try:
-        model = tiny_model("llama")
-        tritonpack.patch(model)
-        key = id(model.config)
-        assert parts._names[key][0]
-        del model
-        gc.collect()
-        assert not parts._names[key][0]
-    finally:
-        gc.unfreeze()
+    require_exact(model, alone(build("gemma3"), gradients=False))

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any, gives_the_same_again
+from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any
 
 PROBABILITIES = torch.tensor([0.2, 0.7])
-
 DRAWS = {
     "randn": (lambda n: torch.randn(n), 0.5),
-    "randn_like": (lambda n: torch.randn_like(torch.ones(n)), 0.5),
-    "rand": (lambda n: torch.rand(n), 0.5),
+    "rand": (lambda n: torch.rand_like(torch.ones(n)), 0.5),
     "normal": (lambda n: torch.normal(torch.full((n,), 3.0), torch.full((n,), 2.0)), 4.0),
     "normal_": (lambda n: torch.empty(n).normal_(1.0, 2.0), 2.0),
     "uniform_": (lambda n: torch.empty(n).uniform_(2.0, 4.0), 3.0),
@@ -29,26 +27,9 @@ def test_each_draw_is_one_number_of_its_distribution(name: str) -> None:
     with ConstantDraws():
         for n in (3, 8):
             torch.testing.assert_close(draw(n), torch.full((n,), expected))
-
-
-def test_draws_with_a_tensor_of_probabilities() -> None:
-    with ConstantDraws():
         assert torch.bernoulli(PROBABILITIES).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(("more", "expected"), [({}, [1, 0]), ({"replacement": True}, [1, 1])])
-def test_a_choice_takes_the_most_probable(more: dict[str, bool], expected: list[int]) -> None:
-    with ConstantDraws():
-        assert torch.multinomial(PROBABILITIES, 2, **more).tolist() == expected
-        assert torch.multinomial(torch.ones(2, 3), 3).tolist() == [[0, 1, 2]] * 2
-
-
-def test_gradients_pass_through_dropout() -> None:
-    x = torch.ones(4, requires_grad=True)
-    with ConstantDraws():
-        torch.nn.functional.dropout(x, 0.2, True).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [1.25] * 4
+        assert torch.multinomial(PROBABILITIES, 2).tolist() == [1, 0]
+        assert torch.multinomial(PROBABILITIES, 2, replacement=True).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -57,15 +38,7 @@ def test_draws_are_constant_only_for_models_that_draw(random: bool) -> None:
         x = torch.nn.functional.dropout(torch.ones(3), 0.5, training=False)
         return [x * (torch.randn(3) if random else 1)]
 
-    assert gives_the_same_again(call) is not random
     context = constant_draws_if_any(call)
     assert isinstance(context, ConstantDraws if random else nullcontext)
     with context:
-        assert gives_the_same_again(call)
-
-
-def test_calls_may_differ_by_rounding() -> None:
-    signs = iter((1, -1, 1, -1, 1, -1))
-    assert gives_the_same_again(lambda: [torch.ones(2) + next(signs) * 1e-7])
-    assert not gives_the_same_again(lambda: [torch.ones(2) + next(signs) * 1e-3])
-    assert not gives_the_same_again(lambda: [torch.ones(2 + next(signs))])
+        assert torch.equal(*call(), *call())

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralForCausalLM,
+    SiglipTextConfig,
+    SiglipTextModel,
+    T5ForConditionalGeneration,
 )
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
@@ -19,6 +24,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.calls import LENGTHS, call_of, documents
 from tests.patches.foreign import (
     DTYPES,
     AnyArguments,
@@ -29,10 +35,11 @@ from tests.patches.foreign import (
     Mixing,
     Noisy,
     OwnPooler,
-    Replacement,
     Scaled,
     Stranger,
     StrangerConfig,
+    Summed,
+    TwoOutputs,
     Unshown,
     WindowIgnored,
     attends_by_itself,
@@ -49,12 +56,13 @@ from tests.patches.foreign import (
     nothing,
     replaced,
     sums,
+    with_loss,
+    with_value,
     wrap,
     wrap_linears,
-    zoo_bert,
 )
 from tests.patches.pairs import tiny_pair_model
-from tests.small_copies.small_copy import spread
+from tests.patches.zoo import spread
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import choose_modules, families, proof
 from tritonpack.patches.layers import positions
@@ -76,6 +84,41 @@ def spread_out(model: Any) -> Any:
     return model
 
 
+MIXED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "the mean": lambda _, x: x.mean(1),
+    "the last token's": lambda _, x: x[:, -1],
+    "a mean with a dimension": lambda _, x: x.mean(1, keepdim=True),  # it doesn't look like a result of a row
+    "the token's before": lambda model, x: model.lm_head(x + x.roll(1, dims=1)),
+    "a sum in a list": lambda _, x: [x, x.cumsum(1)],  # padding that follows doesn't change it
+    "centred in the batch": lambda _, x: x - x.mean((0, 1)),
+}
+
+
+def siglip() -> Any:
+    """No auto class leads to it, so the table of known classes doesn't list it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    return spread_out(SiglipTextModel(SiglipTextConfig(vocab_size=64, max_position_embeddings=64, **ends, **sizes)))
+
+
+def encoder_states(given: Callable[[Tensor], Tensor]) -> Any:
+    """An encoder with a decoder that also returns a function of its encoder's states."""
+
+    class Encoded(T5ForConditionalGeneration):
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, decoder_input_ids: Any = None,
+            decoder_attention_mask: Any = None, encoder_outputs: Any = None, **more: Any,
+        ) -> Any:  # fmt: skip
+            output = super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
+                decoder_attention_mask=decoder_attention_mask, encoder_outputs=encoder_outputs, **more,
+            )  # fmt: skip
+            output.encoder_last_hidden_state = given(output.encoder_last_hidden_state)
+            return output
+
+    return spread_out(Encoded(zoo.tiny_config("t5")))
+
+
 OWN = r"runs code that isn't transformers' own in .*don't stay apart"
 UNKNOWN = r"isn't a model that tritonpack knows .*don't stay apart"
 CASES = {
@@ -91,7 +134,9 @@ CASES = {
     "a window that is ignored": Case(
         lambda: spread_out(WindowIgnored(zoo.tiny_config("mistral", sliding_window=40))), f"WindowIgnored {UNKNOWN}"
     ),
-    "a pooler of rows": Case(lambda: OwnPooler(zoo_bert()), r"OwnPooler .*(pooler_output|one for each row)"),
+    "a pooler of rows": Case(
+        lambda: OwnPooler(zoo.tiny_config("bert", is_decoder=False)), r"OwnPooler .*(pooler_output|one for each row)"
+    ),
     "a model that doesn't run on tokens alone": Case(
         lambda: Unshown(config()),
         r"can't be tried on a few tokens .*RuntimeError: mat1 and mat2.*Train it on padded rows, unpatched",
@@ -101,6 +146,20 @@ CASES = {
     "dynamic rotary embeddings": Case(
         lambda: Unshown(config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}))
     ),
+    # outputs beside the logits
+    "a constant": Case(lambda: TwoOutputs(config())),
+    "outputs of each token": Case(
+        lambda: with_value(lambda _, x: {"scores": [x.square(), x[None].repeat(3, 1, 1, 1)]})(config())
+    ),
+    "an encoder's states": Case(lambda: encoder_states(lambda x: 2 * x)),
+    "an encoder's states, mixed": Case(
+        lambda: encoder_states(lambda x: x + x.roll(1, dims=1)), "encoder_last_hidden_state"
+    ),
+    "a pooled last token": Case(siglip, r"don't stay apart.*Train it on padded rows, unpatched"),
+    **{
+        f"an output that is {name}": Case(lambda of=of: with_value(of)(config()), "don't stay apart: .*value")
+        for name, of in MIXED.items()
+    },
     # attention that another library has replaced
     "attention of a class": Case(
         llama,
@@ -113,9 +172,6 @@ CASES = {
         llama,
         rf"{OWN}.*first in model\.layers\.1\.self_attn \(LlamaAttention\)",
         lambda model, _: setattr(attention(model), "forward", attends_by_itself.__get__(attention(model))),
-    ),
-    "attention as another module": Case(
-        llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(Repl", wrap("model.layers.1.self_attn", Replacement)
     ),
     "attention of any arguments": Case(
         llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(Any", wrap("model.layers.1.self_attn", AnyArguments)
@@ -266,9 +322,93 @@ def test_no_other_family_leaks() -> None:
     assert [name for name, _ in refused] == ["gemma4_unified_assistant", "xlstm"], refused
 
 
-def test_layers_that_mix_only_shared_documents_are_refused_without_a_proof() -> None:
-    """Whether a proof finds it depends on the machine: on some, the best keys of its few tokens are the same."""
-    model = zoo.tiny_model("doge")
-    with pytest.raises(UnsupportedModelError, match=r"\(DogeAttention\) isn't exact where documents share .* best of"):
-        tritonpack.patch(model, share_prefixes=True)
-    tritonpack.patch(model, unpad=True)
+# Losses of other classes, compared with the losses of documents alone in the first call with labels.
+
+
+def labelled(pieces: list[Tensor]) -> dict[str, Any]:
+    labels = torch.cat([piece.index_fill(1, torch.tensor([0]), -100) for piece in pieces], dim=1)
+    return call_of(pieces=pieces, labels=labels)
+
+
+def shifted_twice(self: Any, *args: Any, labels: Any = None, **more: Any) -> Any:
+    """Moshi's decoder up to transformers 5.16."""
+    output = LlamaForCausalLM.forward(self, *args, **more)
+    if labels is not None:
+        logits = output.logits[:, :-1].contiguous()
+        output.loss = self.loss_function(logits, labels[:, 1:].contiguous(), vocab_size=self.config.vocab_size)
+    return output
+
+
+def entropy(logits: Tensor, labels: Tensor, shift: int = 1, reduction: str = "mean") -> Tensor:
+    flat = logits[:, :-shift].flatten(0, 1), labels[:, shift:].flatten()
+    return nn.functional.cross_entropy(*flat, reduction=reduction)
+
+
+def mean_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] >= 0).sum(1)).mean()
+
+
+# Losses that mix documents. One predicts the token after the next one, too; one hardly moves the loss of new weights.
+WRONG = {
+    "means": with_loss(lambda logits, labels: logits.mean(1).square().sum()),
+    "second token": with_loss(lambda x, y: entropy(x, y, 1, "sum") + entropy(x, y, 2, "sum")),
+    "smooth": with_loss(lambda x, y: entropy(x, y) + 0.1 * (x[:, 1:] - x[:, :-1]).square().mean()),
+    "mean of rows": with_loss(mean_of_rows),
+    "shifted twice": type("ShiftedTwice", (LlamaForCausalLM,), {"forward": shifted_twice}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_that_mixes_documents_is_refused(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "has_known_loss", lambda model: name == "shifted twice")  # as of transformers' classes
+    model, pieces = spread_out(WRONG[name](config())).to(dtype).eval(), documents()
+    with torch.no_grad():
+        one = labelled(pieces[:1])
+        expected = model(**one).loss
+        with tritonpack.patch(model):
+            assert model(**call_of()).logits.shape[:2] == (1, sum(LENGTHS))
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r" has a loss of its own.*Leave labels out"):
+                    model(**labelled(pieces))
+            with tritonpack.patch(model), pytest.raises(ValueError, match="has a loss of its own"):  # a second handle
+                model(**labelled(pieces))
+            assert model(**one).loss.item() == pytest.approx(expected.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kind", [TwoOutputs, Summed, Unshown])
+def test_a_right_loss_is_accepted_and_leaves_no_trace(kind: Any, context: Any) -> None:
+    """Means and sums over labels."""
+    with torch.inference_mode(context is torch.inference_mode):
+        model = spread_out(kind(config())).double().eval()
+    with torch.no_grad():
+        pieces = [piece for piece in documents() if piece.numel() > 1]
+        alone = torch.stack([model(**labelled([piece])).loss for piece in pieces])
+    counts = torch.tensor([piece.numel() - 1 for piece in pieces])
+    hooks = len(model.lm_head._forward_hooks), len(model._forward_hooks)
+    with context(), tritonpack.patch(model):
+        loss = model(**labelled(documents())).loss
+        assert torch.is_grad_enabled() == loss.requires_grad == (context is torch.enable_grad)
+    expected = alone.sum() if kind is Summed else (alone * counts).sum() / counts.sum()
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
+    assert hooks == (len(model.lm_head._forward_hooks), len(model._forward_hooks))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Routed(MixtralForCausalLM):
+    """The loss of its routers is a mean over all tokens of a call, so documents alone have another loss."""
+
+    def forward(self, *args: Any, labels: Any = None, **more: Any) -> Any:
+        return super().forward(*args, labels=labels, output_router_logits=labels is not None, **more)
+
+
+def test_router_loss_equals_that_of_a_padded_batch() -> None:
+    model, rows = spread_out(Routed(zoo.tiny_config("mixtral"))).double().eval(), call_of("padded_right")
+    labels = torch.where(rows["attention_mask"] > 0, rows["input_ids"], -100)
+    labels[:, 0] = -100
+    with torch.no_grad():
+        expected = model(rows["input_ids"], attention_mask=rows["attention_mask"], labels=labels).loss
+        with tritonpack.patch(model):
+            torch.testing.assert_close(model(**labelled(documents())).loss, expected, rtol=1e-6, atol=0)

@@ -1,12 +1,8 @@
 """When and how a model is proven: in its first call, without a trace, inside of whatever wraps it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import io
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.calls import call_of, documents
 from tests.patches.foreign import (
     DTYPES,
     Convolution,
@@ -38,46 +32,54 @@ from tests.patches.foreign import (
     attention,
     config,
     mixes_states,
-    packed,
 )
 from tests.patches.models import VOCAB, Graphs, tiny_model
-from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches import proof
+from tests.patches.test_lifecycle import in_threads
+from tritonpack import UnsupportedModelError
+from tritonpack.patches import forwards, proof
+
+IDS = torch.ones(1, 4, dtype=torch.long)
+
+
+def refused(kind: Any, words: str = "don't stay apart") -> Any:
+    """A context in which a call of a leaking class is refused, and a call of another class isn't."""
+    return pytest.raises(UnsupportedModelError, match=words) if kind is Mixing else contextlib.nullcontext()
 
 
 def test_a_known_class_is_trusted_at_once(tries: list[Any]) -> None:
-    """Also one that FSDP's fully_shard made a subclass of, and a model without weights."""
+    """Also one that FSDP's fully_shard made a subclass of, with layers that torch quantizes, and without weights."""
     model = tiny_model("llama")
     for module in (model, *model.model.layers):
         kind = type(module)
         module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp"})
     tritonpack.patch(nn.ModuleDict({"policy": model})).prove()
+    quantized = torch.ao.quantization.quantize_dynamic(tiny_model("llama").float(), {nn.Linear}, dtype=torch.qint8)
+    tritonpack.patch(quantized)
+    quantized(**call_of())
     with torch.device("meta"):
         tritonpack.patch(empty := LlamaForCausalLM(config()))
         empty(torch.ones(1, 4, dtype=torch.long))
     assert not tries
+    attention(quantized).forward = attends_by_itself.__get__(attention(quantized))
+    tritonpack.unpatch(quantized)
+    with pytest.raises(UnsupportedModelError, match=r"first in model\.layers\.1\.self_attn"):
+        tritonpack.patch(quantized).prove()
 
 
 def test_a_known_class_is_proven_with_another_transformers(tries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tritonpack.patches import forwards
-
-    library = forwards.transformers  # other tests may import transformers anew
-    monkeypatch.setattr(library, "__version__", "6.1.0.dev0")
+    monkeypatch.setattr(forwards.transformers, "__version__", "6.1.0.dev0")
     model = tiny_model("llama")
     tritonpack.patch(model)
     for _ in range(2):
-        model(**packed())
+        model(**call_of())
     assert len(tries) == 1
 
 
-@pytest.mark.fast("not")
-@pytest.mark.parametrize(
-    "arguments", [packed(), {"input_ids": torch.ones(2, 5, dtype=torch.long)}], ids=["packed", "not"]
-)
+@pytest.mark.parametrize("arguments", [call_of(), {"input_ids": IDS.expand(2, -1)}], ids=["packed", "not"])
 def test_the_first_call_proves_whatever_it_holds(arguments: dict[str, Tensor], tries: list[Any]) -> None:
     """So ranks prove together. A refused model is refused in every call, until the leak is gone."""
     model, wrong = Unshown(config()), Unshown(config())
-    tritonpack.patch(model)
+    handle = tritonpack.patch(model)
     tritonpack.patch(wrong)
     own, wrong.lm_head = wrong.lm_head, Convolution(wrong.lm_head)
     for _ in range(2):
@@ -87,40 +89,23 @@ def test_the_first_call_proves_whatever_it_holds(arguments: dict[str, Tensor], t
     wrong.lm_head = own
     wrong(**arguments)
     assert len(tries) == 4
-    model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)
+    model.generate(IDS, max_new_tokens=2, do_sample=False)
+    model.model(**call_of())  # the proof of a model covers those inside
+    handle.prove()
     assert len(tries) == 4
+    handle.unpatch()
+    with pytest.raises(ValueError, match="this patch was undone"):
+        handle.prove()
 
 
-def test_a_model_inside_that_is_called_by_itself(tries: list[Any]) -> None:
-    """The proof of a model covers those inside; that of a head with one result a row doesn't."""
-    model = Unshown(config())
-    tritonpack.patch(model)
-    model(**packed())
-    model.model(**packed())
-    assert len(tries) == 1
-
-    class Scores(LlamaForSequenceClassification):
-        """A head with one result for each row, whose base model is called by itself, too."""
-
-    class Scored(Scores):
-        pass
-
+def test_a_model_inside_of_a_head_with_one_result_a_row() -> None:
+    """The proof of the head doesn't cover it."""
     head: Any = type("OwnForSequenceClassification", (LlamaForSequenceClassification,), {})(config(pad_token_id=0))
     head.model.forward = mixes_states.__get__(head.model)
     tritonpack.patch(head)
-    head(torch.ones(2, 5, dtype=torch.long))
+    head(IDS.expand(2, -1))
     with pytest.raises(UnsupportedModelError, match=r"first in the model itself \(LlamaModel\)"):
-        head.model(**packed())
-
-
-def test_another_dtype_than_at_the_patch() -> None:
-    model, wrong = Unshown(config()), Mixing(config())
-    for one in (model, wrong):
-        tritonpack.patch(one)
-        one.to(torch.bfloat16)
-    model(**packed())
-    with pytest.raises(UnsupportedModelError, match="don't stay apart"):
-        wrong(**packed())
+        head.model(**call_of())
 
 
 @pytest.mark.fast("torch.bfloat16")
@@ -128,13 +113,10 @@ def test_another_dtype_than_at_the_patch() -> None:
 def test_weights_that_come_later(dtype: torch.dtype, tmp_path: Path) -> None:
     """A model without weights isn't proven until it has some; nor is one that is loaded by name."""
     Unshown(config()).save_pretrained(tmp_path)
-    model = Unshown.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)
-    ids, places = torch.full((1, 6), 9), torch.tensor([[0, 1, 2, 0, 1, 2]])
-    first, second = model(ids, position_ids=places).logits.chunk(2, dim=1)
-    assert torch.equal(first, second)
-    with pytest.raises(UnsupportedModelError, match="Mixing isn't a model that tritonpack knows"):
-        Mixing.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)(ids)
     for kind in (Unshown, Mixing):
+        model = kind.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)
+        with refused(kind, "Mixing isn't a model that tritonpack knows"):
+            model(**call_of())
         with torch.device("meta"):
             empty = kind(config())
             handle = tritonpack.patch(empty)
@@ -143,39 +125,39 @@ def test_weights_that_come_later(dtype: torch.dtype, tmp_path: Path) -> None:
             handle.prove()
         empty.to_empty(device="cpu").to(dtype).load_state_dict(Unshown(config()).state_dict())
         empty.model.rotary_emb = type(empty.model.rotary_emb)(config())
-        with pytest.raises(UnsupportedModelError) if kind is Mixing else contextlib.nullcontext():
-            empty(**packed())
+        with refused(kind):
+            empty(**call_of())
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "another dtype": contextlib.nullcontext,
+    "peft": contextlib.nullcontext,
 }
 
 
-@pytest.mark.fast("autocast")
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_call_in_any_context(context: str) -> None:
-    model, wrong = Unshown(config()), Mixing(config())
+@pytest.mark.parametrize("kind", [Unshown, Mixing])
+def test_a_call_in_any_context(kind: Any, context: str) -> None:
     with CONTEXTS[context]():
+        model = kind(config())
+        if context == "peft":
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         tritonpack.patch(model)
-        tritonpack.patch(wrong)
-        model(**packed())
-        with pytest.raises(UnsupportedModelError, match="don't stay apart"):
-            wrong(**packed())
+        if context == "another dtype":  # than at the patch
+            model.to(torch.bfloat16)
+        with refused(kind):
+            model(**call_of())
 
 
 def test_fake_tensors_pass() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         model = Mixing(config())
         tritonpack.patch(model)
         model(torch.ones(1, 4, dtype=torch.long))
-
-
-# A proof leaves no trace.
 
 
 class Watched(LlamaForCausalLM):
@@ -217,41 +199,34 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@pytest.mark.fast("{}")
 @pytest.mark.parametrize("options", [{}, {"unpad": True}, {"share_prefixes": True}], ids=str)
-def test_a_proof_leaves_no_trace(options: dict[str, bool]) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_proof_leaves_no_trace(wrong: bool, options: dict[str, bool]) -> None:
     model = Watched(config()).train()
     model.model.layers[0].eval()
-    model(**packed()).logits.sum().backward()
+    model(**call_of()).logits.sum().backward()
+    if wrong:
+        model.lm_head = Convolution(model.lm_head)
     model.model.register_forward_pre_hook(lambda module, args: None)
     handle = tritonpack.patch(model, **options)
     model.model.register_forward_pre_hook(lambda module, args: None)
     before = trace_of(model)
-    handle.prove()
-    assert same(trace_of(model), before)
-    if handle.saved is not None:
-        assert handle.saved.tokens_given == 0
-    wrong = Watched(config()).train()
-    wrong.lm_head = Convolution(wrong.lm_head)
-    handle, before = tritonpack.patch(wrong), trace_of(wrong)
-    with pytest.raises(UnsupportedModelError, match="lm_head"):
+    with pytest.raises(UnsupportedModelError, match="lm_head") if wrong else contextlib.nullcontext():
         handle.prove()
-    after = trace_of(wrong)
-    assert same(after, before)
+    assert same(trace_of(model), before)
+    assert handle.saved is None or handle.saved.tokens_given == 0
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_first_call_trains_as_the_second(autocast: bool) -> None:
     """Weights that autocast has cast without gradients aren't used again."""
-    model = Unshown(config()).train()
+    model, gradients = Unshown(config()).train(), []
     model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
     tritonpack.patch(model)
-    gradients = []
     for _ in range(2):
         torch.manual_seed(0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(**packed()).logits.float().square().mean()
+            loss = model(**call_of()).logits.float().square().mean()
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(map(torch.equal, *gradients))
     assert model.model.layers[1].mlp.calls == 2
@@ -263,69 +238,41 @@ def test_the_first_call_trains_as_the_second(autocast: bool) -> None:
 def test_compiled_code_is_compiled_once(part: str) -> None:
     """A graph needs a proof before it; what a proof runs isn't compiled."""
     graphs = Graphs()
-    model = Unshown(LlamaConfig(**config().to_dict() | {"num_hidden_layers": 1}))
+    model: Any = Unshown(LlamaConfig(**config().to_dict() | {"num_hidden_layers": 1}))
     options: Any = {"backend": graphs, "fullgraph": True, "dynamic": True}
-    handle = tritonpack.patch(model)
-    forward: Any = model
+    handle, forward = tritonpack.patch(model), model
     if part == "whole":
         forward = torch.compile(model, **options)
         with pytest.raises(Exception, match=r"Unshown isn't proven yet.*Call prove\(\) on the handle"):
-            forward(**packed(), use_cache=False)
+            forward(**call_of("without_cache"))
         torch._dynamo.reset()
         graphs.count = 0
+        handle.prove()
     elif part == "layers":
         model.model.layers[0] = torch.compile(model.model.layers[0], **options)
     else:
         model.model.layers[0].compile(**options)
-    if part == "whole":
-        handle.prove()
-    for total in (12, 9, 20):
-        ids, places = torch.randint(3, 60, (1, total)), (torch.arange(total) % 7)[None]
-        forward(input_ids=ids, position_ids=places, use_cache=False)
+    for lengths in ((7, 5), (7, 2), (7, 7, 6)):
+        forward(**call_of("without_cache", documents(lengths)))
     assert graphs.count == 1
 
 
-def test_prove_again_does_nothing_and_an_undone_patch_has_no_proof(tries: list[Any]) -> None:
-    handle = tritonpack.patch(Unshown(config()))
-    handle.prove()
-    handle.prove()
-    assert len(tries) == 1
-    handle.unpatch()
-    with pytest.raises(ValueError, match="this patch was undone"):
-        handle.prove()
-
-
 def test_threads_wait_for_one_proof(tries: list[Any]) -> None:
-    model, failures = Unshown(config()), []
+    model, outputs = Unshown(config()), []
     tritonpack.patch(model)
-
-    def run() -> None:
-        try:
-            model(**packed())
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert len(tries) == 1
+    in_threads([lambda: outputs.append(model(**call_of()))] * 4)
+    assert (len(outputs), len(tries)) == (4, 1)
 
 
 def test_copies_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     tritonpack.patch(model)
-    file = io.BytesIO()
-    pickle.dump(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), pickle.load(file)):
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with monkeypatch.context() as patched:
             patched.setattr(LlamaAttention, "forward", attends_by_itself)
             with pytest.raises(UnsupportedModelError, match="self_attn"):
-                twin(**packed())
-        twin(**packed())
+                twin(**call_of())
+        twin(**call_of())
 
 
 def test_an_interrupted_proof_is_run_again(monkeypatch: pytest.MonkeyPatch, tries: list[Any]) -> None:
@@ -338,48 +285,10 @@ def test_an_interrupted_proof_is_run_again(monkeypatch: pytest.MonkeyPatch, trie
     with monkeypatch.context() as patched:
         patched.setattr(LlamaAttention, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(**packed())
+            model(**call_of())
     assert model.training
-    model(**packed())
+    model(**call_of())
     assert len(tries) == 2
-
-
-# Other wrappers.
-
-
-@pytest.mark.parametrize("kind", [Unshown, Mixing])
-def test_inside_of_peft(kind: Any) -> None:
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(kind(config()), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    tritonpack.patch(adapted)
-    with pytest.raises(UnsupportedModelError, match="Mixing") if kind is Mixing else contextlib.nullcontext():
-        adapted(**packed())
-    known = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    handle = tritonpack.patch(known)
-    assert all(all(head.trusted.values()) for head in handle._applied.heads[:1])
-
-
-def test_layers_that_torch_quantizes(tries: list[Any]) -> None:
-    """They are torch's own, so a known class stays trusted; replaced attention isn't."""
-    quantized = torch.ao.quantization.quantize_dynamic(tiny_model("llama").float(), {nn.Linear}, dtype=torch.qint8)
-    tritonpack.patch(quantized)
-    quantized(**packed())
-    assert not tries
-    torch.ao.quantization.quantize_dynamic(unknown := Unshown(config()), {nn.Linear}, dtype=torch.qint8, inplace=True)
-    tritonpack.patch(unknown).prove()
-    wrong = torch.ao.quantization.quantize_dynamic(tiny_model("llama").float(), {nn.Linear}, dtype=torch.qint8)
-    attention(wrong).forward = attends_by_itself.__get__(attention(wrong))
-    with pytest.raises(UnsupportedModelError, match=r"first in model\.layers\.1\.self_attn"):
-        tritonpack.patch(wrong).prove()
-
-
-def test_a_class_that_patches_its_instances() -> None:
-    class SelfPatching(LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            tritonpack.patch(self)
-
-    SelfPatching(config())(**packed())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
@@ -390,7 +299,7 @@ def test_documents_that_share_their_beginnings(
     monkeypatch.setattr(proof, "is_shown", lambda kind, in_trees=False: not in_trees)
     model = zoo.tiny_model(model_type)
     tritonpack.patch(model)
-    model(**packed())
+    model(**call_of())
     assert not tries
     ids, ends = torch.arange(3, 9)[None], torch.tensor([[6, 6, 4, 4, 6, 6]])
     call = {"input_ids": ids, "tree_ends": ends, "position_ids": torch.tensor([[0, 1, 2, 3, 2, 3]])}
@@ -416,31 +325,5 @@ def test_a_tree_that_mixes_branches_is_refused() -> None:
                 output.logits = output.logits + inner * output.logits.roll(1, dims=1)
             return output
 
-    model = Branches(config())
-    handle = tritonpack.patch(model, share_prefixes=True)
     with pytest.raises(UnsupportedModelError, match="don't stay apart"):
-        handle.prove()
-
-
-@pytest.mark.parametrize("attention", ["tritonpack", "sdpa"])
-def test_a_softcap_that_sdpa_drops(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in transformers up to 5.17: documents alone run by eager attention."""
-
-    def dropping(*args: Any, softcap: Any = None, **options: Any) -> Any:
-        return sdpa_attention_forward(*args, **options)
-
-    class Own(Gemma2ForCausalLM):
-        pass
-
-    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", dropping)
-    model = Own(zoo.tiny_config("gemma2", attn_logit_softcapping=0.5))
-    assert model.config._attn_implementation == "sdpa"
-    if attention == "sdpa":
-        with pytest.raises(
-            UnsupportedModelError, match=r"doesn't support sdpa with its softcap; use attention='eager'"
-        ):
-            tritonpack.patch(model, attention=attention)
-    else:
-        tritonpack.patch(model).prove()
-        assert model.config._attn_implementation == "tritonpack"
+        tritonpack.patch(Branches(config()), share_prefixes=True).prove()

@@ -20,29 +20,39 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.patches.zoo_rows import (
     CAUSAL,
     COMMON,
-    DIFFERENTIABLE,
     FLOAT32_ONLY,
-    FORWARD_ONLY,
     UNBUILT,
     VARIANTS,
     VOCAB,
 )
 from tests.patches.zoo_rows_others import OTHERS
-from tests.small_copies.small_copy import PARTS, model_class, part_of, spread
-from tests.small_copies.subject import codebooks_of, rows_for_codebooks, side_by_side
-
-__all__ = [
-    "DIFFERENTIABLE", "FLOAT32_ONLY", "FORWARD_ONLY", "MODEL_TYPES", "UNBUILT", "VARIANTS", "call", "documents",
-    "logits", "tiny_config", "tiny_model", "tiny_row", "without_timm",
-]  # fmt: skip
+from tritonpack.patches.families import CODEBOOKS
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 # What is set for each type, and for each type of a part.
 ROWS: dict[str, dict[str, Any]] = {**OTHERS, **CAUSAL}
 
+# Model types whose language model takes a part of the configuration, and the name of that part.
+PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+
 # The types of parts that may be of any type, in versions of transformers whose configurations name no default.
 PART_TYPES = {"text_encoder": "t5", "audio_encoder": "encodec"}
+
+# Types that are refused; `VARIANTS` of a type may be, too. The others are exact.
+REFUSED = {
+    "gemma4_unified_assistant": "drafts tokens from another model's cache",
+    "prophetnet": "masks and position buckets of its own",
+    "gemma-bidirectional": "sees both directions in a batch without padding",
+    "blt": "run across documents",
+    "cpmant": "position buckets of its own",
+    "deepseek_v4": "pools keys across documents",
+    "minimax_m3_vl_text": "counted from the beginning of the row",
+    "reformer": "sorts the tokens of a row into buckets",
+    "xlstm": "run over the whole row",
+    "doge-experts": "its router mixes the tokens of a row",
+}
+EXACT = tuple(name for name in MODEL_TYPES if name not in UNBUILT and name not in REFUSED)
 
 FIRST_TOKEN = 6  # below are padding, the ends of a document, and masks and separators of a few types
 
@@ -134,12 +144,17 @@ def tiny_model(
     # The fused experts don't support float64.
     options = {"experts_implementation": "eager", "attn_implementation": attn_implementation}
     if config.model_type in PARTS:
-        model = model_class(config)._from_config(part_of(config), **options)
+        model = AutoModelForCausalLM._model_mapping[type(config)]._from_config(part_of(config), **options)
     else:
         with without_timm():
             model = AutoModelForCausalLM.from_config(config, **options)
     spread(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval()
+
+
+def build(name: str) -> PreTrainedModel:
+    """A model in float64 where its code allows that."""
+    return tiny_model(name, dtype=torch.float32 if name in FLOAT32_ONLY else torch.float64)
 
 
 def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
@@ -171,3 +186,47 @@ def call(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
 def logits(model: PreTrainedModel, output: Any) -> Tensor:
     """Logits `[b, t, n]` of a call; those of several codebooks lie side by side."""
     return side_by_side(output.logits, codebooks_of(model.config))
+
+
+def part_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration that its language model takes, which mostly is all of it."""
+    return getattr(config, PARTS[config.model_type]) if config.model_type in PARTS else config
+
+
+def spread(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw weights with which every part contributes. With transformers' small weights attention has little effect."""
+    done: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in done or parameter.numel() == 0:
+                continue
+            done.add(id(parameter))
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            values = parameter.data
+            settled = bool(values.isfinite().all()) and 0.1 < float(values.abs().mean()) < 100
+            if isinstance(module, nn.Embedding):
+                parameter.data = 0.5 * noise
+            elif parameter.ndim >= 2 and not settled:
+                parameter.data = noise / parameter.shape[-1] ** 0.5
+            else:  # norms, decays, biases, sinks: near the values that the model gives them, but no two alike
+                parameter.data = values + 0.2 * noise
+
+
+def codebooks_of(config: Any) -> int:
+    """How many rows of ids a model takes for one row of tokens: several in a few decoders of sound."""
+    return config.num_codebooks if config.model_type in CODEBOOKS else 1
+
+
+def rows_for_codebooks(ids: Tensor, books: int, size: int) -> Tensor:
+    """Return (B * books, T) ids below `size` for ids (B, T).
+
+    No two rows of a token are alike, but padding, 0, is the same in all.
+    """
+    if books == 1:
+        return ids
+    return torch.stack([torch.where(ids == 0, 0, (ids + i) % size) for i in range(books)], dim=1).flatten(0, 1)
+
+
+def side_by_side(values: Tensor, books: int) -> Tensor:
+    """Return (B, T, books * n) values for rows of codebooks (B * books, T, n)."""
+    return values.unflatten(0, (-1, books)).transpose(1, 2).flatten(2) if books > 1 else values

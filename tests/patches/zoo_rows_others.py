@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from tests.patches.zoo_rows import FULL, INDEXED, SLIDING, _rows
+from tests.patches.zoo_rows import FULL, INDEXED, LINEAR, SLIDING, WINDOW, _rows
 
 # fmt: off
 # One key per line would be hundreds of lines.
 
 # Rotary embeddings in sections for time, height and width, of half a head of 8.
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+
+GEMMA = {"layer_types": [SLIDING, FULL], "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 
 # By model type, and also by the type of a part.
 OTHERS: dict[str, dict[str, Any]] = _rows(
@@ -172,4 +174,35 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("esm", {"token_dropout": True, "mask_token_id": 5}),
     ("esmc", {"pad_token_id": 0, "num_key_value_heads": 4}),
     ("moonshine_streaming", {"num_key_value_heads": 4}),
+    # Types whose parts have sizes that depend on each other
+    ("bridgetower", {"hidden_size": 64, "text_config": {"hidden_size": 64}, "vision_config": {"hidden_size": 64}}),
+    ("cosmos3_edge_text",
+     {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [4, 2, 2]}}),
+    ("csm", {"num_codebooks": 2, "depth_decoder_config": {"num_codebooks": 2, "backbone_hidden_size": 32},
+             "codec_config": {"upsample_groups": 32, "num_filters": 4, "codebook_size": 64, "codebook_dim": 32}}),
+    ("fast_vlm", {"vision_config": {"hidden_size": 32}}),
+    ("florence_vision", {"patch_size": (7, 3, 3, 3)}),
+    ("florence2", {"text_config": {"pad_token_id": 1}}),
+    ("glm5_next_text",
+     {"num_key_value_heads": 4, "num_hidden_layers": 3, "qk_rope_head_dim": 0, "qk_nope_head_dim": 8, "v_head_dim": 8,
+      "layer_types": [LINEAR, INDEXED, LINEAR], "mlp_layer_types": ["dense", "sparse", "sparse"],
+      "indexer_types": ["full"] * 3, "index_kpool": 2}),
+    ("glm5_next_vision", {"out_hidden_size": 64}),
+    ("gradium_phonon_tts pocket_tts", {"latent_dim": 32, "flow_head_config": {"condition_dim": 32, "latent_dim": 32}}),
+    ("inkling2 inkling2_loop", {"vision_config": {"text_hidden_size": 32}}),
+    ("kyutai_speech_to_text", {"pad_token_id": 3, "codebook_vocab_size": 64, "audio_pad_token_id": 5,
+                               "codec_config": {"upsample_groups": 32, "num_filters": 4}}),
+    ("nemotron_h_omni", {"audio_config": {"projection_hidden_size": 32, "projection_bias": False}}),
+    ("neomme", {"head_dim": 16, "hidden_size": 64, "layer_types": [SLIDING, FULL]}),
+    ("omniasr_audio",
+     {"conv_dim": (32,) * 7, "conv_kernel": (10, 3, 3, 3, 3, 2, 2), "conv_stride": (5, 2, 2, 2, 2, 2, 2)}),
+    ("squeezebert", {"embedding_size": 32}),
+    ("videoprism_vision_model", {"tubelet_size": (1, 4, 4)}),
+    # Encoders with decoders, with a few buckets for the distances of short documents
+    ("bart bigbird_pegasus blenderbot blenderbot-small m2m_100 marian mvp nllb-moe pegasus",
+     {"decoder_start_token_id": 2}),
+    ("mt5 switch_transformers t5 umt5",
+     {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}),
+    ("t5gemma", {"encoder": GEMMA, "decoder": {**GEMMA, "cross_attention_hidden_size": 32}}),
+    ("t5gemma2", {"encoder": {"text_config": GEMMA}, "decoder": GEMMA}),
 )

@@ -7,6 +7,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def files(folder: Path) -> dict[str, bytes]:
 class TestFiles:
     def test_variants_differ_in_their_metadata_alone(self, repository: Path) -> None:
         assert {path.name for path in repository.iterdir()} == {
-            "CARD.md", "LICENSE", "build", "build.toml", "tests", "torch-ext",
+            ".gitignore", "CARD.md", "LICENSE", "build", "build.toml", "tests", "torch-ext",
         }  # fmt: skip
         variants = {path.name: files(path) for path in (repository / "build").iterdir()}
         assert variants.keys() == {"torch-cpu", "torch-cuda", "torch-rocm"}
@@ -77,49 +78,46 @@ class TestFiles:
         assert general["hub"] == {"repo-id": NAME}
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("kind", ["folder", "file"])
-    def test_out_that_holds_something(self, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        out, file = (tmp_path, tmp_path / "kept") if kind == "folder" else (tmp_path / "kept",) * 2
-        file.write_text("mine")
-        assert hub_build.main([str(out)]) == 2
-        assert (
-            capsys.readouterr().err == f"error: {out} exists and isn't an empty folder; name a new one, or empty it.\n"
-        )
-        assert files(tmp_path) == {"kept": b"mine"}
-
-    def test_out_below_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / "kept").write_text("mine")
-        assert hub_build.main([str(tmp_path / "kept" / "out")]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
-
-    @pytest.mark.parametrize(
-        ("name", "value", "message"),
-        [
-            (
-                "ROOTS",
-                ("compilation",),
-                "compilation.py imports numba; a kernel may import torch, triton and einops alone.",
-            ),
-            ("ROOTS", ("attenton",), "tritonpack has no module attenton, which ROOTS names."),
-            ("MAX_LINES", 1000, "lines, and a kernel may have 1000; shorten ROOTS."),
-        ],
+@pytest.mark.parametrize("place", ["folder", "file", "below a file"])
+def test_out_that_holds_something_is_refused(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kept"
+    file.write_text("mine")
+    out = {"folder": tmp_path, "file": file, "below a file": file / "out"}[place]
+    assert hub_build.main([str(out)]) == 2
+    expected = (
+        "error: " if "below" in place else f"error: {out} exists and isn't an empty folder; name a new one, or em"
     )
-    def test_attention_that_is_no_kernel(
-        self, name: str, value: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:  # fmt: skip
-        monkeypatch.setattr(hub_build, name, value)
-        assert hub_build.main([str(tmp_path / "out")]) == 2
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().err.startswith(expected)
+    assert files(tmp_path) == {"kept": b"mine"}
 
-    @pytest.mark.parametrize(
-        "line", ["import tritonpack", "from tritonpack import patch", "import tritonpack.masks.blocks"]
-    )
-    def test_import_that_has_no_relative_form(self, line: str) -> None:
-        with pytest.raises(ValueError, match=r"^a\.py imports tritonpack.*; write `from tritonpack import`"):
-            list(hub_build._needs(line, "a.py"))
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "ROOTS",
+            ("compilation",),
+            "compilation.py imports numba; a kernel may import torch, triton and einops alone.",
+        ),
+        ("ROOTS", ("attenton",), "tritonpack has no module attenton, which ROOTS names."),
+        ("MAX_LINES", 1000, "lines, and a kernel may have 1000; shorten ROOTS."),
+    ],
+)
+def test_attention_that_is_no_kernel(
+    name: str, value: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(hub_build, name, value)
+    assert hub_build.main([str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["import tritonpack", "from tritonpack import patch", "import tritonpack.masks.blocks"]
+)
+def test_import_that_has_no_relative_form(line: str) -> None:
+    with pytest.raises(ValueError, match=r"^a\.py imports tritonpack.*; write `from tritonpack import`"):
+        list(hub_build._needs(line, "a.py"))
 
 
 class TestAlone:
@@ -199,12 +197,8 @@ class TestTransformers:
         batch = {"input_ids": torch.cat(documents, 1), "position_ids": torch.cat([*map(torch.arange, LENGTHS)])[None]}
         if told == "offsets":
             cu = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            batch |= {
-                "cu_seq_lens_q": cu,
-                "cu_seq_lens_k": cu,
-                "max_length_q": max(LENGTHS),
-                "max_length_k": max(LENGTHS),
-            }
+            batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu)
+            batch |= dict.fromkeys(("max_length_q", "max_length_k"), max(LENGTHS))
         packed = self.step(model, [batch])
         model.set_attn_implementation("sdpa")
         alone = self.step(model, [{"input_ids": ids} for ids in documents])

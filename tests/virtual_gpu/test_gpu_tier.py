@@ -1,8 +1,9 @@
 """Functions of tests/gpu on the virtual GPU: the tier that waits for a GPU is able to pass. And a patched model."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def _on_host(x: Any) -> Any:
 
 
 @contextmanager
-def as_cuda(arch: str, seed: int = 1) -> Iterator[VirtualGPU]:
+def as_cuda(arch: str) -> Iterator[VirtualGPU]:
     """A virtual GPU for programs that ask for "cuda"; "auto" is the backend "triton"."""
     own = backends.resolve_backend
 
@@ -53,43 +54,31 @@ def as_cuda(arch: str, seed: int = 1) -> Iterator[VirtualGPU]:
                 stack.callback(setattr, module, "resolve_backend", own)
                 module.resolve_backend = resolve  # type: ignore[attr-defined]
         stack.enter_context(_HostIsCuda())
-        yield stack.enter_context(virtual_gpu(arch, seed=seed))
+        yield stack.enter_context(virtual_gpu(arch))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", [CASES[0], SHORT[1]], ids=str)
+BF16 = torch.bfloat16
+INVARIANT = invariance.CASES[0]
+# Functions of tests/gpu, and their arguments
+FUNCTIONS: dict[str, Callable[[], None]] = {
+    "causal": lambda: test_gpu.test_large_cases(CASES[0], torch.float16),
+    "ordinary": lambda: test_gpu.test_large_cases(SHORT[1], BF16),
+    "pack-invariant": lambda: test_gpu.test_pack_invariant_documents_have_the_same_bits_in_every_pack(INVARIANT, BF16),
+    "nan": lambda: test_gpu.test_pack_invariant_contains_nan(INVARIANT, invariance.POISONS[0], BF16),
+    "bounds": test_gpu.test_validate_finds_bad_bounds_on_the_device,
+    "patched": test_gpu.test_a_patched_model,
+    **{
+        name: partial(test_models.test_documents_stay_apart, name, BF16)
+        for name in ("llama", "falcon", "qwen3_moe", "bamba")
+    },
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.slow
-def test_cases(case: Any, dtype: torch.dtype, arch: str) -> None:
-    with as_cuda(arch):
-        test_gpu.test_large_cases(case, dtype)
-
-
-@pytest.mark.slow
-def test_pack_invariance() -> None:
+def test_function(name: str) -> None:
     with as_cuda("sm_90"):
-        test_gpu.test_pack_invariant_documents_have_the_same_bits_in_every_pack(invariance.CASES[0], torch.bfloat16)
-        test_gpu.test_pack_invariant_contains_nan(invariance.CASES[0], invariance.POISONS[0], torch.bfloat16)
-
-
-@pytest.mark.slow
-def test_bad_bounds_are_found_on_the_device() -> None:
-    with as_cuda("sm_90"):
-        test_gpu.test_validate_finds_bad_bounds_on_the_device()
-
-
-@pytest.mark.slow
-def test_a_patched_model() -> None:
-    with as_cuda("sm_90"):
-        test_gpu.test_a_patched_model()
-
-
-@pytest.mark.parametrize("name", ["llama", "falcon", "qwen3_moe", "bamba"])
-@pytest.mark.slow
-def test_documents_stay_apart(name: str) -> None:
-    with as_cuda("sm_90") as gpu:
-        test_models.test_documents_stay_apart(name, torch.bfloat16)
-    assert gpu.launches.kernels
+        FUNCTIONS[name]()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

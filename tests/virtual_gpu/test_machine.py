@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -43,26 +44,20 @@ def same_for_all_seeds(arch: str, launch: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-class TestVectors:
-    def test_add(self, arch: str) -> None:
-        x, y = torch.randn(2, 2500)
+def test_add_and_softmax(arch: str) -> None:
+    x, y = torch.randn(2, 2500)
+    rows = torch.randn(5, 777)
 
-        def launch() -> Tensor:
-            out = torch.empty(2500)
-            add_kernel[(3,)](x, y, out, 2500, 1024)
-            return out
+    def add() -> Tensor:
+        add_kernel[(3,)](x, y, out := torch.empty(2500), 2500, 1024)
+        return out
 
-        assert torch.equal(same_for_all_seeds(arch, launch), x + y)
+    def softmax() -> Tensor:
+        softmax_kernel[(5,)](rows, out := torch.empty(5, 777), 777, 1024)
+        return out
 
-    def test_softmax(self, arch: str) -> None:
-        x = torch.randn(5, 777)
-
-        def launch() -> Tensor:
-            out = torch.empty(5, 777)
-            softmax_kernel[(5,)](x, out, 777, 1024)
-            return out
-
-        torch.testing.assert_close(same_for_all_seeds(arch, launch), x.softmax(1))
+    assert torch.equal(same_for_all_seeds(arch, add), x + y)
+    torch.testing.assert_close(same_for_all_seeds(arch, softmax), rows.softmax(1))
 
 
 def products() -> list[tuple[str, torch.dtype, str]]:
@@ -120,46 +115,47 @@ def test_warps_that_load_and_compute() -> None:
     torch.testing.assert_close(out, expected, rtol=320 * 2.0**-24, atol=320 * 2.0**-21)
 
 
-class TestRefusals:
-    def test_architecture(self) -> None:
-        with pytest.raises(ValueError, match='arch is "sm_70"; the virtual GPU models sm_80, sm_90, sm_100, sm_120'):
-            virtual_gpu("sm_70").__enter__()
-
-    def test_seed(self) -> None:
-        with pytest.raises(ValueError, match="seed is 0; seeds begin at 1"):
-            virtual_gpu(seed=0).__enter__()
-
-    def test_real_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        with pytest.raises(RuntimeError, match="machines without a GPU"):
-            virtual_gpu().__enter__()
-
-    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"arch": "sm_70"}, ValueError, 'arch is "sm_70"; the virtual GPU models sm_80, sm_90, sm_100, sm_120'),
+        ({"seed": 0}, ValueError, "seed is 0; seeds begin at 1"),
+        ("a GPU", RuntimeError, "machines without a GPU"),
+        ("no compiler", RuntimeError, "needs a C compiler: install one, or name it in CC"),
+    ],
+)
+def test_refusals(arguments: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: arguments == "a GPU")
+    enter: Callable[[], object] = library.library.__wrapped__
+    if arguments == "no compiler":
         monkeypatch.setenv("CC", "no-such-compiler")
-        with pytest.raises(RuntimeError, match="needs a C compiler: install one, or name it in CC"):
-            library.library.__wrapped__()
+    else:
+        enter = virtual_gpu(**arguments if isinstance(arguments, dict) else {}).__enter__
+    with pytest.raises(error, match=message):
+        enter()
 
-    @pytest.mark.parametrize(
-        ("statement", "message"),
-        [
-            ("sin.approx.f32 %r1, %r1;", "an instruction, or a form of one, that the virtual GPU doesn't model"),
-            ("add.s64 %r1, %rd1, %rd1;", "%r1 has 4 bytes, and the instruction writes 8"),
-            ("add.s64 %rd1, %r1, %rd1;", "%r1 has 4 bytes, and the instruction reads 8"),
-            ("add.s32 %q1, %r1, %r1;", "the register %q1 isn't declared"),
-        ],
-    )
-    def test_instruction(self, statement: str, message: str) -> None:
-        """An error names the kernel, the line and the statement."""
 
-        def rewrite(name: str, ptx: str) -> str:
-            return ptx.replace("ld.param.b64", f"{statement}\nld.param.b64", 1)
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("sin.approx.f32 %r1, %r1;", "an instruction, or a form of one, that the virtual GPU doesn't model"),
+        ("add.s64 %r1, %rd1, %rd1;", "%r1 has 4 bytes, and the instruction writes 8"),
+        ("add.s64 %rd1, %r1, %rd1;", "%r1 has 4 bytes, and the instruction reads 8"),
+        ("add.s32 %q1, %r1, %r1;", "the register %q1 isn't declared"),
+    ],
+)
+def test_unknown_instructions(statement: str, message: str) -> None:
+    """An error names the kernel, the line and the statement."""
 
-        x = torch.randn(32, 32)
-        with pytest.raises(Unsupported) as raised, virtual_gpu(rewrite=rewrite) as gpu:
-            probe_kernel[(1,)](x, torch.empty(32, 32))
-        assert gpu.executables == []
-        expected = rf"probe_kernel, PTX line \d+: {re.escape(statement[:-1])}: {re.escape(message)}"
-        assert re.fullmatch(expected, str(raised.value))
+    def rewrite(name: str, ptx: str) -> str:
+        return ptx.replace("ld.param.b64", f"{statement}\nld.param.b64", 1)
+
+    x = torch.randn(32, 32)
+    with pytest.raises(Unsupported) as raised, virtual_gpu(rewrite=rewrite) as gpu:
+        probe_kernel[(1,)](x, torch.empty(32, 32))
+    assert gpu.executables == []
+    expected = rf"probe_kernel, PTX line \d+: {re.escape(statement[:-1])}: {re.escape(message)}"
+    assert re.fullmatch(expected, str(raised.value))
 
 
 def test_blocks_are_refused_within_a_block() -> None:

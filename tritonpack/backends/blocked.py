@@ -238,7 +238,7 @@ def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tens
         else:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
     one_run = not blocks and len(runs) == 1 and runs[0][:4] == (0, mask.num_queries, 0, mask.num_keys)
-    blind, unseen = _blind_rows(mask), _blind_rows(mask.transpose())
+    blind, unseen = (_blind_rows(mask), _blind_rows(mask.transpose())) if blocks else (None, None)
     return TileTables(None, None, None, table, Plan(blocks, blind, unseen, runs, one_run))
 
 

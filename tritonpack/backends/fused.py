@@ -126,7 +126,8 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     """out [m, H, D_v] and lse [H, m] of a call, given the rows of its queries and keys in one dtype."""
     of_keys, of_products = _factors(options.scale)
     width = max(q.shape[2], v.shape[2])
-    qs, ks, vs = (_as_the_kernel_reads(x, width) for x in (q, _scaled(k, of_keys), v))
+    qs, vs = _as_the_kernel_reads(q, width), _as_the_kernel_reads(v, width)
+    ks = _as_the_kernel_reads(_scaled(k, of_keys), width)
     out, lse = _operators()[0](qs, ks, vs, **run.visible(q.dtype), scale=of_products)
     out, lse = _narrowed(out, v.shape[2]), lse.squeeze(0)
     if options.sinks is None:

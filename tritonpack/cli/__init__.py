@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -15,4 +14,4 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     from tritonpack.cli.app import run
 
-    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+    run(arguments)

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
-from tritonpack.cli.machine import resolve_device
+from tritonpack.cli.machine import console_beside, require_writable, resolve_device, write_json
 from tritonpack.cli.model_source import load_config, load_model
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
@@ -61,25 +60,23 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
         stock = _run(model) if weights else None
         patched, report = _patched(model, runs=weights)
     kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
-    table = Table.grid(padding=(0, 2))
-    table.add_row("model", escape(name))
-    table.add_row("class", escape(", ".join(filter(None, (f"{kind} in {dtype}", instead)))))
-    table.add_row("patch", escape(report or "none"))
-    if stock:
-        table.add_row("stock transformers", escape(f"{stock.verdict}: {stock.reason}"))
-    table.add_row("tritonpack", escape(f"{patched.verdict}: {patched.reason}"))
-    Console(stderr=path == STANDARD_OUTPUT, highlight=False).print(table)
-    named = config.architectures[0] if instead else None
-    found = {
+    rows = {
         "model": name,
-        "weights": weights,
-        "model_type": model.config.model_type,
-        "class": kind,
-        "instead_of": named,
+        "class": f"{kind} in {dtype}" + (f", in place of {instead}" if instead else ""),
+        "patch": report or "none",
+        **({"stock transformers": f"{stock.verdict}: {stock.reason}"} if stock else {}),
+        "tritonpack": f"{patched.verdict}: {patched.reason}",
     }
-    found |= {"dtype": dtype, "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
-    found |= {"stock": stock and stock._asdict(), "tritonpack": {**patched._asdict(), "report": report}}
-    write_json(path, found)
+    table = Table.grid(padding=(0, 2))
+    for what, found in rows.items():
+        table.add_row(what, escape(found))
+    console_beside(path).print(table)
+    write_json(path, {
+        "model": name, "weights": weights, "model_type": model.config.model_type, "class": kind,
+        "instead_of": instead or None, "dtype": dtype,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "stock": stock and stock._asdict(), "tritonpack": {**patched._asdict(), "report": report},
+    })  # fmt: skip
     return EXIT_CODES.get(patched.verdict, 3)
 
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
-from tritonpack.cli.machine import resolve_device
+from tritonpack.cli.machine import console_beside, require_writable, resolve_device, write_json
 from tritonpack.testing import conformance
 
 _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "bold red"}
@@ -42,7 +41,7 @@ def examine(
     rows = Table(Column("check", overflow="fold"), "dtype", "result", "detail", title=escape(report.function))
     for one in report.results:
         rows.add_row(one.check, one.dtype, f"[{_STYLES[one.outcome]}]{one.outcome}[/]", escape(one.detail))
-    Console(stderr=path == STANDARD_OUTPUT).print(rows, escape(report.summary()), sep="\n")
+    console_beside(path).print(rows, escape(report.summary()), sep="\n")
     write_json(path, report.as_dict())
     return report.passed
 

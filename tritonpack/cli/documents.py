@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import json
 import os
 from bisect import bisect_right
 from itertools import accumulate
@@ -14,10 +13,10 @@ from typing import Any
 import datasets
 from datasets.fingerprint import Hasher
 
-from tritonpack.cli.files import DOCUMENTS
 from tritonpack.packing.rows import Place
 
-_KINDS = {".arrow": "arrow", ".parquet": "parquet"}  # other DOCUMENTS are JSON lines
+# The endings of files that are read -> the kind, as `datasets.load_dataset` names it.
+KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json"}
 
 
 def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Place]:
@@ -27,9 +26,8 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
         try:
             return datasets.load_dataset(name, split=split or "train"), lambda number: f"{number} of {name}"
         except Exception as error:  # of many kinds, by what is wrong with the name, the dataset or the network
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             what = f"there is no file or folder {name}, and datasets.load_dataset can't load it"
-            raise ValueError(f"{what} ({reason}).") from error
+            raise ValueError(f"{what} ({type(error).__name__}: {str(error).partition(chr(10))[0]}).") from error
     parts: dict[str, Any] = {}
     for file in files:
         try:
@@ -57,7 +55,7 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
 
 def _read(file: str, cache: Path) -> Any:
     """The documents of a file; None if it holds none."""
-    kind = _KINDS.get(Path(file).suffix.lower(), "json")
+    kind = KINDS[Path(file).suffix.lower()]
     if kind == "arrow":
         return datasets.Dataset.from_file(file)
     with open(file, "rb") as lines:
@@ -69,26 +67,33 @@ def _read(file: str, cache: Path) -> Any:
 def _files(name: str, split: str | None) -> list[str] | None:
     """The files of a folder of save_to_disk, a file, a folder of files, or a pattern; None for a name on the Hub."""
     folder = Path(name).expanduser()
-    local = folder.exists() or glob.has_magic(name)
     splits = {path.parent.name: path.parent for path in sorted(folder.glob("*/state.json"))}
     if splits and split not in splits:
         raise ValueError(f"{name} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
+    local = folder.exists() or glob.has_magic(name)
     if not splits and split is not None and local:
         raise ValueError(f"{name} has no splits; leave out split={split!r}, or name the split's files.")
-    folder = splits.get(split or "", folder)
-    if (record := folder / "state.json").is_file():
+    if (saved := splits.get(split or "", folder) / "state.json").is_file():
         try:
-            return [str(folder / file["filename"]) for file in json.loads(record.read_bytes())["_data_files"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{record} can't be read ({error!r:.100}). Write the dataset again.") from error
+            return [file["filename"] for file in datasets.load_from_disk(str(saved.parent)).cache_files]
+        except Exception as error:  # of many kinds
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{saved.parent} can't be read: {reason}. Write the dataset again.") from error
     if not local:
+        if (
+            name.startswith((".", "/", "~"))
+            or folder.suffix in KINDS
+            or name.count("/") > 1
+            or ("/" in name and folder.parent.is_dir())
+        ):
+            raise ValueError(f"there is no file or folder {name}.")
         return None
     if folder.is_dir():
-        files = [str(file) for file in folder.rglob("*") if file.suffix in DOCUMENTS and not file.is_dir()]
+        files = [str(file) for file in folder.rglob("*") if file.suffix in KINDS and not file.is_dir()]
     else:
         files = [str(folder)] if folder.exists() else glob.glob(str(folder), recursive=True)
     endings = {Path(file).suffix.lower() for file in files}
-    if not files or not endings <= {*DOCUMENTS} or len({_KINDS.get(ending) for ending in endings}) > 1:
+    if not endings <= {*KINDS} or len({KINDS[ending] for ending in endings}) != 1:
         given = f"files that end in {', '.join(map(repr, sorted(endings)))}" if files else "no file that can be read"
-        raise ValueError(f"{name} has {given}; name files of one format: {', '.join(DOCUMENTS)}.")
+        raise ValueError(f"{name} has {given}; name files of one format: {', '.join(KINDS)}.")
     return sorted(files)

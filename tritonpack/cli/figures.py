@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,12 +15,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from tritonpack.cli.files import write_figure
+from tritonpack.cli.strategies import Result
 from tritonpack.packing.lengths import count
-
-if TYPE_CHECKING:
-    from tritonpack.cli.strategies import Result
-    from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.cost import CostModel
 
 INK = "#333333"
 # Okabe and Ito's palette, which people with common forms of color blindness can tell apart. Its two darkest colors are
@@ -132,7 +129,7 @@ def draw_plan(
         *(Line2D([], [], label=label, **style) for label, style in _LOAD_STYLES.items()),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-    write_figure(path, figure)
+    figure.savefig(path, format="png")
 
 
 def _draw_documents(padded: Axes, packed: Axes, ours: Result, lengths: NDArray[np.integer], seed: int) -> None:

@@ -1,10 +1,19 @@
-"""The device and the packages of the machine that a command runs on."""
+"""The device and the packages of the machine that a command runs on, and where its results go."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
+
+STANDARD_OUTPUT = Path("-")  # for JSON
 
 
 def resolve_device(name: str) -> torch.device:
@@ -24,3 +33,47 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def console_beside(path: Path | None) -> Any:
+    """rich's console for tables and sentences: standard output, or standard error if that gets the JSON."""
+    from rich.console import Console
+
+    return Console(stderr=path == STANDARD_OUTPUT, highlight=False)
+
+
+def require_writable(path: Path | None, option: str = "--json", inputs: Sequence[Path] = ()) -> None:
+    """Check before the work that results can be written to `path`, and make its folder.
+
+    Args:
+        path: the file; None or "-" (standard output) needs no check.
+        option: the name of the option in messages.
+        inputs: files that the command reads, or writes for another option.
+
+    Raises:
+        ValueError: the folder can't be made or is read-only, `path` is a folder, or the same file as one of `inputs`.
+    """
+    if path is None or path == STANDARD_OUTPUT:
+        return
+    failure = f"{option} {path} can't be written"
+    for other in inputs:
+        if path.resolve() == other.resolve():
+            raise ValueError(f"{failure}: it is the same file as {other}, which would be lost; name another file")
+    if path.is_dir():
+        raise ValueError(f"{failure}: it is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.is_file():  # and no device or pipe
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise ValueError(f"{failure}: {error.strerror}; name another file") from error
+
+
+def write_json(path: Path | None, values: Any) -> None:
+    """Write values, which may hold paths, as JSON to a file, or to standard output for "-"; None writes nothing."""
+    text = json.dumps(values, indent=1, default=os.fspath) + "\n"
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif path is not None:
+        path.write_text(text)

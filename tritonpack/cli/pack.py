@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import datasets
-from rich.console import Console
 
 from tritonpack.cli.documents import open_documents
-from tritonpack.cli.files import STANDARD_OUTPUT, missing_folders, remove_empty, require_writable, write_json
+from tritonpack.cli.machine import console_beside, require_writable, write_json
 from tritonpack.errors import OutputError
 from tritonpack.packing.columns import LEARNED
 from tritonpack.packing.lengths import OverlongReport, count
 from tritonpack.packing.rows import choose_columns, packed_dataset
 
+_SHARD_BYTES = 128 * 2**20  # of a file of rows, about
 _CACHE = ".packing"  # a folder of the rows that holds what is done, until they are complete
 
 
 def examine(
-    *, dataset: str, out: Path, split: str | None, columns: str | None, seed: int, shuffle: bool, shard_mib: int,
-    json: Path | None, **options: Any,
+    *, dataset: str, out: Path, split: str | None, columns: str | None, seed: int, shuffle: bool, json: Path | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Pack, print the summary, write it as JSON. The arguments are the command's options.
 
@@ -33,8 +34,8 @@ def examine(
     """
     given = {**locals(), **options}
     del given["options"]
-    require_writable(json, "--json")
-    console = Console(stderr=json == STANDARD_OUTPUT)
+    require_writable(json)
+    console = console_beside(json)
     if not console.is_terminal:
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs what it raises
@@ -43,12 +44,14 @@ def examine(
         raise ValueError(f"out={out} lies in {dataset}, whose files are the documents; name a folder outside.")
     if out.exists() and not cache.exists() and any(out.iterdir()):
         raise ValueError(f"out={out} isn't empty; name another folder, or remove it.")
-    new = missing_folders(out)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} can't be made: {error.strerror}; name another folder") from error
     asked = None if columns is None else [name.strip() for name in columns.split(",")]
     try:
         documents, place = open_documents(dataset, split, cache)
-        rows, packing = packed_dataset(documents, columns=asked, folder=cache, place=place, **options)
+        rows, packing = packed_dataset(documents, columns=asked, max_items=None, folder=cache, place=place, **options)
         names, total = documents.column_names, len(documents)
         del documents  # whose files are mapped into memory
         if shuffle:
@@ -56,10 +59,11 @@ def examine(
         for file in out.glob("data-*.arrow"):  # of a process that was killed
             file.unlink()
         processes = None if options["jobs"] == 1 else min(options["jobs"], len(rows))
-        rows.save_to_disk(str(out), max_shard_size=shard_mib * 2**20, num_proc=processes)
+        rows.save_to_disk(str(out), max_shard_size=_SHARD_BYTES, num_proc=processes)
     except ValueError:
         shutil.rmtree(cache)
-        remove_empty(new)
+        with suppress(OSError):  # it holds more
+            out.rmdir()
         raise
     except OSError as error:
         reason = f"{error.strerror or error}; free space in {out} and run the same command again"

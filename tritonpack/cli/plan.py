@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
+from tritonpack.cli.figures import draw_plan
 from tritonpack.cli.lengths import read_lengths
+from tritonpack.cli.machine import console_beside, require_writable, write_json
 from tritonpack.cli.strategies import BASELINES, NEXT_FIT, OURS, PADDED, Result, measure
 from tritonpack.packing.lengths import Overlong, count, fit_lengths
 from tritonpack.packing.planning.cost import CostModel
-from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.plan import plan_epoch
 
 # The header of each column, the statistic that it shows, and whether it compares ranks. docs/command-line.md explains
 # them.
@@ -35,8 +35,8 @@ _COLUMNS = (
 
 
 def examine(
-    *, path: Path, column: str | None, capacity: int, num_ranks: int, epochs: int, seed: int, overlong: Overlong,
-    model: str | None, out: Path, json: Path | None, objective: str, **options: Any,
+    *, path: Path, column: str | None, capacity: int, num_ranks: int, seed: int, overlong: Overlong, model: str | None,
+    out: Path, json: Path | None, objective: str, **options: Any,
 ) -> None:  # fmt: skip
     """Read the lengths, plan them with each strategy, print the table, write the numbers and the picture.
 
@@ -53,8 +53,6 @@ def examine(
     """
     given = {**locals(), **options}
     del given["options"]
-    from tritonpack.cli.figures import draw_plan
-
     if out.suffix.lower() not in ("", ".png") and not out.is_dir():
         advice = "name a file that ends in .png, or a folder without an ending"
         raise ValueError(f"--out {out} ends in {out.suffix}, and the picture is a PNG; {advice}")
@@ -62,33 +60,33 @@ def examine(
     read = [path, *([] if model is None else [Path(model), Path(model) / "config.json"])]
     require_writable(json, "--json", [*read, picture])
     require_writable(picture, "--out", read)
-    console = Console(stderr=json == STANDARD_OUTPUT, highlight=False, markup=False)
+    console = console_beside(json)
     cost = _cost(model)
     options |= {"objective": objective, "cost_model": cost if objective == "cost" else None}
     with console.status("reading lengths") as status:
         documents = read_lengths(path, column)
         fitted = fit_lengths(documents, capacity, overlong, name="--capacity")
         tokens, results = int(documents.sum()), []
-        ours: Callable[..., Plan] = partial(plan_epoch, **options)
-        for name, strategy in ((OURS, ours), *BASELINES.items()):
-            status.update(f"planning {count(epochs, 'epoch')}: {name}")
-            of = (fitted.lengths, capacity, num_ranks, epochs, seed)
-            results.append(measure(name, strategy, *of, cost=cost, total_tokens=tokens))
+        strategies: dict[str, Any] = {OURS: partial(plan_epoch, **options), **BASELINES}
+        for name, strategy in strategies.items():
+            status.update(f"planning: {name}")
+            plan = strategy(fitted.lengths, capacity, num_ranks, seed=seed)
+            results.append(measure(name, plan, fitted.lengths, cost, tokens))
 
     size = f"{count(len(documents), 'document')}, {count(tokens, 'token')}"
     spread = f"from {documents.min():,} to {documents.max():,}, {documents.mean():,.0f} in the mean"
-    console.print(f"{path.name}: {size}; {spread}.")
+    console.print(f"{path.name}: {size}; {spread}.", markup=False)
     if fitted.report.documents:
         console.print(f"{fitted.report}.")
-    owner = model or "a Llama of 8 billion parameters"
-    console.print(table(results, epochs), *findings(results, cost, owner), sep="\n")
-    ways = {result.name: result.means for result in results}
+    console.print(table(results))
+    console.print(*findings(results, cost, model or "a Llama of 8 billion parameters"), sep="\n", markup=False)
+    ways = {result.name: result.measures for result in results}
     numbers = {"options": given, "documents": len(documents), "tokens": tokens, "cost": asdict(cost), "ways": ways}
     write_json(json, numbers | {"overlong": asdict(fitted.report)})
     other = next(result for result in results if result.name == NEXT_FIT)  # drawn beside tritonpack's
     title = f"{path.name}: {count(num_ranks, 'rank')} of {count(capacity, 'token')}"
     draw_plan(picture, results[0], other, fitted.lengths, cost, title, seed)
-    console.print(f"Picture: {picture}", soft_wrap=True)
+    console.print(f"Picture: {picture}", soft_wrap=True, markup=False)
 
 
 def _cost(model: str | None) -> CostModel:
@@ -103,27 +101,26 @@ def _cost(model: str | None) -> CostModel:
     return CostModel.from_shape(**shape)
 
 
-def table(results: Sequence[Result], epochs: int) -> Table:
+def table(results: Sequence[Result]) -> Table:
     """One row per strategy. On one rank no column compares ranks, and none is 0 everywhere."""
-    title = f"Means over {epochs:,} epochs" if epochs > 1 else None
-    result = Table(title=title, box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
+    result = Table(box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
     result.add_column("strategy", no_wrap=True)
     alone = results[0].plan.num_ranks == 1
-    shown = [c for c in _COLUMNS if not alone or (not c[2] and any(found.means[c[1]] for found in results))]
+    shown = [c for c in _COLUMNS if not alone or (not c[2] and any(found.measures[c[1]] for found in results))]
     for header, *_ in shown:
         result.add_column(header, justify="right", no_wrap=True)
-    for name, _, means in results:
-        planned = bool(means["num_steps"])  # without a step there is nothing to measure
-        cells = [_cell(key, means[key]) if planned or key == "num_steps" else "" for _, key, _ in shown]
+    for name, _, measures in results:
+        planned = bool(measures["num_steps"])  # without a step there is nothing to measure
+        cells = [_cell(key, measures[key]) if planned or key == "num_steps" else "" for _, key, _ in shown]
         result.add_row(name, *cells, style="bold" if name == OURS else "")
     return result
 
 
 def findings(results: Sequence[Result], cost: CostModel, owner: str) -> Iterator[str]:
     """What the table says about tritonpack's plan, in sentences. The cost belongs to the model `owner`."""
-    means = {found.name: {key: value or 0.0 for key, value in found.means.items()} for found in results}
-    ours, padded, plan = means[OURS], means[PADDED], results[0].plan
-    if without := [name for name in means if not means[name]["num_steps"]]:
+    measures = {found.name: {key: value or 0.0 for key, value in found.measures.items()} for found in results}
+    ours, padded, plan = measures[OURS], measures[PADDED], results[0].plan
+    if without := [name for name in measures if not measures[name]["num_steps"]]:
         yield f"There are too few documents for a step of {', '.join(without)}, which leave out an incomplete step."
     even = f"{cost.per_token / cost.per_square:,.0f}" if cost.per_square else "no number of"
     yield f"Costs are those of {owner}: attention to a document of {even} tokens takes as long as all else."

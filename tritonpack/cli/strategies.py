@@ -7,6 +7,7 @@ whole step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from tritonpack.packing.bins import pack
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan
-from tritonpack.packing.planning.statistics import mean_over_epochs, plan_statistics
+from tritonpack.packing.planning.statistics import plan_statistics
 
 Lengths = NDArray[Any]  # (documents,) integers, each from 1 to the capacity
 
@@ -79,24 +80,17 @@ BASELINES: dict[str, Callable[..., Plan]] = {
 
 
 class Result(NamedTuple):
-    """The plan that a strategy made of the first epoch, and the mean over epochs of each statistic."""
+    """The plan that a strategy made, and each of its statistics."""
 
     name: str
     plan: Plan
-    means: dict[str, float | None]
+    measures: dict[str, float | None]
 
 
-def measure(
-    name: str, strategy: Callable[..., Plan], lengths: Lengths, capacity: int, num_ranks: int, epochs: int, seed: int,
-    *, cost: CostModel, total_tokens: int,
-) -> Result:  # fmt: skip
-    """Plan every epoch with one strategy; ValueError if it can't plan these lengths.
+def measure(name: str, plan: Plan, lengths: Lengths, cost: CostModel, total_tokens: int) -> Result:
+    """Measure the plan of a strategy.
 
     `total_tokens` counts all documents as they were before they were truncated, split or dropped.
     """
-    found = []
-    for epoch in reversed(range(epochs)):  # so that `plan` is the first epoch's in the end
-        plan = strategy(lengths, capacity, num_ranks, seed=seed, epoch=epoch)
-        found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=name == PADDED))
-    per_step = sum(one.documents_per_step for one in found) / epochs
-    return Result(name, plan, mean_over_epochs(found) | {"documents_per_step": per_step})
+    found = plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=name == PADDED)
+    return Result(name, plan, asdict(found) | {"documents_per_step": found.documents_per_step})

@@ -29,9 +29,8 @@ def flash_attention(
     max_seqlen_k: int | Tensor | None = None,
     attention_chunk: int | None = None,
     softcap: float | None = 0.0,
-    return_probabilities: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention over packed rows, or without offsets over a batch of rows of one length.
 
     Args:
@@ -44,12 +43,10 @@ def flash_attention(
         max_seqlen_q, max_seqlen_k: the longest document. They are checked if that doesn't wait for a device.
         attention_chunk: keys per chunk; 0 or None means no chunks.
         softcap: 0 or None means no cap.
-        return_probabilities: whether to compute the probabilities, for tests.
         **options: the other options of `varlen_attention`.
 
     Returns:
-        out in the shape of q with D_v; lse (H, total_q), or (B, H, S_q), -inf in rows that see nothing; the
-        probabilities (B, H, max_q, max_k), negative where dropped, or an empty tensor.
+        out in the shape of q with D_v; lse (H, total_q), or (B, H, S_q), -inf in rows that see nothing.
 
     Raises:
         ValueError: shapes, devices or options that don't fit.
@@ -75,18 +72,8 @@ def flash_attention(
     mask = mask_from_offsets(
         cu_q, cu_k, q.shape[0], k.shape[0], seqused_q, seqused_k, causal=causal, window=window, chunk_size=chunk or None
     )
-    options["softcap"] = 0.0 if softcap is None else softcap
-    if return_probabilities and options["dropout_p"]:
-        options["dropout_seed"] = torch.randint(2**62, (), device=q.device)
-    out, lse = varlen_attention(q, k, v, mask, return_lse=True, **options)
-    probabilities = out.new_empty(0)
-    if return_probabilities:
-        from tritonpack.flash_attn.probabilities import probabilities_of
-
-        probabilities = probabilities_of(q, k, cu_q, cu_k, mask, max_seqlen_q, max_seqlen_k, **options)
-    if batch is not None:
-        out, lse = out.unflatten(0, batch), lse.unflatten(1, batch).transpose(0, 1)
-    return out, lse, probabilities
+    out, lse = varlen_attention(q, k, v, mask, softcap=0.0 if softcap is None else softcap, return_lse=True, **options)
+    return (out, lse) if batch is None else (out.unflatten(0, batch), lse.unflatten(1, batch).transpose(0, 1))
 
 
 def read_window(window_size: Iterable[Any]) -> Window:

@@ -3,9 +3,9 @@
 They differ from FlashAttention-2's: there is no dropout and no ALiBi, and `return_attn_probs=True` returns
 (out, softmax_lse), with softmax_lse -inf in rows that see nothing. `num_splits`, `pack_gqa`, `sm_margin` and
 `deterministic` don't change results and are ignored. `attention_chunk` limits a query to the chunk of its own place,
-counted from its document's first key. `qv` and the descale factors of 8-bit inputs aren't supported. `s_aux` (sinks)
-and `backend`, only by keyword, are as in `tritonpack.flash_attn`. They raise ValueError for shapes, dtypes, devices or
-options that don't fit or aren't supported.
+counted from its document's first key. `seqused_q` and `seqused_k` are (batch,) integers, how many rows of each document
+count, from its first; the other rows give zeros, get zero gradients and may hold anything. `qv` and the descale factors
+of 8-bit inputs aren't supported. `s_aux` (sinks) and `backend`, only by keyword, are as in `tritonpack.flash_attn`.
 
 Source: https://github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 0251105.
 """
@@ -17,24 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, describe, is_int
+from tritonpack.flash_attn.adapter import adapted
 from tritonpack.flash_attn.core import flash_attention
-from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
-from tritonpack.flash_attn.spelling import spelled
-
-Returned = Tensor | tuple[Tensor, Tensor]
+from tritonpack.flash_attn.fa2 import flash_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
+_DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+_WINDOW = "window_size=(-1, -1), attention_chunk=0, softcap=0.0"
+_OPTIONS = (
+    f"softmax_scale=None, causal=False, qv=None, {_DESCALE}, {_WINDOW}, num_splits=1, pack_gqa=None, "
+    "deterministic=False, sm_margin=0, return_attn_probs=False, *, s_aux=None, backend='auto'"
+)
 
-def _call(*, return_attn_probs: bool, **arguments: Any) -> Returned:
+
+def _call(*, return_attn_probs: bool, **arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
     check_flag(return_attn_probs, "return_attn_probs")
-    out, lse, _ = flash_attention(**arguments)
+    out, lse = flash_attention(**arguments)
     return (out, lse) if return_attn_probs else out
 
 
-def _call_packed(*, qkv: Tensor, num_heads_q: int | None, **arguments: Any) -> Returned:
+def _call_packed(*, qkv: Tensor, num_heads_q: int | None, **arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
     shape = qkv.shape if isinstance(qkv, Tensor) else torch.Size()
     heads = num_heads_q if is_int(num_heads_q) else 0
     if len(shape) == 5 and shape[2] == 3:
@@ -50,64 +54,25 @@ def _call_packed(*, qkv: Tensor, num_heads_q: int | None, **arguments: Any) -> R
     return _call(q=q, k=k, v=v, **arguments)
 
 
-@spelled(_call)
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, window_size: WindowSize = (-1, -1), attention_chunk: int = 0,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
-    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
-) -> Returned:  # fmt: skip
-    """Attention over a batch of rows of one length.
+flash_attn_func = adapted("flash_attn_func", f"q, k, v, {_OPTIONS}", _call)
+"""Attention over a batch of rows of one length: q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k,
+headdim), v (batch, seqlen_k, nheads_k, headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v), or (out,
+softmax_lse (batch, nheads, seqlen_q))."""
 
-    Args:
-        q: (batch, seqlen_q, nheads, headdim).
-        k, v: (batch, seqlen_k, nheads_k, headdim), (batch, seqlen_k, nheads_k, headdim_v).
-        softmax_scale, ..., backend: see the module.
+flash_attn_qkvpacked_func = adapted(
+    "flash_attn_qkvpacked_func",
+    f"qkv, softmax_scale=None, causal=False, {_DESCALE}, {_WINDOW}, deterministic=False, num_heads_q=None, "
+    "sm_margin=0, return_attn_probs=False, *, s_aux=None, backend='auto'",
+    _call_packed,
+)
+"""`flash_attn_func` of one tensor: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k,
+headdim), the heads of q, then of k, then of v."""
 
-    Returns:
-        out (batch, seqlen_q, nheads, headdim_v), or (out, softmax_lse (batch, nheads, seqlen_q)).
-    """
-
-
-@spelled(_call_packed)
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
-    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
-) -> Returned:  # fmt: skip
-    """`flash_attn_func` of one tensor.
-
-    Args:
-        qkv: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of
-            q, then of k, then of v.
-        num_heads_q: the number of q's heads in the second shape.
-        softmax_scale, ..., backend: see the module.
-    """
-
-
-@spelled(_call)
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None = None, max_seqlen_k: int | Tensor | None = None,
-    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, window_size: WindowSize = (-1, -1), attention_chunk: int = 0,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
-    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
-) -> Returned:  # fmt: skip
-    """Attention over documents laid end to end.
-
-    Args:
-        q: (total_q, nheads, headdim).
-        k, v: (total_k, nheads_k, headdim), (total_k, nheads_k, headdim_v).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device.
-        max_seqlen_q, max_seqlen_k: not needed.
-        seqused_q, seqused_k: (batch,) integers, how many rows of each document count, from its first. The other rows
-            give zeros, get zero gradients and may hold anything.
-        softmax_scale, ..., backend: see the module.
-
-    Returns:
-        out (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q)).
-    """
+flash_attn_varlen_func = adapted(
+    "flash_attn_varlen_func",
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, "
+    + _OPTIONS,
+    _call,
+)
+"""Attention over documents laid end to end: q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k,
+nheads_k, headdim_v). Returns out (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q))."""

@@ -13,13 +13,12 @@ Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from tritonpack.flash_attn.adapter import adapted
 from tritonpack.flash_attn.core import flash_attention, read_window
-from tritonpack.flash_attn.spelling import from_text
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -35,14 +34,13 @@ def _call(*, window_size: tuple[int | None, int | None], **arguments: Any) -> tu
         raise ValueError(  # FlashAttention-4 moves the window
             f"window_size must be (left, right) of at least 0, or None for a side without limit; got {window_size!r}."
         )
-    return flash_attention(window_size=window, **arguments)[:2]
+    return flash_attention(window_size=window, **arguments)
 
 
-flash_attn_func: Callable[..., tuple[Tensor, Tensor]] = from_text(
+flash_attn_func = adapted(
     "flash_attn_func",
     f"q, k, v, qv=None, gather_kv_indices=None, {_COMMON}aux_tensors=None, aux_scalars=None, "
     "block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False, *, backend='auto'",
-    "Attention over a batch of rows of one length.",
     _call,
 )
 """Attention over a batch of rows of one length.
@@ -51,13 +49,12 @@ q is (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim),
 headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) float32.
 """
 
-flash_attn_varlen_func: Callable[..., tuple[Tensor, Tensor]] = from_text(
+flash_attn_varlen_func = adapted(
     "flash_attn_varlen_func",
     "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, "
     f"seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, {_COMMON}block_sparse_tensors=None, "
     "aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, "
     "disable_scheduler_metadata=False, *, backend='auto'",
-    "Attention over documents laid end to end, or over a batch whose rows count in part.",
     _call,
 )
 """Attention over documents laid end to end, or over a batch whose rows count in part.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from tritonpack.checks import check_flag, is_int
+from tritonpack.flash_attn.adapter import adapted
 from tritonpack.flash_attn.core import flash_attention
-from tritonpack.flash_attn.spelling import from_text
 
 
 def _call(
@@ -28,15 +27,14 @@ def _call(
     if num_splits is not None and not is_int(num_splits):
         raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
     causal = check_flag(causal, "is_causal")
-    out, lse, _ = flash_attention(q, k, causal=causal, pack_invariant=num_splits == 1, **arguments)
+    out, lse = flash_attention(q, k, causal=causal, pack_invariant=num_splits == 1, **arguments)
     return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
-torch_varlen_attn: Callable[..., Tensor | tuple[Tensor, Tensor]] = from_text(
+torch_varlen_attn = adapted(
     "torch_varlen_attn",
     "query, key, value, cu_seq_q, cu_seq_k, max_q=None, max_k=None, is_causal=False, *, return_aux=None, scale=None, "
     "window_size=(-1, -1), enable_gqa=None, seqused_k=None, block_table=None, num_splits=None, backend='auto'",
-    "Attention over documents laid end to end, with the parameters of torch 2.10 and later.",
     _call,
     num_splits=("num_splits",),
 )

@@ -21,8 +21,7 @@ from tritonpack.integrations.trainer_checks import check_trainer, check_training
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.documents import fetch
-from tritonpack.packing.reader import LENGTH_COLUMNS, Reader
+from tritonpack.packing.reader import LENGTH_COLUMNS, Reader, fetch
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.state import Words, describe_changes
 from tritonpack.patches import Patch, patch
@@ -35,7 +34,6 @@ _REPLACED = (
     "call_model_init",
     "compute_loss",
     "_init_training_state",
-    "create_scheduler",
 )
 _LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
     "num_workers": "dataloader_num_workers",
@@ -85,7 +83,6 @@ class TrainerSetup:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
         self._documents: Reader | None = None  # of the latest loader
-        self._more_steps = 0  # optimizer steps of the training beyond those that Trainer counts, see `_find_more_steps`
         self._before = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
         self._released = is_held_back(trainer)
         trainer.model_accepts_loss_kwargs |= self._released
@@ -159,23 +156,21 @@ class TrainerSetup:
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
         """The epoch to begin with and the batches of it to skip, in place of the trainer's method of this name.
 
-        Trainer multiplies the optimizer steps of the checkpoint by the present `gradient_accumulation_steps`. Here the
-        batches that were trained on decide. `global_step` remains the number of optimizer steps that were taken.
+        Trainer multiplies the optimizer steps of the checkpoint by `gradient_accumulation_steps`. Here the batches that
+        were trained on decide.
         """
         trainer, callback = self.trainer, self._callback
         place = self._original("_init_training_state")(max_steps, steps_per_epoch, *others)
-        self._more_steps, callback.resumed = 0, None
+        callback.resumed = None
         if trainer.state.global_step and not trainer.args.ignore_data_skip:
             place = callback.resumed = self._find_place()
-            self._more_steps = self._find_more_steps(*place, steps_per_epoch)
-            trainer.state.max_steps += self._more_steps
         return place
 
     def _find_place(self) -> tuple[int, int]:
         """The epoch of the checkpoint, and the batches of it that were trained on.
 
         Raises:
-            ValueError: a checkpoint without a plan, with another one, or within an optimizer step.
+            ValueError: a checkpoint without a plan, with another one, or with another accumulation of gradients.
         """
         saved = self.trainer.state.stateful_callbacks.get(STATE)
         if saved is None:
@@ -195,31 +190,14 @@ class TrainerSetup:
                 f"the checkpoint can't be resumed, because the rest of its epoch {epoch} has other batches since: "
                 f"{changes}. Restore that, or {_WORDS.anew}."
             )
-        batches, accumulated = done // rows.num_replicas, self.trainer.args.gradient_accumulation_steps
-        if batches == steps:
-            return epoch + 1, 0
-        if batches % accumulated:
+        accumulated, before = self.trainer.args.gradient_accumulation_steps, saved["gradient_accumulation_steps"]
+        if accumulated != before:
             raise ValueError(
-                f"the checkpoint can't be resumed, because it was saved after {batches} batches of epoch {epoch}, "
-                f"which isn't a multiple of gradient_accumulation_steps={accumulated} (it was "
-                f"{saved['gradient_accumulation_steps']}). Pass a divisor of {batches}, or {_WORDS.anew}."
+                f"the checkpoint can't be resumed, because gradient_accumulation_steps was {before} and is "
+                f"{accumulated}. Restore that, or {_WORDS.anew}."
             )
-        return epoch, batches
-
-    def _find_more_steps(self, epoch: int, batches: int, steps_per_epoch: int) -> int:
-        """How many more optimizer steps were taken before the checkpoint than the present accumulation would take.
-
-        The training ends after the batch with which it would end if it had accumulated as many batches from the start.
-        """
-        state, accumulated = self.trainer.state, self.trainer.args.gradient_accumulation_steps
-        saved = state.stateful_callbacks[STATE]
-        if accumulated == saved["gradient_accumulation_steps"]:
-            return saved.get("more_steps", 0)
-        return state.global_step - epoch * steps_per_epoch - batches // accumulated
-
-    def create_scheduler(self, num_training_steps: int, *others: Any, **options: Any) -> Any:
-        """Make the schedule of the learning rate, whose last step is the training's, also after a resume."""
-        return self._original("create_scheduler")(num_training_steps + self._more_steps, *others, **options)
+        batches = done // rows.num_replicas
+        return (epoch + 1, 0) if batches == steps else (epoch, batches)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model with `model_init`, and patch it."""
@@ -416,6 +394,5 @@ class _PackedTraining(SavedTokensCallback):
             "loader": loader.state_dict(end),
             "steps_per_epoch": len(loader),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "more_steps": handle._more_steps,
         }
         super().on_step_end()

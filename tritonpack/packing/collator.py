@@ -14,16 +14,18 @@ from tritonpack import notices
 from tritonpack.checks import check_choice
 from tritonpack.packing.columns import (
     IGNORED_LABEL,
+    MADE,
     PER_TOKEN,
+    TAKEN,
     Columns,
+    Name,
     Objective,
+    documents_of,
     join,
     masked_labels,
-    per_token_names,
+    quote,
     read_feature,
-    require_same_columns,
 )
-from tritonpack.packing.documents import documents_of
 from tritonpack.packing.lengths import check_integer, check_limit
 
 
@@ -106,7 +108,11 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 f"pad_to_multiple_of={multiple} and pad_token_id={token}."
             )
         check_choice(self.objective, get_args(Objective), "objective")
-        object.__setattr__(self, "per_token", per_token_names(self.per_token))
+        names = self.per_token
+        if not isinstance(names, (list, tuple, set, frozenset)) or not set(map(type, names)) <= {str}:
+            raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
+        if reserved := sorted({*TAKEN, *MADE}.intersection(names)):
+            raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:
         """Collate one batch.
@@ -129,23 +135,23 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length, or labels
                 that contradict a mask.
         """
-        documents, numbers = documents_of(features, "PackingCollator")
         columns: list[Columns] = []
-        names: list[int | str] = []
-        for document, number in zip(documents, numbers, strict=True):
-            columns += read_feature(document, number, self.objective, self.per_token, self.max_document_length)  # type: ignore[arg-type]
-            names += [number] * (len(columns) - len(names))
-        return self._join(columns, names, "PackingCollator")
+        names: list[Name] = []
+        for document, name in zip(*documents_of(features, "PackingCollator"), strict=True):
+            parts = read_feature(document, name, self.objective, self.per_token, self.max_document_length)
+            columns += parts
+            names += [name] * len(parts)
+        return self.join(columns, names, "PackingCollator")
 
-    def _join(self, documents: list[Columns], numbers: list[int | str], collator: str) -> dict[str, Tensor | int]:
-        """The batch of documents that are read; their numbers and the collator's name are for messages."""
-        require_same_columns(documents, numbers)
+    def join(self, documents: list[Columns], names: list[Name], collator: str) -> dict[str, Tensor | int]:
+        """The batch of documents that are read. Their names and the collator's are for messages."""
+        rows = join(documents, names)
         batch: dict[str, Tensor | int] = {}
-        if self.objective == "causal" and "labels" not in documents[0]:
-            documents = [columns | {"labels": masked_labels(columns)} for columns in documents]
-        elif self.objective == "documents" and "labels" in documents[0]:
-            batch["labels"] = join(documents, "labels", numbers)
-            documents = [{name: columns[name] for name in columns if name != "labels"} for columns in documents]
+        lengths = [len(columns["input_ids"]) for columns in documents]
+        if self.objective == "causal" and "labels" not in rows:
+            rows["labels"] = masked_labels(rows, lengths)
+        elif self.objective == "documents" and "labels" in rows:
+            batch["labels"] = rows.pop("labels")
         if len(documents) > 1:
             padded = "don't, because of the attention_mask that pad_to_multiple_of adds"
             flash = "do so, too" if self.pad_to_multiple_of is None else padded
@@ -156,39 +162,30 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 "batch. A patched model keeps documents apart. transformers' FlashAttention implementations, which "
                 f"read position_ids in training, {flash}.",
             )
-        lengths = [len(columns["input_ids"]) for columns in documents]
+        tokens = sum(lengths)
+        padding = -tokens % (self.pad_to_multiple_of or 1)
+        total = tokens + padding
+        if total >= 2**31:
+            raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
         if self.pad_to_multiple_of is not None:
-            tokens = sum(lengths)
-            padding = -tokens % self.pad_to_multiple_of
-            batch["attention_mask"] = (torch.arange(tokens + padding, device="cpu") < tokens).to(torch.int64)[None]
-            if padding:
-                filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
-                shapes = {name: (padding, *values.shape[1:]) for name, values in documents[0].items()}
-                row = {name: documents[0][name].new_full(shape, filling.get(name, 0)) for name, shape in shapes.items()}
-                documents, numbers, lengths = [*documents, row], [*numbers, "of padding"], [*lengths, padding]
-        boundaries = _boundaries(torch.tensor(lengths, device="cpu"))
-        rows = {name: join(documents, name, numbers) for name in documents[0]}
+            batch["attention_mask"] = (torch.arange(total, device="cpu") < tokens).to(torch.int64)[None]
+        if padding:
+            lengths.append(padding)
+            filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
+            for name, row in rows.items():
+                rows[name] = torch.cat([row, row.new_full((padding, *row.shape[1:]), filling.get(name, 0))])
+        offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0)
         if self.objective == "causal":
-            rows["labels"][boundaries["cu_seq_lens_q"][:-1].long()] = IGNORED_LABEL  # type: ignore[index]
-        return batch | {name: row[None] for name, row in rows.items()} | boundaries
-
-
-def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
-    """The boundaries of documents of these lengths, in each form that models read."""
-    total, longest = int(lengths.sum()), int(lengths.max())
-    if total >= 2**31:
-        raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
-    cu_seq_lens = offsets.to(torch.int32)
-    return {
-        "position_ids": (torch.arange(total, device="cpu") - offsets[seq_idx])[None],
-        "seq_idx": seq_idx.to(torch.int32)[None],
-        "cu_seq_lens_q": cu_seq_lens,
-        "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+            rows["labels"][offsets[:-1]] = IGNORED_LABEL
+        for name, row in rows.items():
+            batch[name] = row[None]
+        counts = torch.tensor(lengths, device="cpu")
+        seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
+        batch["position_ids"] = (torch.arange(total, device="cpu") - offsets[seq_idx])[None]
+        batch["seq_idx"] = seq_idx.to(torch.int32)[None]
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = offsets.to(torch.int32)
+        batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+        return batch
 
 
 def warn_if_unpatched(key: str, message: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -10,9 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tritonpack.checks import describe
+
 Objective = Literal["causal", "tokens", "documents"]
 Columns = dict[str, Tensor]
+Name = int | str  # of a document, for messages: its number, or "0 of example 5"
 
+TOKENS = "input_ids"
 IGNORED_LABEL = -100  # transformers and torch's cross_entropy leave it out of the loss
 LABELS = ("labels", "label", "label_ids")  # the names in transformers' collators
 # Columns with one value per token, and their value for padding.
@@ -28,25 +33,70 @@ LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Boundaries of a row that holds several documents; the first is TRL's name.
 SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
-TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
+TAKEN = (TOKENS, *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
 _TAKEN = frozenset(TAKEN)
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 
 
-def per_token_names(names: Any) -> tuple[str, ...]:
-    """The checked names of further columns with one value per token."""
-    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
-    if reserved := [name for name in names if name in (*TAKEN, *MADE)]:
-        raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
-    return tuple(names)
+class Numbered(list[Any]):
+    """Examples with their numbers in a dataset, by which messages name documents in place of their places here."""
+
+    def __init__(self, examples: Iterable[Any], numbers: Iterable[int]) -> None:
+        super().__init__(examples)
+        self.numbers = list(numbers)
+
+
+def is_iterable(values: Any) -> bool:
+    """Return whether values can be iterated over, and aren't text, a mapping, a class, or a single number."""
+    others = (Mapping, str, bytes, type)
+    return isinstance(values, Iterable) and not isinstance(values, others) and getattr(values, "ndim", None) != 0
+
+
+def is_unit(example: Any) -> bool:
+    """Return whether an example is a list of documents, and not a document."""
+    return isinstance(example, (list, tuple)) and all(isinstance(document, Mapping) for document in example)
+
+
+def documents_of(features: Any, collator: str) -> tuple[list[Any], list[Name]]:
+    """The documents of features, each a document or a list of documents, and their names for messages.
+
+    Raises:
+        ValueError: features that aren't a list, or hold nothing; the message names the collator.
+    """
+    if not is_iterable(features):
+        raise ValueError(
+            f"{collator} takes a list of documents, each a mapping with {TOKENS!r}, or of bins; got "
+            f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
+            "one, [dataset[i] for i in range(8)], not as dataset[:8]."
+        )
+    numbers = getattr(features, "numbers", None)
+    documents: list[Any] = []
+    names: list[Name] = []
+    for place, feature in enumerate(features):
+        several = is_unit(feature)
+        for at, document in enumerate(feature if several else [feature]):
+            number = len(documents) if numbers is None else numbers[place]
+            names.append(f"{at} of example {number}" if several and numbers is not None else number)
+            documents.append(document)
+    if not documents:
+        raise ValueError(f"{collator} needs at least one document; got an empty list of features.")
+    return documents, names
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Put a name, such as "document 3", before the messages of ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} {error}") from error
 
 
 def read_feature(
     feature: Any,
-    number: int | str,
+    number: Name,
     objective: Objective = "causal",
-    per_token: Sequence[str] = (),
+    per_token: Collection[str] = (),
     longest: int | None = None,
     never_learned: Collection[int] = (),
 ) -> list[Columns]:
@@ -54,7 +104,7 @@ def read_feature(
 
     Args:
         feature: a document, or a row of documents with `seq_lengths`, `position_ids` or both.
-        number: the feature's number, for messages.
+        number: the feature's name for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
         never_learned: see `combine_labels`.
 
@@ -66,14 +116,14 @@ def read_feature(
     Raises:
         ValueError: see PackingCollator.
     """
-    try:
+    with naming(f"document {number}"):
         columns = _convert(feature, objective, per_token)
-        tokens, of_documents = len(columns["input_ids"]), objective == "documents"
+        tokens, of_documents = len(columns[TOKENS]), objective == "documents"
+        lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
         for name, values in columns.items():
             if not (name == "labels" and of_documents) and len(values) != tokens:
                 hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
                 raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
-        lengths = _lengths(feature, tokens) if SEQ_LENGTHS in feature or POSITIONS in feature else None
         if "labels" in columns and not of_documents:
             columns["labels"] = masked_labels(columns, lengths or [tokens], objective == "causal", never_learned)
         elif "labels" in columns and lengths is None:
@@ -84,8 +134,6 @@ def read_feature(
                 f"{tuple(columns['labels'].shape)}; objective='documents' takes one label, or one row of labels, for "
                 "each document."
             )
-    except ValueError as error:
-        raise ValueError(f"document {number} {error}") from error
     if lengths is None and longest is None:
         return [columns]
     lengths = lengths or [tokens]
@@ -93,52 +141,49 @@ def read_feature(
     return [{name: values[at][:longest] for name, values in parts.items()} for at in range(len(lengths))]
 
 
-def _convert(feature: Any, objective: Objective, per_token: Sequence[str]) -> Columns:
+def _convert(feature: Any, objective: Objective, per_token: Collection[str]) -> Columns:
     """The columns of a feature that are packed, as tensors."""
-    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+    if not isinstance(feature, Mapping) or TOKENS not in feature:
         given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
         raise ValueError(f"must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
-    if unknown := feature.keys() - _TAKEN - set(per_token):
+    if unknown := feature.keys() - _TAKEN.union(per_token):
         _refuse(sorted(map(str, unknown)))
-    columns = {"input_ids": integers(feature["input_ids"], "input_ids")}
-    tokens = len(columns["input_ids"])
+    columns = {TOKENS: integers(feature[TOKENS], TOKENS)}
+    tokens = len(columns[TOKENS])
     if not tokens:
         raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
     for name, values in feature.items():
-        if name in PER_TOKEN:
-            columns[name] = integers(values, name, bools=True)
-            if name in LEARNED and (columns[name] > 1).any():
+        if name in PER_TOKEN or name == "attention_mask":
+            column = integers(values, name, bools=True)
+            if name in LEARNED and (column > 1).any():
                 raise ValueError(
-                    f"needs only 0 and 1 in {name}; got {columns[name].tolist()!r:.100}. Write 1 for the tokens that "
-                    "are learned and 0 for the others."
+                    f"needs only 0 and 1 in {name}; got {column.tolist()!r:.100}. Write 1 for the tokens that are "
+                    "learned and 0 for the others."
+                )
+            if name in PER_TOKEN:
+                columns[name] = column
+            elif len(column) != tokens or not bool((column == 1).all()):
+                raise ValueError(
+                    f"has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(column)}, sum "
+                    f"{int(column.sum())}); packing takes documents without padding. Tokenize with padding=False, or "
+                    "keep only the tokens with a mask of 1."
                 )
         elif name in per_token:
             columns[name] = as_tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
-        elif name == "attention_mask":
-            mask = integers(values, name, bools=True)
-            if len(mask) != tokens or not bool((mask == 1).all()):
-                raise ValueError(
-                    f"has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(mask)}, sum "
-                    f"{int(mask.sum())}); packing takes documents without padding. Tokenize with padding=False, or "
-                    "keep only the tokens with a mask of 1."
-                )
+        elif name in LABELS and "labels" in columns:
+            both = quote([each for each in LABELS if each in feature])
+            raise ValueError(f"has {both}, which all name its labels; keep one of them.")
+        elif name in LABELS and objective == "documents":
+            labels = as_tensor(values, name, "a number, or a row of numbers,")
+            columns["labels"] = labels.to(torch.int64) if labels.dtype == torch.bool else labels
         elif name in LABELS:
-            if "labels" in columns:
-                both = quote([each for each in LABELS if each in feature])
-                raise ValueError(f"has {both}, which all name its labels; keep one of them.")
-            of_documents = objective == "documents"
-            labels = as_tensor(values, name, "a number, or a row of numbers," if of_documents else "a row of integers")
-            if of_documents:
-                labels = labels.to(torch.int64) if labels.dtype == torch.bool else labels
-            elif labels.ndim:
-                labels = integers(labels, name, negative=True)
-            else:
+            if as_tensor(values, name, "a row of integers").ndim == 0:
                 raise ValueError(
                     f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. "
                     "Pass objective='documents' for a head that scores whole documents."
                 )
-            columns["labels"] = labels
-    if absent := per_token and [name for name in per_token if name not in columns]:
+            columns["labels"] = integers(values, name, negative=True)
+    if absent := per_token and sorted({*per_token} - columns.keys()):
         raise ValueError(f"has no {quote(absent)}, which per_token names; got {quote(feature)}.")
     return columns
 
@@ -162,35 +207,28 @@ def _refuse(unknown: list[str]) -> None:
 
 def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
     """The lengths of the documents of a row, by `seq_lengths` and `position_ids`; None for a document by itself."""
-    found: dict[str, list[int]] = {}
     if SEQ_LENGTHS in feature:
-        lengths = integers(feature[SEQ_LENGTHS], SEQ_LENGTHS)
-        if not len(lengths) or int(lengths.sum()) != tokens or not bool((lengths > 0).all()):
+        lengths = integers(feature[SEQ_LENGTHS], SEQ_LENGTHS).tolist()
+        if not lengths or sum(lengths) != tokens or not all(lengths):
             raise ValueError(
-                f"has {tokens} input_ids, but its seq_lengths are {lengths.tolist()!r:.100}, which add up to "
-                f"{int(lengths.sum())}; give the length of each document of the row, at least 1."
+                f"has {tokens} input_ids, but its seq_lengths are {lengths!r:.100}, which add up to {sum(lengths)}; "
+                "give the length of each document of the row, at least 1."
             )
-        found[SEQ_LENGTHS] = lengths.tolist()
-    if POSITIONS in feature:
-        positions = integers(feature[POSITIONS], POSITIONS)
+    if POSITIONS not in feature:
+        return lengths
+    positions = integers(feature[POSITIONS], POSITIONS)
+    if SEQ_LENGTHS not in feature:
         starts = (positions == 0).nonzero()[:, 0]
-        lengths = starts.diff(append=starts.new_tensor([len(positions)]))
-        counts = torch.arange(len(positions), device="cpu")
-        is_counted = len(positions) == tokens and len(starts) > 0 and not starts[0]
-        if not is_counted or not torch.equal(positions, counts - torch.repeat_interleave(starts, lengths)):
-            raise ValueError(
-                f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each document; "
-                "PackingCollator makes position_ids itself and reads others only to find where the documents of a "
-                "row begin. Remove the column (dataset.remove_columns)."
-            )
-        found[POSITIONS] = lengths.tolist()
-    if len(found) == 2 and found[SEQ_LENGTHS] != found[POSITIONS]:
+        lengths = starts.diff(append=starts.new_tensor([len(positions)])).tolist()
+    counted = torch.cat([torch.arange(length, device="cpu") for length in (0, *lengths)])
+    if len(counted) != tokens or not torch.equal(positions, counted):
+        of_lengths = f" of its seq_lengths {lengths!r:.100}" if SEQ_LENGTHS in feature else ""
         raise ValueError(
-            f"has documents of {found[SEQ_LENGTHS]!r:.100} tokens by its seq_lengths, but of {found[POSITIONS]!r:.100} "
-            "by its position_ids; remove the wrong column (dataset.remove_columns)."
+            f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each "
+            f"document{of_lengths}; PackingCollator makes position_ids itself and reads others only to find where the "
+            "documents of a row begin. Remove the column (dataset.remove_columns)."
         )
-    first = next(iter(found.values()))
-    return None if SEQ_LENGTHS not in found and len(first) == 1 else first
+    return None if SEQ_LENGTHS not in feature and len(lengths) == 1 else lengths
 
 
 def masked_labels(
@@ -256,36 +294,37 @@ def combine_labels(
     return np.where(left_out, labels.dtype.type(IGNORED_LABEL), labels)
 
 
-def join(documents: Sequence[Columns], name: str, numbers: Sequence[int | str]) -> Tensor:
-    """A column of all documents, end to end. `numbers` are those of the documents, for messages."""
-    values = [columns[name] for columns in documents]
-    first = values[0]
-    for number, one in zip(numbers, values, strict=True):
-        # torch.cat would convert integers to float16, where 70000 is infinite. Labels may mix numbers, as 1 and 0.5.
-        if one.shape[1:] != first.shape[1:] or (
-            name != "labels" and one.dtype != first.dtype and _kind(one) != _kind(first)
-        ):
-            here, there = (f"{_kind(each)} of shape {tuple(each.shape[1:])}" for each in (one, first))
+def join(documents: Sequence[Columns], names: Sequence[Name]) -> Columns:
+    """The columns of all documents, end to end.
+
+    Raises:
+        ValueError: a document with other columns than the first, or with values of another kind or shape.
+    """
+    first, joined = documents[0], {}
+    for name, columns in zip(names, documents, strict=True):
+        if different := sorted(first.keys() ^ columns.keys()):
+            with_it, without = (name, names[0]) if different[0] in columns else (names[0], name)
             raise ValueError(
-                f"{name} holds {here} in document {number} and {there} in document {numbers[0]}; give every document "
-                "values of one kind and shape: per token, or for labels of documents as many of each document."
+                f"document {with_it} has {different[0]!r} and document {without} hasn't; give every document the same "
+                "columns."
             )
-    return torch.cat(values)
+    for column, wanted in first.items():
+        values = [columns[column] for columns in documents]
+        for name, one in zip(names, values, strict=True):
+            # torch.cat makes integers float16, where 70000 is infinite. Labels may mix numbers, as 1 and 0.5.
+            other = column != "labels" and one.dtype != wanted.dtype and _kind(one) != _kind(wanted)
+            if other or one.shape[1:] != wanted.shape[1:]:
+                here, there = (f"{_kind(each)} of shape {tuple(each.shape[1:])}" for each in (one, wanted))
+                raise ValueError(
+                    f"{column} holds {here} in document {name} and {there} in document {names[0]}; give every document "
+                    "values of one kind and shape: per token, or for labels of documents as many of each document."
+                )
+        joined[column] = torch.cat(values)
+    return joined
 
 
 def _kind(values: Tensor) -> str:
     return "floating point" if values.is_floating_point() else "bool" if values.dtype == torch.bool else "integers"
-
-
-def require_same_columns(documents: Sequence[Columns], numbers: Sequence[int | str]) -> None:
-    """ValueError unless all documents have the columns of the first."""
-    for number, columns in zip(numbers, documents, strict=True):
-        if different := sorted(documents[0].keys() ^ columns.keys()):
-            name, pair = different[0], (number, numbers[0])
-            with_it, without = pair if name in columns else reversed(pair)
-            raise ValueError(
-                f"document {with_it} has {name!r} and document {without} hasn't; give every document the same columns."
-            )
 
 
 def integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:
@@ -332,6 +371,21 @@ def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 
             "an unsigned type."
         )
     return tensor
+
+
+def read_sequences(sequences: Any, name: str = "sequences") -> list[Tensor]:
+    """Rows of token ids, or of labels, as int64 tensors; ValueError for what `pack_tree` refuses, which names a row."""
+    if not is_iterable(sequences):
+        raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(sequences)}.")
+    rows: list[Tensor] = []
+    for number, row in enumerate(sequences):
+        with naming(f"sequence {number}"):
+            rows.append(integers(row, "labels" if name == "labels" else "tokens", negative=name == "labels"))
+        if not len(rows[-1]):
+            raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
+    if not rows:
+        raise ValueError(f"{name} is empty; pass at least one sequence.")
+    return rows
 
 
 def quote(names: Collection[str]) -> str:

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from tritonpack.packing.bins import Algorithm, Packing, pack
-from tritonpack.packing.documents import (
+from tritonpack.packing.lengths import Overlong, whole_lengths
+from tritonpack.packing.reader import (
     Length,
-    checked_length,
     cut,
+    document_length,
     fetch,
     is_table,
     measure_lengths,
@@ -21,7 +22,6 @@ from tritonpack.packing.documents import (
     require_lengths,
     require_map_style,
 )
-from tritonpack.packing.lengths import Overlong, whole_lengths
 
 
 class PackedDataset(Dataset):
@@ -65,10 +65,9 @@ class PackedDataset(Dataset):
 
     def __getitem__(self, bin_index: int) -> list[Any]:
         spans, pieces = self.packing.spans(bin_index), []
-        for document, (number, start, stop) in zip(
-            fetch(self.dataset, [number for number, _, _ in spans]), spans, strict=True
-        ):
-            tokens = checked_length(document, number, self.length)
+        documents = fetch(self.dataset, [number for number, _, _ in spans])
+        for document, (number, start, stop) in zip(documents, spans, strict=True):
+            tokens = document_length(document, number, self.length)
             # A piece is as long as a bin, or it ends its document.
             if stop > tokens or (stop < tokens and stop - start < self.packing.capacity):
                 raise ValueError(

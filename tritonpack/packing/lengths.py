@@ -186,14 +186,11 @@ def fit_for_sampler(
     lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Literal["error", "drop"], name: str
 ) -> FittedLengths:
     """`fit_lengths` for a sampler, which yields document numbers and can't cut documents."""
-    truncating = (
-        f"pass lengths=numpy.minimum(lengths, {capacity}) and load with PackingCollator(max_document_length={capacity})"
-    )
     advice = (
-        f"A sampler yields document numbers and can't cut documents. To truncate, {truncating}. To split, use "
-        "pack_dataset, which cuts documents as it loads them"
+        f"to truncate pass lengths=numpy.minimum(lengths, {capacity}) and load with "
+        f"PackingCollator(max_document_length={capacity}); to split use pack_dataset"
     )
     if overlong not in ("error", "drop"):
-        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. {advice}.")
-    remedy = f"pass overlong='drop', which leaves them out. {advice}"
-    return fit_lengths(lengths, capacity, overlong, name=name, remedy=remedy, cutting=f"to truncate, {truncating}")
+        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. A sampler can't cut: {advice}.")
+    remedy = f"pass overlong='drop', which leaves them out; {advice}"
+    return fit_lengths(lengths, capacity, overlong, name=name, remedy=remedy, cutting=advice)

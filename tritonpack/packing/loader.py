@@ -13,22 +13,21 @@ from torch.utils.data import DataLoader, Sampler
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.collator import PackingCollator
+from tritonpack.packing.columns import TOKENS, Numbered
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.documents import TOKENS, Numbered, require_map_style
-from tritonpack.packing.lengths import check_integer, count, fit_lengths
+from tritonpack.packing.lengths import check_integer, count
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
-from tritonpack.packing.reader import DocumentsOf, Reader, Resource
+from tritonpack.packing.reader import DocumentsOf, Reader, Resource, require_map_style
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
-from tritonpack.packing.samplers.state import Words, are_documents
-from tritonpack.packing.units import Units, check_budgets, fit_units
+from tritonpack.packing.samplers.state import Words
+from tritonpack.packing.units import Units, fit_units
 
-_CHOSEN_HERE = ("dataset", "batch_size", "sampler", "batch_sampler", "drop_last")
-_OWN = ("shuffle", "collate_fn")  # options of `dataloader` with names that torch's DataLoader has, too
 _SAME_LENGTHS = "Pass the same {} in the same order, with the same max_document_length"
-_PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in (*_CHOSEN_HERE, *_OWN))
+_CHOSEN_HERE = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"}
+_PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
 
 
 class PackedDataLoader(DataLoader):
@@ -134,10 +133,9 @@ class PackedDataLoader(DataLoader):
 
     def __str__(self) -> str:
         rows, reader = self.rows, self.documents
-        plan, units, is_plain = rows.plan, reader.units, are_documents(reader.units)
-        nouns = count(len(units), "document" if (units.squares == units.tokens**2).all() else "unit")
-        if (reader.counts > 1).any():
-            nouns = f"{count(len(units), 'unit')} of {count(reader.counts.sum(), 'document')}"
+        plan, units, (used, unused) = rows.plan, reader.units, reader.columns
+        documents = f" of {count(reader.counts.sum(), 'document')}" if (reader.counts > 1).any() else ""
+        nouns = count(len(units), "unit" if documents else units.noun) + documents
         lines = [
             f"PackedDataLoader of {nouns}, {count(units.tokens.sum(), 'token')} (lengths from {reader.source})",
             f"  epoch {self.epoch}: {count(plan.num_steps, 'step')} of {count(plan.num_ranks, 'rank')} with "
@@ -147,26 +145,16 @@ class PackedDataLoader(DataLoader):
             full = f", {rows.efficiency(name):.1%} full" if rows.budgets[name] else ""
             lines.append(f"  {name}: {amounts.sum():,}, at most {rows.budgets[name]:,} a row{full}")
         if plan.filler_rows:
-            repeats = "row repeats" if plan.filler_rows == 1 else "rows repeat"
-            lines.append(f"  {plan.filler_rows:,} filler {repeats} a document in the last step")
-        before = rows.tokens_per_step()[: -plan.num_steps or None]
-        if len(before):
-            steps = count(len(before), "step")
-            lines.append(f"  trained on before, with other settings: {steps} of this epoch, {before.sum():,} tokens")
+            lines.append(f"  {count(plan.filler_rows, 'filler row')} in the last step, of documents that come twice")
         left_out = [str(rows.report)] if rows.report.documents else []
         if cut := (units.tokens - rows.lengths)[rows.lengths > 0].sum():
             left_out.append(f"{cut:,} tokens cut off by max_document_length")
         if dropped := rows.dropped_documents:
-            left_out.append(
-                f"{count(dropped, 'document' if is_plain else 'unit')} of this epoch that fill no last step (tail)"
-            )
+            left_out.append(f"{count(dropped, units.noun)} of this epoch that fill no last step (tail)")
         nothing = "no document" if rows._order is None else "no document of the order"
-        used, unused = reader.columns
-        own = " of the first document" if isinstance(self.collate_fn, _OwnCollator) else ""  # others may have others
-        lines += [
-            f"  left out: {'; '.join(left_out) or nothing}",
-            f"  columns{own}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}",
-        ]
+        lines.append(f"  left out: {'; '.join(left_out) or nothing}")
+        own = "" if isinstance(self.collate_fn, PackingCollator) else " of the first document"  # others may have others
+        lines.append(f"  columns{own}: {', '.join(used) or 'none'}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
 
 
@@ -234,20 +222,19 @@ def dataloader(
         lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
             `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
             no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
-        documents: a function of an example that returns its documents, a list of mappings. It is called for each
-            example to measure it (for the first one also to check its columns), and again at each loading. It must
-            return the same each time. With `num_workers` it must be a function that pickle can
-            send to the workers, if they are spawned.
+        documents: a function of an example that returns its documents, a list of mappings. It is called to measure
+            examples and again at each loading, and must return the same each time. Workers that are spawned need a
+            function that pickle can send.
         resources: what else an example takes of a row, by name: the column of an integer, a function of the example
-            that returns an integer, or (examples,) integers. Columns of a `datasets.Dataset` are read at once. The
-            columns that are named aren't packed, and don't reach `collate_fn`.
+            that returns an integer. Columns of a `datasets.Dataset` are read at once. The columns that are named aren't
+            packed, and don't reach `collate_fn`. For numbers of your own pass `lengths=Units(...)`.
         budgets: the most that the examples of a row may take of a resource, by its name, from 0 to 2**30 each.
-        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator. It takes a list of
-            examples, or of lists of documents, and returns a batch. Where a unit isn't as long as its documents
-            together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an error. A
-            method `measure` of it, as VisionPackingCollator has one, returns for a document an object with the
-            attribute `tokens`, and with resources by name. It gives the `lengths` and the resources of `budgets` that
-            aren't passed, and checks each example again when it is loaded.
+        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below.
+            It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
+            its documents together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an
+            error. A method `measure` of it, as VisionPackingCollator has one, returns for a document an object with
+            the attribute `tokens`, and with resources by name. It gives the `lengths` and the resources of `budgets`
+            that aren't passed, and checks each example again when it is loaded.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, cost_model, tail, lookahead, steps_together, shuffle, order: see MultipackDistributedBatchSampler.
             The default tail "spread" leaves out no document.
@@ -275,42 +262,47 @@ def dataloader(
     with raise_faults_on_all_ranks("loader", num_replicas):
         require_map_style(dataset)
         tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+        check_choice(labels, get_args(LabelObjective), "labels")
+        check_flag(shard, "shard")
+        if unknown := sorted(options.keys() - set(_PASSED_ON)):
+            raise ValueError(
+                f"dataloader has no option {unknown[0]!r}: tokens decides which documents make a batch. Of the options "
+                f"of torch's DataLoader it takes {', '.join(_PASSED_ON)}."
+            )
+        if overlong not in ("error", "drop"):
+            raise ValueError(
+                f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. To train on the first tokens of long "
+                "documents pass max_document_length, to train on all of them split them first, as pack_dataset does."
+            )
         packing: dict[str, Any] = {
             "labels": labels, "per_token": per_token, "max_document_length": max_document_length,
             "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
         }  # fmt: skip
-        _check_options(options, objective, labels, overlong)
-        collate: PackingCollator | None = None
         if collate_fn is None:
-            collate = PackingCollator(objective=packing.pop("labels"), **packing)
+            collate_fn = PackingCollator(objective=packing.pop("labels"), **packing)
         else:
-            _check_collate_fn(collate_fn, packing)
-        if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
+            defaults = inspect.signature(dataloader).parameters
+            changed = [name for name, value in packing.items() if value != defaults[name].default]
+            if changed or not callable(collate_fn):
+                raise ValueError(
+                    f"collate_fn must be a function of a list of examples, and comes in place of PackingCollator and "
+                    f"of its options; got {collate_fn!r:.100}{f' and {changed[0]}' if changed else ''}."
+                )
+        collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
+        if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(
-                f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing "
-                f"past {tokens}. Make tokens a multiple of pad_to_multiple_of."
+                f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
+                f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
             )
         measure = getattr(collate_fn, "measure", None)
         reader = Reader(dataset, lengths, documents, resources, drop_columns, collate, measure, budgets)
-        units = reader.cut(max_document_length)
-        check_budgets(
-            units,
-            budgets,
-            without="leave it out of resources",
-            having="Pass resources= with it, a column or a function that says how much of it an example takes",
-        )
-        drop = "pass overlong='drop', which leaves them out"
-        if are_documents(units):
-            first = f"pass max_document_length={tokens}, which trains on their first tokens"
-            cutting = "cut them before" if collate is None else first
-            fit_lengths(
-                units.tokens, tokens, overlong, name="row size", remedy=f"{drop}, or {cutting}", cutting=cutting
-            )
-        else:
-            fit_units(units, tokens, budgets, overlong, name="row size", remedy=drop)
+        units = reader.cut(None if collate is None else collate.max_document_length)
+        remedy = "pass overlong='drop', which leaves them out"
+        if collate and not units.resources:
+            remedy += ", or max_document_length, which trains on the first tokens of each document"
+        fit_units(units, tokens, budgets, overlong, name="row size", remedy=remedy)
         _, own_rank = place_in_world(num_replicas, rank, True, group)
         assert own_rank is not None
-        check_flag(shard, "shard")
         own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
         DataLoader(reader, collate_fn=own_collate, **options)  # raises for options that torch refuses
     rows = MultipackDistributedBatchSampler(
@@ -344,14 +336,20 @@ class _Rows(Sampler[list[int]]):
 
     def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
         self._rows, self.rank = rows, rank
+        self._ranks = 1 if rank is None else rows.num_replicas
+        # accelerate and Lightning choose the epoch at each pass.
+        self.set_epoch, self.load_state_dict = rows.set_epoch, rows.load_state_dict
 
     def __len__(self) -> int:
-        return len(self._rows) // (1 if self.rank is None else self._rows.num_replicas)
+        return len(self._rows) // self._ranks
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, because DataLoader with workers makes two iterators for a pass and uses only the second.
-        first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
-        yield from islice(self._rows, first, None, stride)
+        yield from islice(self._rows, self.rank or 0, None, self._ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the steps whose rows were fetched. torchdata's StatefulDataLoader reads it at each batch."""
+        return self._rows.state_dict(-(-self._rows._batches_done // self._ranks) * self._ranks)
 
     @property
     def batch_size(self) -> None:
@@ -360,72 +358,15 @@ class _Rows(Sampler[list[int]]):
         Raises:
             ValueError: the rows of one rank of several, which can't be divided again; rows that ranks share.
         """
-        if self._rows.is_shared:
+        if self._rows.is_shared or self._ranks > 1:
             raise ValueError(
-                "this loader was made with group, so it yields the rows that this rank shares with its group. Dividing "
-                "them among all processes would give its ranks different rows: don't let accelerate prepare it."
-            )
-        if self.rank is not None and self._rows.num_replicas > 1:
-            raise ValueError(
-                f"this loader was made with shard=True, so its batch_sampler yields the rows of rank {self.rank} only, "
-                f"of {self._rows.num_replicas} ranks. For accelerate leave shard=False."
+                f"this loader yields the rows of rank {self.rank}, of {self._rows.num_replicas} ranks (it was made "
+                "with shard=True or with group). Dividing them among processes again would lose most of them, or give "
+                "ranks that share rows different ones. For accelerate leave both out, or don't let it prepare this "
+                "loader."
             )
 
     @property
     def sampler(self) -> Any:
         """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
         return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, as accelerate and Lightning do at each pass."""
-        self._rows.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place after the steps whose rows were fetched. torchdata's StatefulDataLoader reads it at each batch."""
-        ranks = 1 if self.rank is None else self._rows.num_replicas
-        return self._rows.state_dict(-(-self._rows._batches_done // ranks) * ranks)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume there: see PackedDataLoader."""
-        self._rows.load_state_dict(state)
-
-
-def _check_collate_fn(collate_fn: Any, packing: Mapping[str, Any]) -> None:
-    """ValueError for a collator that can't be called, or beside options of PackingCollator."""
-    if not callable(collate_fn):
-        raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-    if isinstance(collate_fn, PackingCollator):
-        raise ValueError(
-            "collate_fn=PackingCollator(...) is what dataloader makes itself. Leave it out, and pass its options: "
-            "labels (its objective), per_token, max_document_length, pad_to_multiple_of, pad_token_id."
-        )
-    defaults = inspect.signature(dataloader).parameters
-    if given := [name for name, value in packing.items() if value != defaults[name].default]:
-        raise ValueError(f"{given[0]} is an option of PackingCollator, in whose place collate_fn comes; leave one out.")
-
-
-def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, overlong: Any) -> None:
-    for name in options:
-        if name in _CHOSEN_HERE:
-            raise ValueError(
-                f"{name} can't be passed: tokens decides which documents make a batch. For batches of your own use "
-                "torch's DataLoader with tritonpack.PackingCollator()."
-            )
-        if name not in _PASSED_ON:
-            raise ValueError(
-                f"there is no option {name!r}; those of torch's DataLoader that can be passed are "
-                f"{', '.join(_PASSED_ON)}."
-            )
-    if objective in ("causal", "tokens", "documents"):
-        raise ValueError(
-            "objective is what ranks get equal shares of: 'quadratic', 'linear' or 'cost'. To say what labels belong "
-            f"to, pass labels={objective!r}."
-        )
-    check_choice(labels, get_args(LabelObjective), "labels")
-    if overlong in ("truncate", "split"):
-        raise ValueError(
-            f"dataloader has no overlong={overlong!r}. To train on the first tokens of long documents pass "
-            "max_document_length; to train on all of their tokens split them beforehand, as pack_dataset does with "
-            "overlong='split'."
-        )
-    check_choice(overlong, ("error", "drop"), "overlong")

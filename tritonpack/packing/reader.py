@@ -1,42 +1,206 @@
-"""Reader: the dataset that `dataloader` loads. It measures the examples of any dataset, and checks what it loads."""
+"""Reads documents from datasets of all kinds: fetches, counts, cuts and checks them, with errors that name one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import index
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import index, itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tritonpack.packing.columns import TAKEN, quote
-from tritonpack.packing.documents import (
-    TOKENS,
-    Numbered,
-    checked_length,
-    examples_of,
-    fetch,
-    require_lengths,
-    table_column,
-    table_lengths,
-)
-from tritonpack.packing.lengths import whole_lengths
+from tritonpack.packing.columns import TAKEN, TOKENS, Numbered, is_unit, quote
+from tritonpack.packing.lengths import count, whole_lengths
 from tritonpack.packing.units import Units
 
+Length = Callable[[Any], int]
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
-Resource = str | Callable[[Any], int] | Sequence[int] | NDArray[Any]
+Resource = str | Callable[[Any], int]
 
 LENGTH_COLUMNS = ("length", "lengths")
+_AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
 _GIVEN, _BY_COLLATOR = "the argument lengths", "collate_fn.measure"  # where lengths come from
-_PASS_LENGTHS = (
-    "For documents of another form pass a collate_fn that takes them and has a method measure, such as "
-    "VisionPackingCollator(model), or pass lengths=, the tokens of each."
-)
+
+
+def require_map_style(dataset: Any) -> None:
+    """ValueError for a dataset that can't be indexed by document."""
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
+    if isinstance(dataset, (Mapping, str, bytes)) or not indexed or getattr(dataset, "ndim", 1) == 0:
+        remedy = "Pack iterables with pack_stream."
+        if isinstance(dataset, Mapping) and any(hasattr(part, "column_names") for part in dataset.values()):
+            remedy = f"Pass one of its datasets: {' or '.join(f'dataset[{name!r}]' for name in dataset)}."
+        raise ValueError(
+            f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
+        )
+
+
+def require_callable(length: Any) -> None:
+    """ValueError for a `length` that can't be called."""
+    if length is not None and not callable(length):
+        raise ValueError(
+            f"length must be a function that returns the number of a document's tokens, or None; got {length!r:.100}."
+        )
+
+
+def require_lengths(lengths: Any, dataset: Any) -> None:
+    """ValueError unless there is a length for each document of a dataset."""
+    if len(lengths) != len(dataset):
+        raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
+
+
+def unreadable(what: str, error: Exception) -> Exception:
+    """The error for a document whose dataset or stream raises an exception.
+
+    It is a ValueError. Only a connection that fails keeps its kind, because programs catch it to resume.
+    """
+    kind = next((each for each in (ConnectionError, TimeoutError) if isinstance(error, each)), ValueError)
+    return kind(f"{what} can't be read: {type(error).__name__}: {error}".rstrip(": "))
+
+
+def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    """Documents of a map-style dataset, all at once where it has `__getitems__`, as torch's DataLoader does.
+
+    Raises:
+        ValueError: (or ConnectionError, TimeoutError) the dataset raises an exception; the message names the document.
+    """
+    at_once = getattr(dataset, "__getitems__", None)
+    try:
+        documents = list(at_once(list(numbers))) if callable(at_once) else [dataset[number] for number in numbers]
+    except Exception as error:
+        for number in numbers:  # one of which fails alone, too
+            try:
+                dataset[number]
+            except Exception as own:
+                raise unreadable(f"document {number}", own) from own
+        raise unreadable(f"one of the documents {', '.join(map(str, numbers))}", error) from error
+    if len(documents) != len(numbers):
+        raise ValueError(
+            f"the dataset's __getitems__ returned {count(len(documents), 'document')} for the {len(numbers)} numbers "
+            f"{', '.join(map(str, numbers))}; it must return one for each."
+        )
+    return documents
+
+
+def examples_of(dataset: Any) -> Iterator[tuple[int, Any]]:
+    """All examples with their numbers."""
+    numbers = range(len(dataset))
+    parts = (fetch(dataset, numbers[start : start + _AT_ONCE]) for start in range(0, len(dataset), _AT_ONCE))
+    return enumerate(chain.from_iterable(parts))
+
+
+def document_length(document: Any, name: int | str, length: Length | None = None) -> int:
+    """The number of tokens of a document: what `length` returns, or the length of the row or of its "input_ids".
+
+    Args:
+        name: the document's number, for messages.
+
+    Raises:
+        ValueError: a document of another form, or with less than one token.
+    """
+    tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
+    if length is not None:
+        found = length(document)
+    elif (type(tokens) is list and tokens and type(tokens[0]) is int) or _is_row(tokens):  # most are plain lists
+        found = len(tokens)
+    else:
+        given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
+        if isinstance(document, Mapping):
+            given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
+        raise ValueError(
+            f"document {name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. "
+            "Tokenize text first. For documents of another form pass the tokens of each: length=, a function that "
+            "counts them, or for dataloader lengths=, or a collate_fn with a method measure (VisionPackingCollator)."
+        )
+    if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 1:
+        raise ValueError(
+            f"every document needs at least one token, counted as an integer; document {name} has {found!r}. "
+            "Remove empty documents first."
+        )
+    return int(found)
+
+
+def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
+    """(documents,) int64, the number of tokens of each document of a map-style dataset.
+
+    Without `length` the offsets in the table of a `datasets.Dataset` are read, and no tokens. Of other datasets each
+    document is read.
+
+    Raises:
+        ValueError: a dataset that can't be indexed, and see `document_length`.
+    """
+    require_map_style(dataset)
+    require_callable(length)
+    if length is None and (found := table_lengths(dataset)) is not None:
+        return found
+    return np.array([document_length(each, number, length) for number, each in examples_of(dataset)], dtype=np.int64)
+
+
+def table_columns(dataset: Any) -> Collection[str]:
+    """The columns of a `datasets.Dataset`; none of other datasets."""
+    return getattr(dataset, "column_names", None) or () if hasattr(dataset, "with_format") else ()
+
+
+def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDArray[Any]:
+    """A column of integers of a `datasets.Dataset`."""
+    column = np.asarray(dataset.with_format("numpy")[name][:])
+    if column.ndim != 1 or column.dtype.kind not in "iu":
+        raise ValueError(
+            f"the column {name!r} must hold {meaning}; got {column.dtype} of shape {column.shape}.{remedy}"
+        )
+    return column
+
+
+def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
+    """The lengths of documents by the offsets of a `datasets.Dataset`, if it is one and they tell them."""
+    if TOKENS not in table_columns(dataset):
+        return None
+    tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
+    chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
+    for chunk in chunks:  # a row of single values for each document: no row of rows, and none missing
+        if not hasattr(chunk, "value_lengths") or chunk.null_count or chunk.type.value_type.num_fields:
+            return None
+    parts = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def is_table(dataset: Any) -> bool:
+    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
+    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+
+
+def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
+    """Tokens start to stop of a document of `tokens` tokens, in all of its columns.
+
+    Raises:
+        ValueError: a column that isn't a row of one value per token; the message has the document's number.
+    """
+    is_mapping = isinstance(document, Mapping)
+    columns = {repr(name): document[name] for name in document} if is_mapping else {}
+    columns = columns or {f"a {type(document).__name__}": document}
+    if whole := sorted(name for name, values in columns.items() if not _is_row(values) or len(values) != tokens):
+        raise ValueError(
+            f"document {number} has {tokens} tokens and must be cut, but {', '.join(whole)} isn't a row of one value "
+            "per token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
+            "documents that are too long: overlong='drop'."
+        )
+    return {name: document[name][start:stop] for name in document} if is_mapping else document[start:stop]
+
+
+def _is_row(values: Any) -> bool:
+    """Return whether values can be sliced and hold one value per token; of a list only the first is read."""
+    if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
+        return False
+    if not isinstance(values, (list, tuple)):
+        return getattr(values, "ndim", None) in (None, 1)
+    return not values or not (isinstance(values[0], Sequence) or getattr(values[0], "ndim", None))
 
 
 class Reader(Dataset):
-    """The documents of each example of a dataset: measured once, and checked when they are loaded.
+    """The documents of each example of a dataset: measured once, and compared with that whenever they are loaded.
 
     Item i is the document of example i, or the list of its documents.
 
@@ -55,6 +219,11 @@ class Reader(Dataset):
         measure: the `measure` of a collator of the user's. It counts the resources in `budgets` that nothing else does.
     """
 
+    units: Units
+    lengths: NDArray[np.int64] | None
+    counts: NDArray[np.int64]
+    source: str
+
     def __init__(
         self,
         dataset: Any,
@@ -68,7 +237,7 @@ class Reader(Dataset):
     ) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
-        if isinstance(drop_columns, str) or not all(isinstance(name, str) for name in drop_columns):
+        if isinstance(drop_columns, str) or not set(map(type, drop_columns)) <= {str}:
             raise ValueError(
                 f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
             )
@@ -78,31 +247,41 @@ class Reader(Dataset):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        resources = {} if resources is None else resources
-        if not isinstance(resources, Mapping) or not all(isinstance(name, str) for name in resources):
+        if resources is not None and not (
+            isinstance(resources, Mapping)
+            and all(isinstance(n, str) and (isinstance(each, str) or callable(each)) for n, each in resources.items())
+        ):
             raise ValueError(
-                "resources must be a mapping from names to functions of an example, columns or rows of integers, such "
-                f"as {{'patches': 'num_patches'}}; got {resources!r:.100}."
+                "resources must be a mapping from names to columns of integers, or to functions of an example, such as "
+                f"{{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
+                "lengths=Units.of_documents(lengths, patches=...)."
             )
-        self.dataset, self._documents, self._measure = dataset, documents, measure
-        self.units: Units
-        self.lengths: NDArray[np.int64] | None
-        self._resources = {name: each for name, each in resources.items() if isinstance(each, str) or callable(each)}
-        self._dropped = frozenset(drop_columns)
-        self._unused = {*drop_columns, *(LENGTH_COLUMNS if collate is not None else ())}
-        self._unused.update(each for each in self._resources.values() if isinstance(each, str))
+        resources = resources or {}
+        self.dataset, self._documents, self._counts_lengths = dataset, documents, False
+        self._measure: Callable[[Any], Any] | None = None
+        self._unused: set[str] = set()
+        self._measured: list[str] = []  # the resources that `measure` counts
+        self._resources: dict[str, Callable[[Any], Any]] = {}
+        for name, resource in resources.items():
+            self._resources[name] = itemgetter(resource) if isinstance(resource, str) else resource
         (first,) = fetch(dataset, [0])
-        for name, resource in self._resources.items():  # before the columns, of which a misspelt one looks like any
-            if isinstance(resource, str):
-                _amount_of(first, 0, name, resource)
-        self.columns = self._check_columns(first, collate)
+        (whole, *_), *_ = self._read(first, 0)
+        self._unused = {*drop_columns, *(() if collate is None else LENGTH_COLUMNS)}
+        self._unused.update(name for name in resources.values() if isinstance(name, str))
+        (document, *_), *_ = self._read(first, 0)
+        self.columns = self._check_columns(whole, document, drop_columns, collate)
+        if measure is not None:
+            self._measure = measure
+            size = self._sizes([document], 0)[0]
+            self._measured = [name for name in (budgets if isinstance(budgets, Mapping) else ()) if hasattr(size, name)]
         if isinstance(lengths, Reader):
-            for name in ("units", "lengths", "counts", "source"):
-                setattr(self, name, getattr(lengths, name))
+            self.units, self.lengths = lengths.units, lengths.lengths
+            self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._count(first, lengths, resources, budgets if isinstance(budgets, Mapping) else ())
+            self._measure_all(lengths, resources, drop_columns)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
-        self._checks_lengths = collate is not None or self.source != _GIVEN
+        self._counts_lengths = collate is not None or self.source != _GIVEN
+        self._planned = {**self.units.resources, "tokens": self.units.tokens, "squared tokens": self.units.squares}
         self._checked(first, 0)
 
     def __len__(self) -> int:
@@ -127,7 +306,7 @@ class Reader(Dataset):
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
                 "the documents, and pass the units of what is left."
             )
-        return _units(np.minimum(self.lengths, longest), self.counts, self.units.resources)
+        return Units.of_counts(np.minimum(self.lengths, longest), self.counts, self.units.resources)
 
     def padded_tokens(self, numbers: NDArray[Any], longest: int | None) -> int:
         """The tokens of a padded batch of the documents of these examples, each cut to `longest` tokens."""
@@ -137,84 +316,138 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _count(self, first: Any, lengths: Any, resources: Mapping[str, Resource], budgets: Iterable[str]) -> None:
-        """Measure all examples. None is loaded if columns of a `datasets.Dataset` tell what they take."""
-        known: dict[str, Any] = {}
-        for name, given in resources.items():
-            if isinstance(given, str):
-                known[name] = table_column(self.dataset, given, f"the {name} of each example")
-            else:
-                known[name] = None if callable(given) else np.asarray(given)
-        flat, self.source = (lengths, _GIVEN) if lengths is not None else self._known_lengths()
-        units, is_counted = lengths if isinstance(lengths, Units) else None, flat is None
-        of_units = {} if units is None else units.resources
-        if both := sorted(known.keys() & of_units.keys()):
+    def _check_columns(
+        self, whole: Any, document: Any, drop_columns: Collection[str], collate: Any
+    ) -> tuple[list[str], list[str]]:
+        """The names of the first document's columns that are used, and of those that aren't.
+
+        Raises:
+            ValueError: it has a column that can't be packed, or not one that is to be dropped.
+        """
+        names = sorted(map(str, whole)) if isinstance(whole, Mapping) else []
+        if absent := sorted(set(drop_columns) - set(names)):
+            raise ValueError(
+                f"drop_columns names {quote(absent)}, but the first document has the columns "
+                f"{', '.join(names) or 'none'}."
+            )
+        used, unused = sorted(set(names) - self._unused), sorted(set(names) & self._unused)
+        try:
+            if collate is not None:
+                collate([document])
+        except ValueError as error:
+            hint, refused = "", tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
+            if names and TOKENS not in names and self._documents is None:
+                hint = (
+                    " If examples have their tokens in other columns, as preference pairs do, pass documents=, a "
+                    "function of an example that returns its documents."
+                )
+            elif refused and TOKENS in names:
+                hint = f" To leave them out while loading, pass drop_columns={refused!r}."
+            raise ValueError(f"{error}{hint}") from error
+        return used, unused
+
+    def _measure_all(self, lengths: Any, resources: Mapping[str, Resource], drop_columns: Collection[str]) -> None:
+        """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
+        self.source = _GIVEN
+        units = lengths if isinstance(lengths, Units) else None
+        columns = table_columns(self.dataset)
+        for name in LENGTH_COLUMNS if self._documents is None else ():
+            if lengths is None and name in columns and name not in drop_columns:
+                remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
+                lengths = table_column(self.dataset, name, "the number of each document's tokens", remedy)
+                self.source = f"the column {name!r}"
+        if lengths is None and self._measure is not None:
+            self.source = _BY_COLLATOR
+        elif lengths is None and self._documents is not None:
+            self.source = "the documents of each example"
+        elif lengths is None:
+            lengths, self.source = table_lengths(self.dataset) if columns else None, TOKENS
+        self._counts_lengths = lengths is None
+        known: dict[str, Any] = {} if units is None else dict(units.resources)
+        if both := sorted(known.keys() & resources.keys()):
             raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
-        if self._measure is not None:
-            size = self._sizes(self._documents_of(first, 0)[0], 0)[0]
-            known |= {name: None for name in budgets if name not in {*known, *of_units} and hasattr(size, name)}
-        asked: dict[str, list[int]] = {name: [] for name, values in known.items() if values is None}
+        for name, resource in resources.items():
+            if isinstance(resource, str) and resource in columns:
+                known[name] = table_column(self.dataset, resource, f"the {name} of each example")
+        asked: dict[str, list[int]] = {}
+        for name in (*resources, *self._measured):
+            asked |= {} if name in known else {name: []}
         own: list[int] = []
         counts: list[int] = []
-        for number, example in examples_of(self.dataset) if is_counted or asked else ():
-            found, is_unit = self._documents_of(example, number)
-            sizes = self._sizes(found, number) if self._measure is not None else []
-            for name, amounts in asked.items():
-                resource = self._resources.get(name)
-                amounts.append(_total(sizes, name) if resource is None else _amount_of(example, number, name, resource))
-            counts.append(len(found))
-            own += [size.tokens for size in sizes]
-            for place, one in enumerate(found if is_counted and not sizes else ()):
-                own.append(
-                    checked_length(one, f"{place} of example {number}" if is_unit else number, None, _PASS_LENGTHS)
-                )
+        for number, example in examples_of(self.dataset) if lengths is None or asked else ():
+            _, _, tokens, amounts = self._read(example, number)
+            own += tokens
+            counts.append(len(tokens))
+            found = dict(amounts)
+            for name, values in asked.items():
+                values.append(found[name])
         known |= asked
         if units is not None:
             self.lengths, self.counts = None, np.ones(len(units), dtype=np.int64)
-            self.units = Units(units.tokens, units.squares, {**units.resources, **known})
-            require_lengths(units, self.dataset)
-            return
-        tokens = whole_lengths(own if flat is None else flat).astype(np.int64)
-        self.lengths, self.counts = tokens, np.array(counts if is_counted else np.ones(len(tokens)), dtype=np.int64)
-        require_lengths(self.counts, self.dataset)
-        self.units = _units(tokens, self.counts, known)
+            self.units = Units(units.tokens, units.squares, known)
+        else:
+            self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
+            self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
+            self.units = Units.of_counts(self.lengths, self.counts, known)
+        require_lengths(self.units, self.dataset)
 
-    def _known_lengths(self) -> tuple[NDArray[Any] | None, str]:
-        """The lengths that columns of a `datasets.Dataset` tell, if they do, and where lengths come from."""
-        for name in [name for name in LENGTH_COLUMNS if self._documents is None and name not in self._dropped]:
-            remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
-            column = table_column(self.dataset, name, "the number of each document's tokens", remedy)
-            if column is not None:
-                return column, f"the column {name!r}"
-        if self._measure is not None:
-            return None, _BY_COLLATOR
-        if self._documents is not None:
-            return None, "the documents of each example"
-        return table_lengths(self.dataset), TOKENS
+    def _checked(self, example: Any, number: int) -> Any:
+        """The document or documents of an example; ValueError unless it takes what was measured."""
+        documents, several, lengths, amounts = self._read(example, number)
+        if lengths:
+            amounts.append(("tokens", sum(lengths)))
+        if lengths and self._counts_lengths:
+            amounts.append(("squared tokens", int(np.square(lengths).sum())))
+        for name, amount in amounts:
+            if amount != self._planned[name][number]:
+                counted = f" by {_BY_COLLATOR}" if self._measure is not None and name not in self._resources else ""
+                by = self.source if "tokens" in name else "resources or Units"
+                raise ValueError(
+                    f"example {number} has {amount} {name}{counted}, but {self._planned[name][number]} by {by}. An "
+                    "example must take the same whenever it is loaded. Functions must return the same each time, and "
+                    "lengths= must be the tokens of each document, of examples with several Units.of_sequences(...); "
+                    "without it they are counted."
+                )
+        return documents if several else documents[0]
 
-    def _documents_of(self, example: Any, number: int) -> tuple[list[Any], bool]:
-        """The documents of an example, and whether it is a list of documents."""
+    def _read(self, example: Any, number: int) -> tuple[list[Any], bool, list[int], list[tuple[str, int]]]:
+        """The documents of an example, without unused columns, and what they take.
+
+        Returns:
+            The documents; whether the example is a list of documents; the tokens of each, none if they aren't counted;
+            the amounts of resources.
+        """
         found, made = example, f"example {number}"
         if self._documents is not None:
             found, made = _called(self._documents, example, number, "documents"), f"documents(...) of example {number}"
-        is_list = isinstance(found, (list, tuple)) and all(isinstance(document, Mapping) for document in found)
-        if self._documents is None and not is_list:
-            return [example], False
-        if not is_list or not found:
+        several = isinstance(found, (list, tuple)) and is_unit(found)
+        if (self._documents is not None and not several) or (several and not found):
             raise ValueError(
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        return list(found), True
+        documents = list(found) if several else [found]
+        for place, one in enumerate(documents):
+            if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
+                documents[place] = {name: one[name] for name in one if name not in self._unused}
+        lengths: list[int] = []
+        amounts: list[tuple[str, int]] = []
+        if self._measure is not None:
+            sizes = self._sizes(documents, number)
+            lengths = [size.tokens for size in sizes]
+            amounts = [(name, sum(getattr(size, name) for size in sizes)) for name in self._measured]
+        elif self._counts_lengths:
+            for place, one in enumerate(documents):
+                lengths.append(document_length(one, f"{place} of example {number}" if several else number))
+        for name in self._resources:  # which count where `measure` counts, too
+            amounts.append((name, self._amount(example, number, name)))
+        return documents, several, lengths, amounts
 
     def _sizes(self, documents: list[Any], number: int) -> list[Any]:
-        """Return the collator's `measure` of each document of an example."""
+        """What the collator's `measure` returns for each document of an example."""
         assert self._measure is not None
-        sizes = []
-        for one in documents:
-            used = {name: one[name] for name in one if name not in self._unused} if isinstance(one, Mapping) else one
-            size = _called(self._measure, used, number, _BY_COLLATOR)
-            sizes.append(size)
+        sizes = [_called(self._measure, one, number, _BY_COLLATOR) for one in documents]
+        for size in sizes:
             tokens = getattr(size, "tokens", None)
             if not isinstance(tokens, (int, np.integer)) or tokens < 1:
                 raise ValueError(
@@ -223,99 +456,16 @@ class Reader(Dataset):
                 )
         return sizes
 
-    def _checked(self, example: Any, number: int) -> Any:
-        """The document or documents of an example; ValueError unless it takes what was measured."""
-        units = self.units
-        for name, resource in self._resources.items():
-            if (amount := _amount_of(example, number, name, resource)) != units.resources[name][number]:
-                raise ValueError(
-                    f"example {number} has {amount} {name}, but had {units.resources[name][number]} when it was "
-                    "measured. A resource must be the same at each loading."
-                )
-        documents, is_unit = self._documents_of(example, number)
-        sizes = self._sizes(documents, number) if self._measure is not None else []
-        for name in ("tokens", *units.resources) if sizes else ():
-            planned = (units.tokens if name == "tokens" else units.resources[name])[number]
-            if hasattr(sizes[0], name) and (amount := _total(sizes, name)) != planned:
-                raise ValueError(
-                    f"example {number} has {amount} {name} by {_BY_COLLATOR}, but {planned} were given or counted "
-                    f"before. Pass what {_BY_COLLATOR} counts, or leave lengths= and resources= out: it then measures "
-                    "the examples itself, and must return the same each time."
-                )
-        used, own = [], [size.tokens for size in sizes]
-        for one in documents:
-            is_mapping = isinstance(one, Mapping)
-            used.append({name: one[name] for name in one if name not in self._unused} if is_mapping else one)
-            if is_mapping and TOKENS in one and not sizes:
-                own.append(len(one[TOKENS]))
-        # If the documents have another form, the collator says what is wrong.
-        if self._checks_lengths and len(own) == len(documents):
-            if sum(own) != units.tokens[number]:
-                remedy = "Pass lengths= with the number of each document's tokens."
-                if self._documents is not None and self.source != _GIVEN:
-                    remedy = "The function documents must return the same at each call."
-                planned = f"{units.tokens[number]} by {self.source}"
-                raise ValueError(f"document {number} has {sum(own)} tokens, but {planned}. {remedy}")
-            if np.square(own).sum() != units.squares[number]:
-                raise ValueError(
-                    f"example {number} has documents of {own} tokens, but others by {self.source}. Pass "
-                    "lengths=Units.of_sequences(...) with the tokens of each document, or leave lengths out."
-                )
-        return used if is_unit else used[0]
-
-    def _check_columns(self, example: Any, collate: Any) -> tuple[list[str], list[str]]:
-        """The names of the first document's columns that are used, and of those that aren't.
-
-        Raises:
-            ValueError: it has a column that can't be packed, or not one that is to be dropped.
-        """
-        first = self._documents_of(example, 0)[0][0]
-        names = sorted(map(str, first)) if isinstance(first, Mapping) else []
-        if absent := sorted(self._dropped - set(names)):
-            raise ValueError(
-                f"drop_columns names {quote(absent)}, but the first document has the columns "
-                f"{', '.join(names) or 'none'}."
-            )
-        used, unused = ([name for name in names if (name in self._unused) is left_out] for left_out in (False, True))
-        if collate is None:
-            return used, unused
+    def _amount(self, example: Any, number: int, name: str) -> int:
+        """The amount of a resource that an example takes, by its column or function."""
+        value = _called(self._resources[name], example, number, f"resources[{name!r}]")
         try:
-            collate([{name: first[name] for name in used} if names else first])
-        except ValueError as error:
-            refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
-            if names and TOKENS not in names and self._documents is None:
-                raise ValueError(
-                    f"{error} If examples have their tokens in other columns, as preference pairs do, pass documents=, "
-                    "a function of an example that returns its documents."
-                ) from error
-            if not refused or TOKENS not in used:
-                raise
-            raise ValueError(f"{error} To leave them out while loading, pass drop_columns={refused!r}.") from error
-        return used, unused
-
-
-def _amount_of(example: Any, number: int, name: str, resource: str | Callable[[Any], int]) -> int:
-    """Return the amount of a resource that an example needs, from a column or by a function."""
-    if isinstance(resource, str):
-        if not isinstance(example, Mapping) or resource not in example:
-            raise ValueError(
-                f"resources[{name!r}] names the column {resource!r}, which example {number} hasn't: it has "
-                f"{_described(example)}."
-            )
-        value = example[resource]
-    else:
-        value = _called(resource, example, number, f"resources[{name!r}]")
-    try:
-        whole = index(value)
-    except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
-        whole = -1
-    if whole < 0 or isinstance(value, bool):
-        raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
-    return whole
-
-
-def _total(sizes: Iterable[Any], name: str) -> int:
-    return sum(getattr(size, name) for size in sizes)
+            whole = index(value)
+        except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
+            whole = -1
+        if whole < 0 or isinstance(value, bool):
+            raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
+        return whole
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:
@@ -323,17 +473,9 @@ def _called(function: Callable[[Any], Any], example: Any, number: int, name: str
     try:
         return function(example)
     except Exception as error:
+        shown = f"the type {type(example).__name__}"
+        if isinstance(example, Mapping):
+            shown = f"the columns {quote(sorted(map(str, example))) or '(none)'}"
         raise ValueError(
-            f"{name} failed on example {number}, which has {_described(example)}: {type(error).__name__}: {error}"
+            f"{name} failed on example {number}, which has {shown}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _described(example: Any) -> str:
-    if isinstance(example, Mapping):
-        return f"the columns {', '.join(sorted(map(repr, map(str, example)))) or '(none)'}"
-    return f"the type {type(example).__name__}"
-
-
-def _units(lengths: NDArray[np.int64], counts: NDArray[np.int64], resources: Mapping[str, Any]) -> Units:
-    starts = np.cumsum(counts) - counts
-    return Units(np.add.reduceat(lengths, starts), np.add.reduceat(lengths**2, starts), resources)

@@ -24,10 +24,10 @@ from tritonpack.packing.columns import (
     PER_TOKEN,
     POSITIONS,
     SEQ_LENGTHS,
+    TOKENS,
     combine_labels,
     read_feature,
 )
-from tritonpack.packing.documents import TOKENS
 from tritonpack.packing.lengths import Overlong, check_integer, count
 
 _MASK = "attention_mask"

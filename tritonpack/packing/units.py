@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
+from tritonpack.packing.columns import naming, read_sequences
 from tritonpack.packing.lengths import MAX_INT32, OverlongReport, check_integer, count, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
@@ -55,13 +57,15 @@ class Units:
                 f"squares, the sum of squared lengths of a unit's sequences, must be from tokens to tokens**2; unit "
                 f"{unit} has {self.tokens[unit]} tokens and squares {self.squares[unit]}."
             )
-        if not isinstance(self.resources, Mapping) or not all(isinstance(name, str) for name in self.resources):
+        if not isinstance(self.resources, Mapping) or not set(map(type, self.resources)) <= {str}:
             raise ValueError(
                 f"resources must be a mapping from names to rows of integers; got {self.resources!r:.100}."
             )
         if "tokens" in self.resources:
             raise ValueError("tokens aren't one of the resources: every unit has them. Choose another name.")
-        checked = {name: _whole(row, f"resource {name!r}", len(self), 0) for name, row in self.resources.items()}
+        checked = {}
+        for name, row in self.resources.items():
+            checked[name] = _whole(row, f"resource {name!r}", len(self), 0)
         object.__setattr__(self, "resources", checked)
 
     @classmethod
@@ -89,14 +93,18 @@ class Units:
         Raises:
             ValueError: a unit without sequences or with lengths that aren't positive integers; rows of other lengths.
         """
-        tokens, squares = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
+        parts = []
         for number, unit in enumerate(lengths):
-            try:
-                own = _tokens(unit)
-            except ValueError as error:
-                raise ValueError(f"unit {number}: {error}") from None
-            tokens[number], squares[number] = own.sum(), (own**2).sum()
-        return cls(tokens, squares, resources)
+            with naming(f"unit {number}:"):
+                parts.append(_tokens(unit))
+        counts = whole_lengths([len(part) for part in parts])
+        return cls.of_counts(np.concatenate(parts), counts, resources)
+
+    @classmethod
+    def of_counts(cls, lengths: NDArray[np.int64], counts: NDArray[np.int64], resources: Resources) -> Units:
+        """Units of `counts` sequences each, whose `lengths` lie one unit after the other."""
+        starts = np.cumsum(counts) - counts
+        return cls(np.add.reduceat(lengths, starts), np.add.reduceat(lengths**2, starts), resources)
 
     @classmethod
     def of_trees(cls, groups: Sequence[Sequence[Any]], **resources: Any) -> Units:
@@ -118,14 +126,10 @@ class Units:
         """
         tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
         for number, group in enumerate(groups):
-            if not isinstance(group, Sequence | np.ndarray) or isinstance(group, str) or not len(group):
-                raise ValueError(
-                    f"unit {number} must be a list of sequences of token ids, at least one; got {group!r:.100}. For a "
-                    "document alone pass [document]."
-                )
-            rows = [_ids(sequence, number, place) for place, sequence in enumerate(group)]
+            with naming(f"unit {number}, a list of sequences of token ids:"):
+                rows = read_sequences(group)
             lengths = np.array([len(row) for row in rows], dtype=np.int64)
-            order, shared = sort_sequences(np.concatenate(rows), lengths)
+            order, shared = sort_sequences(torch.cat(rows).numpy(), lengths)
             # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.
             own = lengths[order]
             tokens[number] = (own - shared).sum()
@@ -134,6 +138,11 @@ class Units:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def noun(self) -> str:
+        """What messages call a unit: "document", if each is one."""
+        return "document" if (self.squares == self.tokens**2).all() else "unit"
 
     def select(self, numbers: Any) -> Units:
         """The units of these numbers, in this order; a mask of booleans also selects."""
@@ -159,8 +168,7 @@ class UnitsReport(OverlongReport):
         return f"{self.documents:,} {what} more than a row has dropped: {count(self.tokens_lost, 'token')} lost"
 
 
-@dataclass(frozen=True, eq=False)
-class FittedUnits:
+class FittedUnits(NamedTuple):
     """Units that fit into a row, and their numbers among all units.
 
     Attributes:
@@ -185,8 +193,6 @@ def fit_units(
 ) -> FittedUnits:
     """Check units, and leave out those that take more than a row has. They can't be cut, unlike documents.
 
-    A unit of 5 tokens and 9 patches, and one of 6 tokens without any:
-
     >>> units = Units.of_documents([5, 6], patches=[9, 0])
     >>> fitted = fit_units(units, capacity=8, budgets={"patches": 4}, overlong="drop")
     >>> fitted.documents.tolist(), str(fitted.report)
@@ -200,12 +206,11 @@ def fit_units(
         name, remedy: the name of the capacity in messages, and their advice for units that don't fit.
 
     Raises:
-        ValueError: bad lengths, a capacity or a budget that isn't such an integer, budgets for other resources than
-            those of the units, a unit that doesn't fit under "error", no unit left under "drop".
+        ValueError: a wrong argument, a unit that doesn't fit under "error", no unit left under "drop".
     """
     check_choice(overlong, ("error", "drop"), "overlong")
     capacity = check_integer(capacity, name)
-    units = as_units(lengths)
+    units = lengths if isinstance(lengths, Units) else Units.of_documents(lengths)
     limits = {"tokens": capacity} | check_budgets(units, budgets)
     takes = {"tokens": units.tokens} | dict(units.resources)
     above = np.zeros(len(units), dtype=bool)
@@ -218,32 +223,22 @@ def fit_units(
         unit = int(np.argmax(above))
         resource = next(each for each, values in takes.items() if values[unit] > limits[each])
         given = name if resource == "tokens" else f"budget of {resource}"
-        needed = f"Raise it to at least {max(int(takes[resource].max()), 1)}"
         raise ValueError(
-            f"{count} of {len(units)} units take more than a row has (the first: unit {unit} takes "
-            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). {needed}, or {remedy}."
+            f"{count} of {len(units)} {units.noun}s take more than a row has (the first: {units.noun} {unit} takes "
+            f"{takes[resource][unit]} {resource}, and the {given} is {limits[resource]}). Raise it to at least "
+            f"{max(int(takes[resource].max()), 1)}, or {remedy}."
         )
     if count == len(units):
         raise ValueError(
-            f"overlong='drop' leaves nothing: each of {count} units takes more than a row has "
+            f"overlong='drop' leaves nothing: each of {count} {units.noun}s takes more than a row has "
             f"({', '.join(f'{most} {resource}' for resource, most in limits.items())}). Raise the {name} or a budget."
         )
     report = UnitsReport(overlong, count, int(units.tokens[above].sum()))
     return FittedUnits(units.select(~above), np.flatnonzero(~above).astype(np.int32), report)
 
 
-def check_budgets(
-    units: Units,
-    budgets: Mapping[str, int] | None,
-    *,
-    without: str = "make the units without it",
-    having: str = "Make the units with it, such as Units.of_documents(lengths, patches=...)",
-) -> dict[str, int]:
-    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names.
-
-    Args:
-        without, having: the advice of messages for a resource without a budget, and for a budget without a resource.
-    """
+def check_budgets(units: Units, budgets: Mapping[str, int] | None) -> dict[str, int]:
+    """The budgets as a dict, in the order of the units' resources; ValueError if the two have other names."""
     if budgets is not None and not isinstance(budgets, Mapping):
         raise ValueError(f"budgets must be a mapping from names of resources to integers; got {budgets!r:.100}.")
     budgets = budgets or {}
@@ -251,18 +246,20 @@ def check_budgets(
         if name not in budgets:
             raise ValueError(
                 f"the units have the resource {name!r}, and budgets={dict(budgets)} doesn't say how much of it a row "
-                f"holds. Pass budgets={{{name!r}: ...}}, or {without}."
+                f"holds. Pass budgets={{{name!r}: ...}}, or leave {name!r} out of resources= and of the Units."
             )
     for name in budgets:
         if name not in units.resources:
             known = ", ".join(map(repr, units.resources)) or "none"
             raise ValueError(
                 f"budgets has {name!r}, which isn't a resource of the units ({known}). Tokens are limited by the "
-                f"capacity. {having}."
+                f"capacity. Pass Units.of_documents(lengths, {name}=...), or to dataloader resources= with a column or "
+                "a function that says how much of it an example takes."
             )
-    return {
-        name: check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE) for name in units.resources
-    }
+    checked = {}
+    for name in units.resources:
+        checked[name] = check_integer(budgets[name], f"the budget of {name}", 0, MOST_OF_A_RESOURCE)
+    return checked
 
 
 def _tokens(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
@@ -271,17 +268,6 @@ def _tokens(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         unit = int(np.argmax(tokens > MAX_INT32))
         raise ValueError(f"a unit has at most {MAX_INT32} tokens; number {unit} has {tokens[unit]}.")
     return tokens.astype(np.int64)
-
-
-def _ids(sequence: Any, unit: int, place: int) -> NDArray[np.int64]:
-    """The token ids of a sequence."""
-    ids = np.asarray(sequence)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"unit {unit}, sequence {place} must be a row of token ids, at least one; got {ids.dtype} of shape "
-            f"{ids.shape}."
-        )
-    return ids.astype(np.int64)
 
 
 def _whole(values: Any, name: str, count: int, least: int) -> NDArray[np.int64]:

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tritonpack.attention import Backend, autocast, check_inputs
 from tritonpack.backends import resolve_backend
-from tritonpack.checks import is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.ops import run_attention
 from tritonpack.options import AttentionOptions, make_options
-from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of, ranks_of
+from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of
 from tritonpack.parallel.exchanges import ring
-from tritonpack.parallel.exchanges.by_heads import STEPS, ByHeads
-from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
-from tritonpack.parallel.exchanges.ulysses import AcrossSets, HeadsCall, Ulysses
+from tritonpack.parallel.exchanges.by_heads import ByHeads
+from tritonpack.parallel.exchanges.call import Call, Exchanged, rows_mask
+from tritonpack.parallel.exchanges.ulysses import attend_to_heads, divides_key_heads
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-BY_HEADS = ("all_gather", "group_cast", "auto")
-EXCHANGED: dict[Any, Any] = {**{name: ByHeads(name) for name in BY_HEADS}, "ring": ring}
+EXCHANGED: dict[Any, Any] = {**{name: ByHeads(name) for name in ("auto", "all_gather", "group_cast")}, "ring": ring}
 
 
-@overload
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = ..., *,
-    exchange: Exchanges = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-    return_lse: Literal[False] = ..., backend: Backend = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = ..., *,
-    exchange: Exchanges = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
-    return_lse: Literal[True], backend: Backend = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attend(
     q: Tensor,
     k: Tensor,
@@ -49,15 +35,13 @@ def attend(
     group: GroupLike = None,
     *,
     exchange: Exchanges = "auto",
-    heads_k_stride: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
-    return_lse: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """This rank's rows of `varlen_attention` over the whole batch. Every rank of the group makes the same call.
 
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
@@ -68,11 +52,12 @@ def attend(
 
     - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
       neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
-      waits for the mask's device.
-    - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
-    - "group_cast": every rank receives the keys and values that its queries see, and no others, a few heads at a time.
-      Any number of heads, any option. How many these are depends on the layout: "documents" makes them few. Which rows
-      travel is found once per mask, in host memory, which waits for the mask's device.
+      waits for the mask's device. For a mask of trees it takes "all_gather".
+    - "all_gather": every rank receives all keys and values, a quarter of the heads at a time. Any number of heads, any
+      option. If there are fewer than four key heads, the keys of each step travel in two to four parts.
+    - "group_cast": every rank receives the keys and values that its queries see, and no others, in such steps.
+      Any number of heads, any option, no mask of trees. How many these are depends on the layout: "documents" makes
+      them few. Which rows travel is found once per mask, in host memory, which waits for the mask's device.
     - "ring": blocks of keys and values travel from rank to rank. Least memory.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
@@ -88,10 +73,7 @@ def attend(
         exchange: one of the names above. For a mesh of two dimensions, a pair with "ulysses" for one of them and
             another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
             the other, the keys and values of these heads travel.
-        heads_k_stride: key heads per step of "auto", "all_gather" and "group_cast". With fewer of them, a step needs
-            less memory. None means a quarter of all, rounded up. If that makes fewer than four steps for the heads that
-            this rank computes, the keys of each step travel in two to four parts.
-        scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
+        scale, softcap, backend: as in `varlen_attention`.
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
         alibi_slopes: as in `varlen_attention`.
@@ -103,61 +85,28 @@ def attend(
             raises.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
-    ranks = ranks_of(group)
+    ranks = as_ranks(group, dimensions=2)
     q, k, v = autocast(q, k, v)
-    check_shard(q, k, v, mask, layout, ranks)
-    dimensions = dimensions_of(ranks, exchange)
-    check_options(dimensions, q.shape[1], dropout_p)
-    check_stride(heads_k_stride, exchange, k.shape[1])
-    seen = mask_of_keys(mask, layout, dimensions)
-    options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
-    call = make_call(mask, layout, ranks, dimensions, options, resolve_backend(backend, q), heads_k_stride, k.shape[1])
-    lse: Tensor | None
-    if isinstance(call, HeadsCall):
-        out, lse = Ulysses.apply(call, return_lse, q, k, v, options.sinks)
-    else:
-        out, lse = Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
-    if not return_lse:
-        return out
-    assert lse is not None
-    return out, lse
-
-
-def mask_of_keys(mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions) -> BlockDiagonalMask:
-    """The mask between the queries for which this rank computes and all keys of the batch."""
-    if dimensions.keys is None:
-        return mask
-    return rows_mask(mask, dimensions.layouts(mask, layout)[0], dimensions.keys.rank)
-
-
-def make_call(
-    mask: BlockDiagonalMask, layout: Layout, ranks: Ranks, dimensions: Dimensions, options: AttentionOptions,
-    backend: str, heads_k_stride: int | None, kv_heads: int,
-) -> Call:  # fmt: skip
-    """The arguments of the exchange along the dimension that divides heads, or else along that of the keys.
-
-    Args:
-        layout: of the whole group.
-        options: may have sinks, which the result leaves out.
-        backend: not "auto".
-        kv_heads: the number of key heads.
-    """
-    layout, own = dimensions.layouts(mask, layout)
-    stride = heads_k_stride or -(-kv_heads // STEPS)
-    others = (mask, of_heads(options, slice(None), None), backend, stride)
-    if not dimensions.divides_heads:
-        assert dimensions.keys is not None
-        return Call(dimensions.keys, layout, *others)
-    if dimensions.keys is None or dimensions.heads is None:
-        return HeadsCall(dimensions.heads or ranks, own, *others)
-    across = EXCHANGED[dimensions.exchange], Call(dimensions.keys, layout, *others)
-    return AcrossSets(dimensions.heads, own, *others, *across)
-
-
-def check_shard(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
-    """Raise ValueError unless a rank's tensors, the mask, the layout and the group fit each other."""
     _check_layout(q, mask, layout, ranks)
     check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
+    dimensions = dimensions_of(ranks, exchange)
+    _check_options(dimensions, q.shape[1], k.shape[1], dropout_p)
+    across, within = dimensions.layouts(mask, layout)
+    keys, heads = dimensions.keys, dimensions.heads
+    seen = mask if keys is None else rows_mask(mask, across, keys.rank)
+    options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
+    chosen = resolve_backend(backend, q)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Some heads of the rows that the ranks which divide heads own together."""
+        if keys is None:
+            return run_attention(q, k, v, mask, options, chosen)[0]
+        call = Call(keys, across, mask, replace(options, sinks=None), chosen)
+        return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+
+    if heads is None:
+        return attention(q, k, v, options)
+    return attend_to_heads(attention, heads, within, q, k, v, options)
 
 
 def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
@@ -179,27 +128,23 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         )
 
 
-def check_options(dimensions: Dimensions, heads: int, dropout_p: float) -> None:
+def _check_options(dimensions: Dimensions, heads: int, kv_heads: int, dropout_p: float) -> None:
     """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped depends on "
             "their places in a tensor, which differ from rank to rank."
         )
-    if dimensions.heads is not None and heads < dimensions.heads.size:
-        raise ValueError(
-            f"exchange='ulysses' gives every rank a query head, and there are {heads} for {dimensions.heads.size} "
-            "ranks; use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
-        )
-
-
-def check_stride(stride: int | None, exchange: Exchanges, kv_heads: int | None) -> None:
-    """Raise for a stride that the exchange doesn't take, or that isn't from 1 to the key heads (None: not known)."""
-    if stride is None:
+    if dimensions.heads is None:
         return
-    if not any(name in BY_HEADS for name in ((exchange,) if isinstance(exchange, str) else exchange)):
-        allowed = " or ".join(f"exchange={name!r}" for name in BY_HEADS)
-        raise ValueError(f"heads_k_stride is for {allowed}; leave it out for {exchange!r}.")
-    if not is_int(stride) or stride < 1 or (kv_heads is not None and stride > kv_heads):
-        most = "" if kv_heads is None else f", {kv_heads}"
-        raise ValueError(f"heads_k_stride must be an integer from 1 to the number of key heads{most}; got {stride!r}.")
+    remedy = "use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
+    size = dimensions.heads.size
+    if heads < size:
+        raise ValueError(
+            f"exchange='ulysses' gives every rank a query head, and there are {heads} for {size} ranks; {remedy}"
+        )
+    if dimensions.keys is not None and divides_key_heads(heads, kv_heads, size):
+        raise ValueError(
+            f"in two dimensions each of {size} ranks needs equally many query heads for each of its key heads, and "
+            f"there are {heads} query heads and {kv_heads} key heads; {remedy}"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -47,12 +47,19 @@ class Ranks:
         return f"{device.type}:" in dist.get_backend_config(self.group)
 
 
-def as_ranks(group: GroupLike) -> Ranks:
-    """The ranks of a process group, of a one-dimensional DeviceMesh, or (None) of the whole world.
+def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
+    """The ranks of a process group, of a DeviceMesh, or (None) of the whole world.
+
+    Ranks of a mesh of two dimensions are numbered row by row. A mesh that isn't the whole world gets a process group of
+    all its ranks at the first call, which every process of the world must make.
+
+    Args:
+        group: what the user has passed.
+        dimensions: how many a mesh may have, 1 or 2.
 
     Raises:
-        ValueError: there is no process group, it isn't a group, the mesh has several dimensions, or this process isn't
-            in the group.
+        ValueError: there is no process group; it isn't a group; the mesh has more dimensions, or two whose ranks don't
+            ascend row by row; this process isn't in the group.
     """
     if isinstance(group, Ranks):
         return group
@@ -61,28 +68,47 @@ def as_ranks(group: GroupLike) -> Ranks:
             "there is no process group; call torch.distributed.init_process_group first, in a process that torchrun "
             "has started."
         )
-    if hasattr(group, "get_group"):  # a DeviceMesh
-        if group.ndim != 1:  # type: ignore[union-attr]
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names}; pass one of them, such as "  # type: ignore[union-attr]
-                "mesh['sp']."
-            )
-        group = group.get_group()  # type: ignore[union-attr]
-    if group is None:
-        group = dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER or (
-        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
-    ):
+    mesh: Any = group if hasattr(group, "get_group") else None
+    if mesh is not None and mesh.ndim > dimensions:
         raise ValueError(
-            f"this process, rank {dist.get_rank()} of the world, isn't in the group; got {group!r:.100}. Pass the "
-            "group that it belongs to."
+            f"group is a DeviceMesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass "
+            f"{'one of them' if dimensions == 1 else 'one or two of them'}, such as mesh['sp']."
         )
-    if not isinstance(group, dist.ProcessGroup):
+    if mesh is not None and mesh.ndim == 2:
+        return _of_two_dimensions(mesh)
+    found: Any = dist.group.WORLD if group is None else group if mesh is None else mesh.get_group()
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_a_member(found)
+    if not isinstance(found, dist.ProcessGroup):
         raise ValueError(
-            f"group must be a process group, a DeviceMesh, or None for the whole world; got "
-            f"{describe(group)}. Pass a mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
+            f"group must be a process group, a DeviceMesh, or None for the whole world; got {describe(found)}. Pass a "
+            "mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
         )
-    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+    if dist.get_rank(found) < 0:
+        raise _not_a_member(found)
+    return Ranks(found, dist.get_rank(found), dist.get_world_size(found))
+
+
+def _of_two_dimensions(mesh: Any) -> Ranks:
+    numbers = mesh.mesh.flatten().tolist()
+    if mesh.get_coordinate() is None:
+        raise _not_a_member(mesh)
+    if numbers != sorted(numbers):
+        raise ValueError(
+            f"the ranks of a mesh of two dimensions must ascend row by row; got {mesh.mesh.tolist()}. Make it with "
+            "init_device_mesh."
+        )
+    if len(numbers) < dist.get_world_size() and not mesh.mesh_dim_names:
+        raise ValueError("a mesh of two dimensions needs names, such as mesh_dim_names=('across', 'within').")
+    whole = as_ranks(None if len(numbers) == dist.get_world_size() else mesh._flatten())
+    return replace(whole, dimensions=tuple(as_ranks(mesh.get_group(dim)) for dim in range(2)))
+
+
+def _not_a_member(group: Any) -> ValueError:
+    return ValueError(
+        f"this process, rank {dist.get_rank()} of the world, isn't in the group; got {group!r:.100}. Pass the group or "
+        "the mesh that it belongs to."
+    )
 
 
 def gather(x: Tensor, ranks: Ranks) -> Arrival:

@@ -25,25 +25,18 @@ class ComparedParameters:
     """The trained parameters that every rank has whole, the smallest first; they must stay equal on all ranks."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = [module for model in models for module in model.modules()]
-        whole: list[Tensor] = [
-            p
-            for model in models
-            for p in model.parameters()
-            if p.requires_grad and p.is_floating_point() and not isinstance(p, DTensor) and p.numel() and not p.is_meta
-        ]
-        sharded = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # each rank has a piece
-        self.parameters = [] if sharded else sorted(whole, key=Tensor.numel)
+        sharded = any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules())
+        trained = (p for model in models for p in model.parameters() if p.requires_grad and p.is_floating_point())
+        whole = [p for p in trained if not isinstance(p, DTensor) and p.numel() and not p.is_meta]
+        self.parameters: list[Tensor] = [] if sharded else sorted(whole, key=Tensor.numel)
         self.forwards = 0
 
     def next(self) -> list[Tensor]:
         """The parameters to compare: all before the first forward, then the smallest ones and one other in turn."""
         self.forwards += 1
-        if self.forwards == 1:
-            return self.parameters
         others = self.parameters[ALWAYS_COMPARED:]
         turn = self.forwards % max(len(others), 1)
-        return [*self.parameters[:ALWAYS_COMPARED], *others[turn : turn + 1]]
+        return self.parameters if self.forwards == 1 else [*self.parameters[:ALWAYS_COMPARED], *others[turn : turn + 1]]
 
 
 def require_same_batch(
@@ -61,13 +54,13 @@ def require_same_batch(
         ValueError: on every rank, if arguments or parameters differ, or if a rank has an error. That rank raises its
             own error, and the others name it.
     """
-    found: dict[str, int | Tensor] = {}
+    found: dict[str, int] = {}
     if error is None:
         found = {name: _hash(value) for name, value in arguments.items() if value is not None}
         found[GRADIENTS] = torch.is_grad_enabled()
         hashes = [_hash_numbers(x.detach().flatten()[:FINGERPRINT], place) for place, x in enumerate(parameters)]
-        found[PARAMETERS] = sum(x.to(hashes[0].device) for x in hashes)  # layers may lie on several devices
-    everywhere = _gather(ranks, error, _on_host(found))
+        found[PARAMETERS] = int(sum(x.to(hashes[0].device) for x in hashes))  # layers may lie on several devices
+    everywhere = _gather(ranks, error, found)
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
@@ -112,49 +105,30 @@ def _gather(ranks: Ranks, error: Exception | None, values: dict[str, Any]) -> li
     return list(everywhere)
 
 
-def _on_host(numbers: dict[str, int | Tensor]) -> dict[str, int]:
-    """The same numbers as integers of Python; waits for the device once, however many there are."""
-    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in numbers.values()]
-    device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
-    values = torch.stack([x.to(device, torch.int64, non_blocking=True) for x in tensors]).tolist() if tensors else []
-    return dict(zip(numbers, values, strict=True))
-
-
-def _hash(value: Any) -> int | Tensor:
-    """A hash of an argument: equal for equal values, and hardly ever equal for others."""
-    tensors: list[Tensor] = []
-    seed = zlib.crc32(_text(value, tensors).encode())
-    return sum((_hash_numbers(x, seed + place) for place, x in enumerate(tensors)), start=seed)
-
-
-def _text(value: Any, tensors: list[Tensor]) -> str:
-    """A description of a value without the numbers of its tensors, which are appended to `tensors`."""
+def _hash(value: Any) -> int:
+    """A hash of an argument: equal for equal values, and hardly ever equal for others. Waits for a tensor's device."""
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad}"
+        text = f"{tuple(value.shape)} {value.dtype} {value.requires_grad}"
+        return int(_hash_numbers(value, zlib.crc32(text.encode())))
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(_text(part, tensors) for part in value)}]"
-    return repr(value) if value is None or isinstance(value, (Number, str)) else type(value).__name__
+        return zlib.crc32(repr([_hash(part) for part in value]).encode())
+    plain = value is None or isinstance(value, (Number, str))
+    return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
 
 
 def _hash_numbers(x: Tensor, seed: int) -> Tensor:
-    """A hash of the numbers of a tensor and of their places, 0-dim int64; equal for equal bits."""
-    numbers = _bits(x.detach().flatten())
-    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
-    for start in range(0, numbers.shape[0], CHUNK):
-        part = numbers[start : start + CHUNK].long()
+    """A hash of the bits of a tensor and of their places, 0-dim int64."""
+    x = x.detach().flatten()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj()).flatten()
+    if x.is_floating_point():
+        widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        whole = x.numel() * x.element_size() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
+        x = x.contiguous().view(torch.int64 if whole else widths[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, x.shape[0], CHUNK):
+        part = x[start : start + CHUNK].long()
         places = torch.arange(start, start + part.shape[0], device=part.device)
         mixed = (part * 0x1E3779B97F4A7C15 + seed) ^ (places * 0x3F58476D1CE4E5B9)
         total += ((mixed ^ (mixed >> 31)) * 0x14D049BB133111EB).sum()
     return total
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The numbers of a flat tensor as integers; of floating-point numbers the bits, as many in an integer as fit."""
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj()).flatten()
-    if not x.is_floating_point():
-        return x
-    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    whole = x.numel() * x.element_size() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
-    return x.contiguous().view(torch.int64 if whole else widths[x.element_size()])

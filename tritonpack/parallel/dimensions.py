@@ -8,23 +8,26 @@ Source: Fang and Zhao, USP (arXiv:2405.07719); Gu et al., LoongTrain (arXiv:2406
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 
-from tritonpack.checks import check_choice
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout, LayoutName, make_layout
-
-if TYPE_CHECKING:
-    from tritonpack.parallel.comm import GroupLike
 
 KeyExchange = Literal["auto", "all_gather", "group_cast", "ring"]
 Exchange = Literal[KeyExchange, "ulysses"]
 Exchanges = Exchange | tuple[Exchange, Exchange]  # two for a mesh of two dimensions
+
+# Name of axolotl -> exchange and layout.
+AXOLOTL = {
+    "varlen_llama3": ("all_gather", "contiguous"),
+    "batch_ring": ("ring", "contiguous"),
+    "batch_zigzag": ("ring", "zigzag"),
+    "batch_stripe": ("ring", "stripe"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,6 @@ class Dimensions:
     exchange: KeyExchange | None
     owners: tuple[tuple[int, ...], ...]
 
-    @property
-    def divides_heads(self) -> bool:
-        """Whether each rank computes some heads; else keys travel, also to ranks of a mesh with one rank for heads."""
-        return self.keys is None or self.heads is not None
-
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
         """The layout of a batch. If keys travel, it divides the batch among sets of ranks that own rows together.
 
@@ -70,7 +68,6 @@ class Dimensions:
             mask: keeps the result, for further layers.
             layout: of the whole group.
         """
-
         if self.heads is None or self.keys is None:
             return layout, layout
         place = self.keys.rank
@@ -83,53 +80,35 @@ class Dimensions:
         return mask.cached(("dimensions", layout, self.owners, place), make)
 
 
-def ranks_of(group: GroupLike) -> Ranks:
-    """The ranks of a group, also of a DeviceMesh of two dimensions, whose ranks are numbered row by row.
-
-    A mesh that isn't the whole world gets a process group of all its ranks at the first call, which every process of
-    the world must make.
-
-    Raises:
-        ValueError: as `as_ranks`; a mesh of more dimensions; one whose ranks don't ascend row by row, or without names.
-    """
-    mesh: Any = group
-    if not hasattr(group, "get_group") or mesh.ndim == 1:
-        return as_ranks(group)
-    names = mesh.mesh_dim_names
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"group is a DeviceMesh of {mesh.ndim} dimensions, {names}; pass one or two of them, such as mesh['sp'] or "
-            "mesh['across', 'within']."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"this process, rank {dist.get_rank()} of the world, isn't in the mesh; got {mesh!r:.100}. Pass the mesh "
-            "that it belongs to."
-        )
-    numbers = mesh.mesh.flatten().tolist()
-    if numbers != sorted(numbers):
-        raise ValueError(
-            f"the ranks of a mesh of two dimensions must ascend row by row; got {mesh.mesh.tolist()}. Make it with "
-            "init_device_mesh."
-        )
-    if len(numbers) == dist.get_world_size():
-        whole = as_ranks(None)
-    elif names:
-        whole = as_ranks(mesh._flatten())
-    else:
-        raise ValueError("a mesh of two dimensions needs names, such as mesh_dim_names=('across', 'within').")
-    return replace(whole, dimensions=tuple(as_ranks(mesh.get_group(dim)) for dim in range(2)))
-
-
 def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
     """The dimensions of a group for an exchange, or for one exchange along each dimension of a mesh.
 
     Raises:
         ValueError: unknown names; more or fewer names than dimensions; not exactly one dimension that divides heads.
     """
-    if isinstance(exchange, (tuple, list)):
-        return _of_mesh(ranks, exchange)
-    check_choice(exchange, get_args(Exchange), "exchange")
+    pair = isinstance(exchange, (tuple, list))
+    names = list(exchange) if pair else [exchange]
+    keys = [name for name in names if name in get_args(KeyExchange)]
+    if len(names) != 2 or len(keys) != 1 or "ulysses" not in names if pair else names[0] not in get_args(Exchange):
+        remedy = ""
+        if not pair and exchange in AXOLOTL:
+            remedy = " This name of axolotl's stands for exchange={!r} with layout={!r}.".format(*AXOLOTL[exchange])
+        raise ValueError(
+            f"exchange must be one of {', '.join(map(repr, get_args(Exchange)))}, or for a mesh of two dimensions a "
+            "pair: 'ulysses' for the dimension along which ranks divide heads, and another one for the other, such as "
+            f"('group_cast', 'ulysses'); got {exchange!r:.100}.{remedy}"
+        )
+    if pair:
+        if not ranks.dimensions:
+            raise ValueError(
+                f"exchange={exchange!r} is for a mesh of two dimensions, and the group has one. Pass a mesh such as "
+                "mesh['across', 'within'], or one name."
+            )
+        along = names.index("ulysses")
+        within, across = ranks.dimensions[along], ranks.dimensions[1 - along]
+        numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
+        owners = tuple(map(tuple, numbers.tolist()))
+        return Dimensions(within if within.size > 1 else None, across if across.size > 1 else None, keys[0], owners)
     if ranks.dimensions:
         raise ValueError(
             "a mesh of two dimensions needs an exchange for each, such as exchange=('group_cast', 'ulysses'); got "
@@ -139,28 +118,3 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
     if exchange == "ulysses":
         return Dimensions(ranks, None, None, (tuple(every),))
     return Dimensions(None, ranks, exchange, tuple((rank,) for rank in every))
-
-
-def _of_mesh(ranks: Ranks, names: Sequence[Any]) -> Dimensions:
-    """The dimensions of a mesh for a name along each."""
-    others = [name for name in names if name in get_args(KeyExchange)]
-    if len(names) != 2 or len(others) != 1 or "ulysses" not in names:
-        raise ValueError(
-            f"exchange must be one of {', '.join(map(repr, get_args(Exchange)))}, or for a mesh of two dimensions a "
-            "pair: 'ulysses' for the dimension along which ranks divide heads, and another one for the other, such as "
-            f"('group_cast', 'ulysses'); got {names!r:.100}."
-        )
-    if not ranks.dimensions:
-        raise ValueError(
-            f"exchange={names!r} is for a mesh of two dimensions, and the group has one. Pass a mesh such as "
-            "mesh['across', 'within'], or one name."
-        )
-    along = names.index("ulysses")
-    heads, keys = ranks.dimensions[along], ranks.dimensions[1 - along]
-    numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
-    return Dimensions(
-        heads if heads.size > 1 else None,
-        keys if keys.size > 1 else None,
-        others[0],
-        tuple(map(tuple, numbers.tolist())),
-    )

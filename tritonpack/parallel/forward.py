@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.inputs import Shard, shard_inputs
 from tritonpack.parallel.loss import computing_loss
 from tritonpack.parallel.masks import ShardedBatch, ShardedMask
-from tritonpack.parallel.rotary import LongestPosition
+from tritonpack.parallel.rotary import following_longest, rotary_of_longest
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
 from tritonpack.patches.applied_patch import base_of
@@ -28,44 +27,31 @@ class ShardedForward(InstanceForward):
     """Replaces the forward of one model instance. Batches are sharded here alone.
 
     It calls the patched forward with this rank's share. A hook can't shard, because PEFT and some trainers call
-    `model.forward`, which runs no hooks. In nested contexts, the forward of the innermost context shards.
+    `model.forward`, which runs no hooks.
 
     Attributes:
-        state: the state of the context.
+        shared: the context, a `SequenceParallel`.
         base: the forward of the patched module; None for a head around one.
+        specs: the masks of all layers, whose work layouts divide evenly.
     """
 
-    def __init__(self, module: PreTrainedModel, state: ContextState) -> None:
+    def __init__(self, module: PreTrainedModel, shared: Any) -> None:
         super().__init__(module, PackingContext())
-        self.state = state
-        self.specs = _layer_specs(module)
-        self.rotary = LongestPosition(module)
-        # Found once: a large model has thousands of modules. Their classes have the attribute; calls change its value.
-        self.checkpointable = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
-        self.base = base_of(module)
+        self.shared, self.base = shared, base_of(module)
+        self.specs, self.rotary = _layer_specs(module), rotary_of_longest(module)
         if self.base is not None:
             self.base.sharded += 1
         self.install()
-        state.forwards[id(module)] = self
 
     def remove(self) -> None:
-        """Restore the model's own forward. If a context that was entered later is still entered, this waits for it."""
-        self.rotary.remove()
-        self.installed = False
-        self.state.forwards.pop(id(self.module), None)
-        while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.installed:
-            InstanceForward.remove(top)
-            if top.base is not None:
-                top.base.sharded -= 1
+        if self.installed and self.base is not None:
+            self.base.sharded -= 1
+        super().remove()
 
     @property
     def is_covered(self) -> bool:
         """Whether other code has put a forward over this one that may call something else, such as TRL's fused head."""
         return self.installed and not self.in_place
-
-    def over_its_cover(self) -> ShardedForward:
-        """A forward over the other code's, which shares batches in place of this one. This one passes calls on."""
-        return ShardedForward(self.module, self.state)
 
     @between_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,14 +62,12 @@ class ShardedForward(InstanceForward):
     @between_graphs
     def _run_shard(self, shard: Shard) -> Any:
         """The output of this rank's share of a call."""
-        arguments = shard.arguments
-        wanted = arguments.get("return_dict")
+        wanted = shard.arguments.get("return_dict")
         as_tuple = not (getattr(self.module.config, "return_dict", True) if wanted is None else wanted)
-        if as_tuple:
-            arguments = {**arguments, "return_dict": True}
+        arguments = {**shard.arguments, "return_dict": True} if as_tuple else shard.arguments
         computing = nullcontext() if shard.loss is None else computing_loss(self.module, shard.loss)
         try:
-            with self.rotary.following(shard.batch.whole), computing:
+            with following_longest(self.rotary, shard.batch.whole), computing:
                 output = self.inner(**arguments)
         finally:
             shard.batch.forget()
@@ -98,22 +82,19 @@ class ShardedForward(InstanceForward):
     @outside_of_graphs
     def _shard(self, arguments: dict[str, Any]) -> Shard | None:
         """This rank's share of a call; None if the model must run on the unchanged arguments."""
-        top = self.module.__dict__.get("forward")
-        paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
-        if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")) or self._is_inside():
+        if not self.shared.running or _is_sharded(arguments.get("attention_mask")) or self._is_inside():
             return None
         self._require_heads_in_place()
-        return shard_inputs(self.module, arguments, self.state, self.specs, self.checkpointable)
+        return shard_inputs(self.module, arguments, self.shared, self.specs)
 
     def _require_heads_in_place(self) -> None:
         """Refuse a call by a forward that has replaced the forward of a head around this module since.
 
         It would compare this rank's rows with the labels of the whole batch.
         """
-        for other in self.state.forwards.values():
-            if other.gone or other.in_place or other is self:
-                continue
-            if any(part is self.module for part in other.module.modules()):
+        latest = {id(other.module): other for other in self.shared.forwards if not other.gone}
+        for other in latest.values():
+            if other.is_covered and other is not self and any(part is self.module for part in other.module.modules()):
                 raise UnsupportedModelError(
                     f"the forward of {other.name} was replaced inside of SequenceParallel, so it would compare the "
                     "rows of one rank with the labels of all. Replace it before the context is entered: apply "
@@ -149,10 +130,8 @@ class ShardedForward(InstanceForward):
         """One output, gathered with `gather_outputs`; refuses an output without one row per token."""
         if isinstance(value, tuple):
             return tuple(self._rows(name, one, shard) for one in value)
-        gathers, sharding = self.state.gather_outputs, shard.batch.sharding
+        gathers, sharding = self.shared.gather_outputs, shard.batch.sharding
         if isinstance(value, Tensor) and name != "pooler_output":
-            if "logits" in name and shard.kept is not None and value.shape[:2] == (1, shard.kept.local.shape[0]):
-                return sharding.gather_kept(value, shard.kept) if gathers else value
             if value.shape[:2] == (1, sharding.rows):
                 return sharding.gather(value) if gathers else value
             if value.ndim and value.shape[0] == sharding.rows:  # (rows, ...), such as a router's logits

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.checks import describe, is_int, require
+from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
-from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.fused_head import FUSED_HEAD, OWN_ARGUMENTS, FusedHead
 from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss
-from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
+from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.parallel.validate import find_base
 from tritonpack.patches.configurations import require_one_rope
 from tritonpack.patches.layers.positions import from_padding
@@ -31,7 +30,7 @@ from tritonpack.patches.targets import IGNORED, check_padding_labels
 # Arguments whose values `shard_inputs` replaces or drops.
 REPLACED = (
     "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position",
-    "position_ids", "labels", "shift_labels",
+    "position_ids", "labels", "shift_labels", "logits_to_keep",
 )  # fmt: skip
 
 
@@ -41,34 +40,25 @@ class Shard:
 
     Attributes:
         batch: this rank's documents, positions and masks, and how the whole batch is divided.
-        kept: the tokens whose logits are computed; None for all.
         loss: the loss function of this call; None without labels.
         head: TRL's fused head, if this call asks for it; it computes a loss of its own.
         arguments: the model's arguments.
     """
 
     batch: ShardedBatch
-    kept: KeptRows | None
     loss: ShardedLoss | None
     head: FusedHead | None
     arguments: dict[str, Any]
 
 
-def shard_inputs(
-    module: PreTrainedModel,
-    arguments: dict[str, Any],
-    state: ContextState,
-    specs: Sequence[MaskSpec],
-    checkpointable: Sequence[nn.Module],
-) -> Shard:
+def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], shared: Any, specs: Sequence[MaskSpec]) -> Shard:
     """This rank's share of a forward pass. Every rank calls this with the same full batch.
 
     Args:
         module: the called model.
         arguments: the arguments of the call, by name.
-        state: the state of the context.
+        shared: the context, a `SequenceParallel`.
         specs: the masks of all layers, whose work layouts divide evenly.
-        checkpointable: the parts of the model whose attribute `gradient_checkpointing` says whether they recompute.
 
     Raises:
         ValueError: on every rank, if one of them can't shard its arguments, or if arguments differ between ranks.
@@ -76,59 +66,51 @@ def shard_inputs(
     error = None
     try:
         arguments = in_form(arguments)
-        packed_batch, rows, targets = _read(arguments, module, state.gather_outputs)
+        whole, targets = _read(arguments, module)
     except Exception as problem:
         error = problem
-    assert state.compared is not None
-    if state.check_batches:
-        circumstances = _circumstances(module, state, checkpointable)
-        require_same_batch(state.ranks, error, arguments | circumstances, state.compared.next())
+    if shared.check_batches:
+        circumstances = _circumstances(module, shared)
+        require_same_batch(shared.ranks, error, arguments | circumstances, shared.compared.next())
     elif error is not None:
         raise error
-    batch = shard_batch(packed_batch, specs, state)
-    sharding = state.sharding = batch.sharding
-    kept = None if rows is None else sharding.keep(rows)
+    batch = shard_batch(whole, specs, shared)
+    sharding = shared.sharding = batch.sharding
     sharded = {name: _own_rows(x, sharding) for name, x in arguments.items() if name not in REPLACED}
     sharded["attention_mask"] = batch
-    if packed_batch.position_ids is not None:
+    if whole.position_ids is not None:
         sharded["position_ids"] = batch.position_ids
     base = find_base(module)
     if base is not None and (base.takes_cache or "use_cache" in parameters_of(type(module))):
         sharded["use_cache"] = False
-    if kept is not None:
-        sharded["logits_to_keep"] = kept.local
     loss = head = None
     if targets is not None:
-        own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else sharding.shard_kept(targets, kept)
+        own = sharding.shard(targets, fill=_ignored(arguments))
         if arguments.get(FUSED_HEAD):
             head = FusedHead(sharding, arguments)
             sharded = {name: x for name, x in sharded.items() if name not in OWN_ARGUMENTS}
             sharded |= {FUSED_HEAD: True, "shift_labels": own}
         else:
-            loss = ShardedLoss(module, sharding, own, targets, state.gather_outputs)
+            loss = ShardedLoss(module, sharding, own, targets)
             sharded |= loss.arguments(arguments)
-    return Shard(batch, kept, loss, head, sharded)
+    return Shard(batch, loss, head, sharded)
 
 
-def _circumstances(module: PreTrainedModel, state: ContextState, checkpointable: Sequence[nn.Module]) -> dict[str, Any]:
+def _circumstances(module: PreTrainedModel, shared: Any) -> dict[str, Any]:
     """What decides which exchanges a call makes, beside its arguments. Errors name it by these words."""
-    device = module.device.type
-    forward = state.forwards.get(id(module))
+    device, called = module.device.type, [one is module for one in shared.shared_modules]
     return {
-        "the model that is called": list(state.forwards).index(id(module)) if forward is not None else None,
-        "gradient checkpointing": any(part.gradient_checkpointing for part in checkpointable),
+        "the model that is called": called.index(True) if any(called) else None,
+        "gradient checkpointing": any(getattr(part, "gradient_checkpointing", False) for part in module.modules()),
         "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
     }
 
 
-def _read(
-    arguments: dict[str, Any], module: PreTrainedModel, gathers: bool
-) -> tuple[PackedBatch, Tensor | None, Tensor | None]:
+def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBatch, Tensor | None]:
     """Read the arguments of a call; refuses arguments that can't be sharded.
 
     Returns:
-        The documents; the tokens whose logits are asked for, as numbers in the flattened batch, or None for all; the
-        targets of these tokens, or None without labels.
+        The documents; the target of each token, or None without labels.
     """
     tokens, device = _tokens(arguments)
     _refuse_arguments(arguments, tokens, module)
@@ -156,8 +138,7 @@ def _read(
     if base.padding_place is not None:  # documents may hold padding tokens on other ranks
         positions = from_padding(packed_batch, arguments.get("input_ids"), base.padding_place)
         packed_batch = packed_batch.replace(boundaries=packed_batch.runs()[0], position_ids=positions)
-    rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
-    return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module, gathers)
+    return packed_batch, _targets(arguments, tokens, module)
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
@@ -188,6 +169,12 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             f"{TREE} says that sequences share tokens, and sequence parallelism shards documents that lie one after "
             "the other. Give each sequence all of its tokens."
         )
+    kept = arguments.get("logits_to_keep")
+    if kept is not None and not (is_int(kept) and kept == 0):
+        raise ValueError(
+            "logits_to_keep names tokens of whole rows, and each rank computes the logits of its own tokens. Leave it "
+            "out: a rank has only its share of the logits. With gather_outputs=True select rows of the output."
+        )
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -195,7 +182,7 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             f"attention_mask must be two-dimensional, 0 for padding; got {given}. Mark documents by position_ids, "
             "cu_seq_lens_q, seq_idx or numbers in the mask."
         )
-    known = (*REPLACED, "input_ids", "inputs_embeds", "logits_to_keep")
+    known = (*REPLACED, "input_ids", "inputs_embeds")
     for name, value in arguments.items():
         parts = value if isinstance(value, (tuple, list)) else [value]
         tensors = [x for x in parts if isinstance(x, Tensor)]
@@ -215,48 +202,19 @@ def _own_rows(x: Any, sharding: Sharding) -> Any:
     return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
 
 
-def _rows_to_keep(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:
-    """The tokens of `logits_to_keep`, as numbers in the flattened batch; None for all."""
-    if given is None or (is_int(given) and given == 0):
-        return None
-    batch, length = tokens
-    every = torch.arange(tokens.numel(), device=device).view(tokens)
-    if is_int(given) and given > 0:
-        return every[:, -given:]
-    if isinstance(given, Tensor) and given.dtype == torch.bool and given.shape == tokens:
-        return every[given.to(device)]
-    if isinstance(given, Tensor) and not given.is_floating_point() and given.dtype != torch.bool:
-        columns = given.to(device).long()
-        if columns.ndim == 1 or (columns.ndim == 2 and columns.shape[0] == batch):
-            inside = ((columns >= -length) & (columns < length)).all()
-            require(inside, f"logits_to_keep must hold places in rows of {length} tokens.")
-            return every.gather(1, (columns % length).expand(batch, -1))
-    raise ValueError(
-        "logits_to_keep must be how many of each row's last tokens, places in the rows, (k,) or (batch, k), or a bool "
-        f"mask like the tokens, {tuple(tokens)}; got {describe(given)}."
-    )
-
-
-def _targets(
-    arguments: dict[str, Any], tokens: torch.Size, wanted: torch.Size, module: PreTrainedModel, gathers: bool
-) -> Tensor | None:
-    """The target of each token, of the shape `wanted`; None without labels."""
-    labels: Any = arguments.get("labels")
-    targets: Tensor | None = arguments.get("shift_labels")
+def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
+    """The target of each token, of the shape `tokens`; None without labels."""
+    labels, targets = arguments.get("labels"), arguments.get("shift_labels")
     own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
     if labels is None and (targets is None or not own_head):
         return None
-    shifting = own_head or shifts(module.loss_function, gathers)
-    if targets is None:
-        if labels.shape != tokens:
-            raise ValueError(f"labels must have the shape of the tokens, {tuple(tokens)}; got {tuple(labels.shape)}.")
-        targets = shift(labels, _ignored(arguments)) if shifting else labels
-    if targets.shape != wanted:
-        raise ValueError(
-            f"logits are computed for tokens of shape {tuple(wanted)}, so their targets must have the same shape; got "
-            f"{tuple(targets.shape)}. Pass shift_labels, the target of each kept token, beside labels."
-        )
-    return targets
+    shifting = own_head or shifts(module.loss_function)
+    for name, given in (("labels", labels), ("shift_labels", targets)):
+        if given is not None and given.shape != tokens:
+            raise ValueError(f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}.")
+    if targets is not None or labels is None:
+        return targets
+    return shift(labels, _ignored(arguments)) if shifting and labels is not None else labels
 
 
 def _ignored(arguments: dict[str, Any]) -> int:

@@ -7,12 +7,12 @@ keys is again an interval mask (docs/math.md, section 1).
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,25 +23,7 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.document_layout import divide_documents
 from tritonpack.parallel.seen_keys import Runs, host_bounds, seen_runs
 
-LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced", "documents"]
-
-CHUNK = 256  # rows
-MIN_CHUNKS = 16  # per rank, if chunks of LEAST rows or more suffice for that
-LEAST = 128  # rows of a kernel's tile; a tile with rows from several places also visits all keys between them
-
-
-class OtherRows(NamedTuple):
-    """The rows that a rank doesn't own, each (n,) int64.
-
-    Attributes:
-        rows: in ascending order.
-        order: where they lie in the other ranks' shards, laid end to end.
-        inverse: where the rows of these shards lie among `rows`.
-    """
-
-    rows: Tensor
-    order: Tensor
-    inverse: Tensor
+LayoutName = Literal["contiguous", "zigzag", "stripe", "documents"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,24 +94,6 @@ class Layout:
         """(num_rows,) int64: the place of each row in the ranks' shards, laid end to end."""
         return torch.cat(self.rows).argsort()
 
-    @cached_property
-    def in_order(self) -> bool:
-        """Whether the ranks' shards, laid end to end, are the batch in its order; waits for the device once."""
-        rows = torch.cat(self.rows)
-        return bool((rows[1:] > rows[:-1]).all())
-
-    def others(self, rank: int) -> OtherRows:
-        """The rows that a rank doesn't own; computed once."""
-        if rank not in self._others:
-            laid = torch.cat([self.rows[rank][:0], *(rows for r, rows in enumerate(self.rows) if r != rank)])
-            rows, order = laid.sort()
-            self._others[rank] = OtherRows(rows, order, order.argsort())
-        return self._others[rank]
-
-    @cached_property
-    def _others(self) -> dict[int, OtherRows]:
-        return {}
-
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rows of one rank, from a tensor with all rows of the batch along `dim`.
 
@@ -197,18 +161,15 @@ class Layout:
             )
 
 
-def make_layout(
-    name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagonalMask], ranks: int, *, chunk: int = CHUNK
-) -> Layout:
+def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagonalMask], ranks: int) -> Layout:
     """Divide a batch among ranks. The same arguments give the same layout on every rank.
 
-    - "contiguous": one run of rows per rank. Needs the fewest keys of other ranks; work differs most.
+    - "contiguous": one run of rows per rank. Work differs most.
     - "zigzag": two runs per rank, the r-th from the start and the r-th from the end. Balances one causal document.
     - "stripe": row i to rank i modulo `ranks`. Balances any causal mask; every rank needs nearly every key.
-    - "balanced": equal numbers of chunks per rank. The chunk with most work goes to the rank with least work so far.
-      Balances any mask with enough rows per rank. Work is counted in visible pairs, so it waits for the mask's device.
-    - "documents": whole documents to ranks, with cuts only where pairs or rows would be uneven by more than 1%. Ranks
-      then see few keys of others, and "group_cast" sends no more. It waits for the mask's device.
+    - "documents": whole documents to ranks, with cuts only where visible pairs or rows would be uneven by more than 1%.
+      Ranks then see few keys of others, and "group_cast" sends no more. It waits for the mask's device, and refuses
+      masks of trees.
 
     Args:
         name: one of the names above.
@@ -216,38 +177,27 @@ def make_layout(
             windows in some of them, pass a sequence of masks; one that several layers share may be repeated, and counts
             as often.
         ranks: the number of ranks.
-        chunk: the largest number of rows in a chunk of "balanced". Short batches have shorter chunks of at least 128
-            rows. A rank with fewer rows than two chunks owns one run of rows.
 
     Raises:
-        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, `ranks` or
-            `chunk` below 1.
+        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, `ranks` below
+            1.
     """
     check_choice(name, get_args(LayoutName), "layout")
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     total, device = _check_masks(masks)
-    for value, what in ((ranks, "ranks"), (chunk, "chunk")):
-        if not is_int(value) or value < 1:
-            raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
-    if name == "stripe":
-        every = torch.arange(total, device=device)
-        return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+    if not is_int(ranks) or ranks < 1:
+        raise ValueError(f"ranks must be an integer of at least 1; got {ranks!r}.")
     if name == "documents":
         return Layout(tuple(torch.from_numpy(rows).to(device) for rows in _documents(masks, ranks)))
-    owned = [[rank] for rank in range(ranks)]  # the chunks of each rank
+    every = torch.arange(total, device=device)
+    if name == "stripe":
+        return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+    runs = ranks if name == "contiguous" else 2 * ranks
+    bounds = [total * run // runs for run in range(runs + 1)]
+    found = [every[first:stop].clone() for first, stop in pairwise(bounds)]
     if name == "zigzag":
-        owned = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
-    elif name == "balanced":
-        per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // (ranks * min(chunk, LEAST))), 1)
-        owned = _balance(_work(masks), ranks, per_rank) if per_rank > 1 else owned
-    bounds = _bounds(total, sum(map(len, owned)))
-    rows = [torch.cat([torch.arange(bounds[c], bounds[c + 1], device="cpu") for c in chunks]) for chunks in owned]
-    return Layout(tuple(one.to(device) for one in rows))
-
-
-def _bounds(total: int, chunks: int) -> list[int]:
-    """Where chunks begin, and the last one ends; their lengths differ by one row at most."""
-    return [total * chunk // chunks for chunk in range(chunks + 1)]
+        found = [torch.cat([found[rank], found[runs - 1 - rank]]) for rank in range(ranks)]
+    return Layout(tuple(found))
 
 
 def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
@@ -267,43 +217,14 @@ def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
     return found.pop()
 
 
-def _work(masks: list[BlockDiagonalMask]) -> Tensor:
-    """(num_rows,) int64 in host memory: the keys that each row sees, summed over masks."""
-    counted = Counter(masks)  # by identity
-    return torch.stack([host_bounds(mask).counts * times for mask, times in counted.items()]).sum(0)
-
-
 def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     """For each rank its rows of the layout "documents"."""
     start = torch.arange(masks[0].num_queries, device="cpu")
-    stop = start
-    counted = Counter(masks)
-    for bounds in map(host_bounds, counted):
-        start = torch.where(bounds.live, torch.minimum(start, bounds.start), start)
-        stop = torch.where(bounds.live, torch.maximum(stop, bounds.stop), stop)
-
-    def keys_of_item(begin: int, end: int) -> Callable[[np.ndarray], float]:
-        parts = [(host_bounds(mask).part(begin, end), times) for mask, times in counted.items()]
-
-        def count(rows: np.ndarray) -> float:
-            local = torch.from_numpy(rows - begin)
-            return sum(seen_runs(part, local).size() * times for part, times in parts) / len(masks)
-
-        return count
-
-    return divide_documents(start.numpy(), stop.numpy(), _work(masks).numpy(), ranks, len(masks), keys_of_item)
-
-
-def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:
-    """For each rank its chunks, ascending. The heaviest chunk goes to the rank with least work that has room for it."""
-    bounds = torch.tensor(_bounds(work.shape[0], ranks * per_rank), device="cpu")
-    passed = torch.cat([work.new_zeros(1), work.cumsum(0)])[bounds]
-    weights = (passed[1:] - passed[:-1]).tolist()
-    owned: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for chunk in sorted(range(len(weights)), key=lambda c: (-weights[c], c)):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(chunk)
-        if len(owned[rank]) < per_rank:
-            heapq.heappush(loads, (load + weights[chunk], rank))
-    return [sorted(chunks) for chunks in owned]
+    stop, work = start, torch.zeros_like(start)
+    for mask, times in Counter(masks).items():  # by identity
+        bounds = host_bounds(mask)
+        live = bounds.start < bounds.stop
+        start = torch.where(live, torch.minimum(start, bounds.start), start)
+        stop = torch.where(live, torch.maximum(stop, bounds.stop), stop)
+        work = work + bounds.counts * times
+    return divide_documents(start.numpy(), stop.numpy(), work.numpy(), ranks, len(masks))

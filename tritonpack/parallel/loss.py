@@ -22,10 +22,10 @@ PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 FUSED = frozenset({"liger_kernel"})
 
 
-def remedy(gathers: bool) -> str:
-    """What to do with a loss that ranks can't share, by whether the context gathers outputs already."""
-    passing = "" if gathers else ", which SequenceParallel(..., gather_outputs=True) returns"
-    return f"Pass no labels, and compute the loss from the logits of the whole batch{passing}."
+REMEDY = (
+    "Pass no labels, and compute the loss from the logits of the whole batch, which SequenceParallel(..., "
+    "gather_outputs=True) returns."
+)
 
 
 def shift(labels: Tensor, ignored: int) -> Tensor:
@@ -33,11 +33,8 @@ def shift(labels: Tensor, ignored: int) -> Tensor:
     return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
-def shifts(loss_function: Any, gathers: bool) -> bool:
+def shifts(loss_function: Any) -> bool:
     """Whether a model's loss function compares each token with the label of the next one.
-
-    Args:
-        gathers: whether the context gathers outputs, for the remedy.
 
     Raises:
         UnsupportedModelError: it doesn't take shifted targets, or not their number.
@@ -48,7 +45,7 @@ def shifts(loss_function: Any, gathers: bool) -> bool:
     if not takes_targets(loss_function):
         raise UnsupportedModelError(
             f"the model's loss function {name or loss_function!r} must take shift_labels and num_items_in_batch, as "
-            f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {remedy(gathers)}"
+            f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {REMEDY}"
         )
     return True
 
@@ -76,32 +73,24 @@ class ShardedLoss:
         own: the model's loss function.
         fused: whether the model may compute its loss without its loss function.
         sharding: how the batch is divided.
-        targets: this rank's targets, (1, rows) or (1, kept rows).
-        whole: the targets of all ranks, of any shape.
-        gathers: whether the context gathers outputs.
-        used: whether the model has called it.
-        result: the loss that it returned, without what the model adds to it.
+        targets: this rank's targets, (1, rows).
+        whole: the targets of all ranks.
+        result: the loss that it returned, without what the model adds to it; None until the model calls it.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor, gathers: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
         self.own, self.fused = model.loss_function, fuses_loss(model)
-        self.sharding, self.targets, self.whole, self.gathers = sharding, targets, whole, gathers
-        self.used = False
+        self.sharding, self.targets, self.whole = sharding, targets, whole
         self.result: Tensor | None = None
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the model's forward that have to do with the loss, instead of those that were `given`."""
         if not self.fused:
             return {"labels": self.targets}
-        return {
-            "labels": self.targets,
-            "shift_labels": self.targets,
-            "num_items_in_batch": self.items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED)),
-        }
+        items = self._items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
+        return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": items}
 
-    def items(self, given: Any, ignored: int) -> Any:
+    def _items(self, given: Any, ignored: int) -> Any:
         """What the sum of losses is divided by: the given number, or that of all ranks' targets."""
         return (self.whole != ignored).sum() if given is None else given
 
@@ -110,11 +99,10 @@ class ShardedLoss:
         if not logits.shape[:-1] == labels.shape == self.targets.shape:
             raise UnsupportedModelError(
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
-                f"its loss, but there are {tuple(self.targets.shape)} targets. {remedy(self.gathers)}"
+                f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
             )
-        self.used = True
-        items = self.items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
-        if shifts(self.own, self.gathers):
+        items = self._items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
+        if shifts(self.own):
             kwargs["shift_labels"] = self.targets
         self.result = self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
         return self.result.clone()  # models add the loss of routers in place
@@ -125,13 +113,13 @@ class ShardedLoss:
         Raises:
             UnsupportedModelError: it isn't known how the model computes its loss.
         """
-        if self.used:
+        if self.result is not None:
             return
         if not self.fused or output.get("loss") is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. If a "
                 "library has put a fused loss into the model, leave it out, or use Liger-Kernel's, applied before the "
-                f"context is entered. For other losses: {remedy(self.gathers)}"
+                f"context is entered. For other losses: {REMEDY}"
             )
         if output.get("aux_loss") is not None:
             raise UnsupportedModelError(

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.attention import attend
-from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
@@ -42,7 +41,7 @@ class ShardedMask(IntervalMask):
         sharding = self.sharding
         return attend(
             q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
-            heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
+            backend=self.serving.backend, **options,
         )  # fmt: skip
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -127,17 +126,18 @@ class ShardedBatch(PackedBatch):
         )
 
 
-def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], state: ContextState) -> ShardedBatch:
-    """This rank's rows of a batch without a cache. The layout counts the work of layers with these `specs`."""
+def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], shared: Any) -> ShardedBatch:
+    """This rank's rows of a batch without a cache. The layout counts the work of layers with these `specs`.
+
+    `shared` is the context, a `SequenceParallel`.
+    """
     assert not whole.cached
     batch, length = whole.tokens
-    columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
+    columns = max(-(-MIN_ROWS * shared.ranks.size // batch) - length, 0)
     padded = _pad_rows(whole, columns)
     masks = [padded.interval_mask(length + columns, 0, 0, spec).mask for spec in specs]
-    layout = dimensions_of(state.ranks, state.exchange).make_layout(state.layout, masks)
-    sharding = Sharding(
-        state.ranks, layout, whole.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
-    )
+    layout = dimensions_of(shared.ranks, shared.exchange).make_layout(shared.layout, masks)
+    sharding = Sharding(shared.ranks, layout, whole.tokens, columns, shared.exchange, shared.grad_reduce)
     mask = whole.to_tensor() if columns and whole.attention_mask is None else whole.attention_mask
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids

@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on the longest document of the whole batch."""
+"""Rotary embeddings whose frequencies depend on the longest document of the whole batch (dynamic, longrope)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,50 +13,41 @@ from tritonpack.patches.configurations import follows_longest
 from tritonpack.patches.packed_batch import PackedBatch
 
 
-class LongestPosition:
-    """Hooks on a model's rotary embeddings: they append the largest position of the batch to a rank's positions.
+def rotary_of_longest(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of a model that follow the longest document."""
+    kinds = ((module, getattr(module, "rope_type", None) or "") for module in model.modules())
+    return [
+        module
+        for module, kind in kinds
+        if any(map(follows_longest, kind.values() if isinstance(kind, dict) else [kind]))
+    ]
 
-    Attributes:
-        last: 0-dim int64, the largest position of the running batch; None between batches.
+
+@contextmanager
+def following_longest(modules: Sequence[nn.Module], whole: PackedBatch) -> Iterator[None]:
+    """A context in which rotary embeddings use the largest position of the whole batch.
+
+    It is appended to the positions that they get, and its row is dropped from the cos and sin that they return.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.last: Tensor | None = None
-        self._handles = []
-        for module in model.modules():
-            types = getattr(module, "rope_type", None)
-            if any(map(follows_longest, types.values() if isinstance(types, dict) else [types or ""])):
-                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._after))
-
-    @contextmanager
-    def following(self, packed_batch: PackedBatch) -> Iterator[None]:
-        """A context in which rotary embeddings use the largest position of this batch."""
-        if self._handles:
-            positions = packed_batch.position_ids
-            self.last = (packed_batch.positions() if positions is None else positions).max()
-        try:
-            yield
-        finally:
-            self.last = None
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Append the largest position to position_ids of `rotary(x, position_ids, ...)`."""
-        if self.last is None:
-            return None
+    def append(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change `rotary(x, position_ids, ...)`."""
+        given: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        longer = torch.cat([given, last.expand_as(given[..., :1])], -1)
         if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": self._append(kwargs["position_ids"])}
-        return (args[0], self._append(args[1]), *args[2:]), kwargs
+            return args, {**kwargs, "position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
 
-    def _append(self, position_ids: Tensor) -> Tensor:
-        assert self.last is not None
-        return torch.cat([position_ids, self.last.expand_as(position_ids[..., :1])], -1)
+    def drop(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
+        return tuple(x[..., :-1, :] for x in output)
 
-    def _after(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
-        """Drop the row of the appended position from cos and sin, (..., rows + 1, head_dim) each."""
-        return None if self.last is None else tuple(x[..., :-1, :] for x in output)
+    with ExitStack() as stack:
+        if modules:
+            last = (whole.positions() if whole.position_ids is None else whole.position_ids).max()
+        for module in modules:
+            for handle in (
+                module.register_forward_pre_hook(append, with_kwargs=True),
+                module.register_forward_hook(drop),
+            ):
+                stack.callback(handle.remove)
+        yield

@@ -63,45 +63,35 @@ def with_router_loss(
     of_rank = output.get("aux_loss")
     if not isinstance(of_rank, Tensor):
         return
-    top_k = _setting(module, "num_experts_per_tok")
-    sums = router_sums(output.router_logits, top_k, live)
-    expected, found = balancing_loss(sums.detach()), of_rank.detach()
+    sums = _sums(output.router_logits, _setting(module, "num_experts_per_tok"), live)
+    expected, found = _balancing_loss(sums.detach()), of_rank.detach()
     require(
         ((expected - found).abs() <= CLOSE * found.abs()) | (sums[-1] == 0),
         f"{type(module).__name__} computes another load-balancing loss than transformers' "
         f"{FUNCTION}. Pass output_router_logits=False.",
     )
-    of_all = balancing_loss(sharding.total(sums)).to(of_rank.dtype)
+    of_all = _balancing_loss(sharding.total(sums)).to(of_rank.dtype)
     output["aux_loss"] = of_all
     if loss is not None:
         output["loss"] = loss + _setting(module, *COEFFICIENTS) * of_all.to(loss.device)
 
 
-def router_sums(logits: tuple[Tensor, ...], top_k: int, live: Tensor) -> Tensor:
+def _sums(logits: tuple[Tensor, ...], top_k: int, live: Tensor) -> Tensor:
     """(2 E + 1,): for each of E experts how many tokens chose it, then its probabilities, then the number of tokens.
 
-    All are sums over layers and over the tokens that aren't padding.
-
-    Args:
-        logits: of each layer, (rows, E).
-        top_k: how many experts a token chooses.
-        live: (rows,) bool, which rows aren't padding.
+    All are sums over layers, whose `logits` are (rows, E) each, and over the `live` tokens, which aren't padding.
     """
-    experts, device = logits[0].shape[-1], logits[0].device
-    dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    weight = live.to(device, dtype)
-    chosen = torch.zeros(experts, dtype=dtype, device=device)
-    probabilities = torch.zeros(experts, dtype=dtype, device=device)
+    device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
+    weight, sums = live.to(device, dtype), []
     for layer in logits:
         routing = nn.functional.softmax(layer.to(device), dim=-1)
-        choice = routing.topk(top_k, dim=-1).indices
-        chosen = chosen.scatter_add(0, choice.flatten(), weight.repeat_interleave(top_k))
-        probabilities = probabilities + weight @ routing.to(dtype)
-    return torch.cat([chosen, probabilities, weight.sum()[None] * len(logits)])
+        chosen = torch.zeros_like(routing, dtype=dtype).scatter(1, routing.topk(top_k, dim=-1).indices, 1.0)
+        sums.append(torch.cat([weight @ chosen, weight @ routing.to(dtype), weight.sum()[None]]))
+    return torch.stack(sums).sum(0)
 
 
-def balancing_loss(sums: Tensor) -> Tensor:
-    """The load-balancing loss of `router_sums`, 0-dim."""
+def _balancing_loss(sums: Tensor) -> Tensor:
+    """The load-balancing loss of `_sums`, 0-dim."""
     experts = (sums.shape[0] - 1) // 2
     chosen, probabilities = (sums[:-1] / sums[-1]).split(experts)
     return experts * (chosen * probabilities).sum()

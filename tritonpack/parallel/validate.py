@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
 from tritonpack.patches.applied_patch import base_of
@@ -70,13 +69,6 @@ def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
     return [one for one in models if id(one) not in inner or base_of(one) is not None]
-
-
-def key_heads(model: nn.Module) -> int | None:
-    """The number of key heads of every layer by the model's configuration; None if it doesn't say."""
-    config = shared_modules(model)[0].config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    return heads if is_int(heads) else None
 
 
 def require_reduction(model: nn.Module, ranks: Ranks) -> None:

@@ -8,7 +8,6 @@ document that is much longer than a rank's share of the batch is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ class WholeDocuments:
 
     Attributes:
         packed_batch: these documents, as a batch of one row. If all are shorter than LEAST, one of zeros follows.
+        moves: whether any rank gets rows of another one. If not, nothing is sent.
+        sent, received: for each rank, how many own rows it gets, and how many of its rows come here.
     """
 
     def __init__(self, batch: PackedBatch, layout: Layout, ranks: Ranks) -> None:
@@ -41,28 +42,67 @@ class WholeDocuments:
         _require_short(length, ranks.size)
         document = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
         rows = begin[document] + torch.arange(document.shape[0], device="cpu") - (length.cumsum(0) - length)[document]
-        owner = torch.empty(layout.num_rows, dtype=torch.int64, device="cpu")
+        owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64, device="cpu")
         for rank, own in enumerate(layout.rows_on_host):
-            owner[own] = rank
+            owner[own], place[own] = rank, torch.arange(own.shape[0], device="cpu")
         owned = (document * ranks.size + owner[rows]).bincount(minlength=length.shape[0] * ranks.size)
         chosen = _divide(length, owned.view(-1, ranks.size))
-        wanted = [rows[chosen[document] == rank] for rank in range(ranks.size)]
-        self._travel = RowTravel(layout, ranks, wanted, batch.device)
-        self.packed_batch = _in_one_row(length[chosen == ranks.rank], batch)
+        target = chosen[document]
+        self._ranks, self._rows = ranks, layout.lengths[ranks.rank]
+        self.moves = bool((owner[rows] != target).any())
+        mine, wanted = owner[rows] == ranks.rank, rows[target == ranks.rank]
+        self.sent = target[mine].bincount(minlength=ranks.size).tolist()
+        self.received = owner[wanted].bincount(minlength=ranks.size).tolist()
+        # The places of the own rows that leave, and of the rows that come, both in the order of ranks.
+        self._leaving = place[rows[mine]][target[mine].argsort(stable=True)].to(batch.device)
+        self._arriving = owner[wanted].argsort(stable=True).to(batch.device)
+        lengths = length[chosen == ranks.rank].tolist()
+        if max(lengths, default=0) < LEAST:
+            lengths.append(LEAST)
+        positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(batch.device)
+        self.packed_batch = PackedBatch(
+            None, positions, None, positions.shape, batch.device, batch.serving, by_document=True
+        )
 
     def fetch(self, x: Any) -> Any:
         """The rows of this rank's documents, from a tensor (1, rows, ...) of its own rows; other values unchanged."""
-        if not isinstance(x, Tensor) or x.shape[:2] != (1, self._travel.rows):
+        if not isinstance(x, Tensor) or x.shape[:2] != (1, self._rows):
             return x
-        x = self._travel.fetch(x[0])[None]
-        zeros = self.packed_batch.tokens[1] - x.shape[1]  # for the document that `_in_one_row` has appended
-        return torch.cat([x, x.new_zeros(1, zeros, *x.shape[2:])], 1) if zeros else x
+        return _Travel.apply(x[0], self, True)[None]
 
     def give_back(self, x: Any) -> Any:
         """The inverse of `fetch`. Padding gets zeros."""
         if not isinstance(x, Tensor) or x.shape[:2] != self.packed_batch.tokens:
             return x
-        return self._travel.give_back(x[0, : self._travel.wanted])[None]
+        return _Travel.apply(x[0], self, False)[None]
+
+    def travel(self, x: Tensor, there: bool) -> Tensor:
+        """Send rows to the ranks that compute their documents, or back from `there`, without autograd."""
+        leaving, arriving = (self._leaving, self._arriving) if there else (self._arriving, self._leaving)
+        sent, received = (self.sent, self.received) if there else (self.received, self.sent)
+        result = x.new_zeros(self.packed_batch.tokens[1] if there else self._rows, *x.shape[1:])
+        x = x[leaving]
+        if self.moves:
+            width = x.new_empty(1, *x.shape[1:]).numel()
+            arrive = all_to_all(x, [n * width for n in sent], [n * width for n in received], self._ranks)
+            x = arrive().view(sum(received), *x.shape[1:])
+        result[arriving] = x
+        return result
+
+
+class _Travel(torch.autograd.Function):
+    """(x, documents, there) -> `documents.travel(x, there)`. The gradient takes the opposite direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, documents: WholeDocuments, there: bool) -> Tensor:
+        ctx.arguments = documents, there
+        return documents.travel(x, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        documents, there = ctx.arguments
+        return documents.travel(gradients[0], not there), None, None
 
 
 def _require_short(length: Tensor, ranks: int) -> None:
@@ -75,18 +115,6 @@ def _require_short(length: Tensor, ranks: int) -> None:
             f"{int(LONGEST * total / ranks)} tokens. Put more documents into a batch, share it among fewer ranks, or "
             "cut documents."
         )
-
-
-def _in_one_row(length: Tensor, batch: PackedBatch) -> PackedBatch:
-    """Documents of these lengths, (documents,) int64, as a batch of one row.
-
-    A document of LEAST tokens follows if all are shorter.
-    """
-    lengths = length.tolist()
-    if max(lengths, default=0) < LEAST:
-        lengths.append(LEAST)
-    positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(batch.device)
-    return PackedBatch(None, positions, None, positions.shape, batch.device, batch.serving, by_document=True)
 
 
 def _divide(length: Tensor, owned: Tensor) -> Tensor:
@@ -110,76 +138,3 @@ def _divide(length: Tensor, owned: Tensor) -> Tensor:
         chosen[document] = rank
         loads[rank] += n
     return chosen
-
-
-class RowTravel:
-    """An exchange of rows between ranks: each gets the rows that it wants, and later gives results back.
-
-    Attributes:
-        ranks: the group.
-        rows: how many rows of the batch this rank owns.
-        wanted: how many rows this rank wants.
-        moves: whether any rank wants rows of another one. If not, nothing is sent.
-    """
-
-    def __init__(self, layout: Layout, ranks: Ranks, wanted: Sequence[Tensor], device: torch.device) -> None:
-        """Plan the exchange.
-
-        Args:
-            layout: which rows each rank owns.
-            ranks: the group.
-            wanted: for each rank the rows that it wants, ascending int64 in host memory. No two ranks want one row.
-            device: where the rows lie.
-        """
-        self.ranks, self.rows, self.wanted = ranks, layout.lengths[ranks.rank], wanted[ranks.rank].shape[0]
-        owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64, device="cpu")
-        for rank, rows in enumerate(layout.rows_on_host):
-            owner[rows], place[rows] = rank, torch.arange(rows.shape[0], device="cpu")
-        leaving = [place[rows[owner[rows] == ranks.rank]] for rows in wanted]
-        owners = owner[wanted[ranks.rank]]
-        self.moves = any(bool((owner[rows] != rank).any()) for rank, rows in enumerate(wanted))
-        self._sent = [rows.shape[0] for rows in leaving]
-        self._received = owners.bincount(minlength=ranks.size).tolist()
-        self._leaving = torch.cat(leaving).to(device)
-        self._arriving = owners.argsort(stable=True).to(device)  # the places of the rows that come
-
-    def fetch(self, x: Tensor) -> Tensor:
-        """The wanted rows, (wanted, ...), of all ranks' own rows, (rows, ...) each."""
-        return _Travel.apply(x, self, True)
-
-    def give_back(self, x: Tensor) -> Tensor:
-        """The inverse of `fetch`. Rows that no rank wants get zeros."""
-        return _Travel.apply(x, self, False)
-
-    def travel(self, x: Tensor, there: bool) -> Tensor:
-        """As `fetch`, or as `give_back`, without autograd."""
-        if there:
-            result = x.new_empty(self.wanted, *x.shape[1:])
-            result[self._arriving] = self._exchange(x[self._leaving], self._sent, self._received)
-            return result
-        result = x.new_zeros(self.rows, *x.shape[1:])
-        result[self._leaving] = self._exchange(x[self._arriving], self._received, self._sent)
-        return result
-
-    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send rows to the ranks that want them, and return the rows received."""
-        if not self.moves:
-            return x
-        width = x.new_empty(1, *x.shape[1:]).numel()
-        arrive = all_to_all(x, [n * width for n in sent], [n * width for n in received], self.ranks)
-        return arrive().view(sum(received), *x.shape[1:])
-
-
-class _Travel(torch.autograd.Function):
-    """(x, travel, there) -> the wanted rows if `there`, else own rows. The gradient takes the opposite direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, travel: RowTravel, there: bool) -> Tensor:
-        ctx.arguments = travel, there
-        return travel.travel(x, there)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        travel, there = ctx.arguments
-        return travel.travel(gradients[0], not there), None, None

@@ -23,9 +23,10 @@ from tritonpack.patches.interface import NAMES
 from tritonpack.patches.layers.embeddings import pooler_forward
 from tritonpack.patches.layers.mixers import Capabilities
 from tritonpack.patches.layers.positions import METHOD, DocumentPositions
+from tritonpack.patches.modules import holds, models_in, modules_in
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.proof import Proof
-from tritonpack.patches.report import holds, make_report
+from tritonpack.patches.report import make_report
 
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
@@ -82,19 +83,19 @@ class AppliedPatch(parts.Part):
         if asked.unpad or asked.share_prefixes:
             limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
             self.compaction = Compaction(asked.share_prefixes, min(limits, default=None))
-        every, capabilities = list(model.modules()), Capabilities()
+        every, capabilities = list(modules_in(model)), Capabilities()
         found = [forward_for(layer, self.context, capabilities) for layer in every]
         found += [pooler_forward(module, self.context) for module in modules]
         layers = [forward for forward in found if forward is not None]
         self.report = make_report(model, modules, layers, asked)
         self.heads: list[Pipeline] = []
         self.bases = [BaseForward(module, self, modules, layers) for module in modules]
-        for module in every:
+        for module in [module for module in every if isinstance(module, PreTrainedModel)]:
             own = next((base for base in self.bases if base.module is module), None)
             inner = next((base for base in self.bases if base.outermost and holds(module, base.module)), None)
             if own is not None:
                 self.heads.append(own)
-            elif inner is not None and isinstance(module, PreTrainedModel):
+            elif inner is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else Pipeline
                 self.heads.append(kind(module, self.context, inner))
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
@@ -146,7 +147,7 @@ class AppliedPatch(parts.Part):
 def applied_to(model: nn.Module) -> list[AppliedPatch]:
     """The patches that are in force somewhere in a model."""
     found: list[AppliedPatch] = []
-    for module in model.modules():
+    for module in models_in(model):
         found += [patch for patch in _guarding(module) if not any(patch is other for other in found)]
     return found
 
@@ -242,7 +243,7 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
-            part = next(m for m in model.modules() if applied in _guarding(m))
+            part = next(m for m in models_in(model) if applied in _guarding(m))
             name, other = type(model).__name__, type(applied.model).__name__
             raise UnsupportedModelError(
                 f"the {type(part).__name__} in this {name} belongs to {other}, which is patched. First unpatch the "

@@ -20,6 +20,7 @@ from tritonpack.patches.forwards import takes_dense_mask
 from tritonpack.patches.interface import FUNCTIONS, NAMES
 from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
+from tritonpack.patches.modules import holds, modules_in
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import (
     COUNTED,
@@ -32,7 +33,6 @@ from tritonpack.patches.parse_inputs import (
 from tritonpack.patches.parts import Call, Checkpoints, InstanceForward
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement, require_one_document_a_row
-from tritonpack.patches.report import holds
 
 
 class BaseForward(Pipeline):
@@ -76,7 +76,7 @@ class BaseForward(Pipeline):
         self.needs_types = self.model_type in families.BOTH_WAYS | families.PROMPT_TYPES and is_bidirectional(config)
         self.checks_begin = bool(self.needs_types or self.rope_limits or "perm_mask" in self.names)
         # A multimodal model makes positions itself: they depend on its images, too.
-        multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
+        multimodal = any(hasattr(type(inner), METHOD) for inner in modules_in(module))
         self.gives_positions = "position_ids" in self.names and not multimodal
 
     def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:

@@ -26,6 +26,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import LOCK, applied_to, put_on, restore
 from tritonpack.patches.choose_modules import Options, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
+from tritonpack.patches.modules import models_in, modules_in
 from tritonpack.patches.parts import PackingContext, Refusal
 
 OURS = NAMES["tritonpack"]
@@ -74,8 +75,8 @@ def _wrap_methods() -> None:
         one_name = isinstance(attn_implementation, str)
         asked = attn_implementation == OURS if one_name else _is_named(self.config)
         if one_name and not asked:  # transformers leaves our name where attention looks up no name
-            for module in self.modules():
-                if isinstance(module, PreTrainedModel) and module.config._attn_implementation_internal == OURS:
+            for module in models_in(self):
+                if module.config._attn_implementation_internal == OURS:
                     module.config._attn_implementation_internal = attn_implementation
         for model in [applied.model for applied in named] or [self]:
             _follow(model, asked)
@@ -104,8 +105,8 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
         whole = put_on(model, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
         # Calls are refused, and not the construction, because the model may be a part of one that can be packed.
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel) and tokens_enter(module):
+        for module in models_in(model):
+            if tokens_enter(module):
                 Refusal(module, PackingContext(), f"{error} It was given attn_implementation={OURS!r}.").install()
     else:
         for part in parts:  # a subclass that calls `post_init` once more has its patch already
@@ -122,7 +123,7 @@ def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
 
 
 def _refused(model: PreTrainedModel) -> list[Refusal]:
-    forwards = (module.__dict__.get("forward") for module in model.modules())
+    forwards = (module.__dict__.get("forward") for module in modules_in(model))
     return [forward for forward in forwards if isinstance(forward, Refusal)]
 
 

@@ -19,9 +19,9 @@ from tritonpack.patches.layers.embeddings import EsmEmbeddings, MobileBertEmbedd
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.positions import LocalPositions
 from tritonpack.patches.layers.routers import NllbMoeRouter, SwitchRouter
+from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.proof import refuse_layers_in_trees
-from tritonpack.patches.report import holds
 
 ON_PADDED_ROWS = "Train it on padded rows, unpatched."
 
@@ -47,20 +47,22 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
     Raises:
         UnsupportedModelError: documents can't be packed; the message says why.
     """
-    for module in _models(model):
+    for module in models_in(model):
         if why := families.REFUSED.get(module.config.model_type):
             raise UnsupportedModelError(f"{_named(module)} can't be packed exactly: {why}. {ON_PADDED_ROWS}")
     modules = _modules(model)
     for module in modules:
         _require_maskable(module, modules, asked)
-    for path, layer in model.named_modules():
+    for layer in modules_in(model):
         kind = type(layer).__name__
         if why := families.REFUSED_LAYERS.get(kind):
+            (path,) = paths_of([layer], model)
             raise UnsupportedModelError(f"{path} ({kind}) can't be packed exactly: {why}. {ON_PADDED_ROWS}")
         if kind in REWRITTEN:
             forwards = type(layer).forward, REWRITTEN[kind].call
             theirs, ours = (list(inspect.signature(forward).parameters) for forward in forwards)
             if theirs != ours:
+                (path,) = paths_of([layer], model)
                 raise UnsupportedModelError(
                     f"{path} ({kind}) takes other arguments in this version of transformers than in the version that "
                     "its forward was rewritten for."
@@ -116,16 +118,12 @@ def _named(module: PreTrainedModel) -> str:
     return f"{type(module).__name__} (model type {module.config.model_type!r})"
 
 
-def _models(model: nn.Module) -> list[PreTrainedModel]:
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-
-
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
     ids = {"input_ids", "decoder_input_ids"}
     return any(
         takes_tokens_and_mask(one) or not ids.isdisjoint(inspect.signature(type(one).forward).parameters)
-        for one in _models(model)
+        for one in models_in(model)
     )
 
 
@@ -135,7 +133,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     Heads are left out: they pass both on to the model inside, and torch.compile runs the hooks of the outermost module
     outside of its graph.
     """
-    models = _models(model)
+    models = models_in(model)
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     takes_tokens = [module for module in models if takes_tokens_and_mask(module)]

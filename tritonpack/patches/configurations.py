@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.families import CODEBOOKS
+from tritonpack.patches.modules import models_in
 from tritonpack.patches.packed_batch import PackedBatch
 
 _NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
@@ -55,7 +55,7 @@ def pad_token_of(config: Any, side: str) -> int | None:
 
 def codebooks_of(model: nn.Module) -> int:
     """Return how many rows of ids stand for one row of the decoder's tokens."""
-    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [module.config for module in models_in(model)]
     return max((config.num_codebooks for config in configs if config.model_type in CODEBOOKS), default=1)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
 from tritonpack.patches.families import DENSE
+from tritonpack.patches.modules import modules_in
 
 
 def is_shown(kind: type, *, in_trees: bool = False) -> bool:
@@ -51,6 +52,7 @@ def versions() -> dict[str, dict[str, set[str]]]:
 # Packages that may wrap transformers' forwards: the tests of `tests/ecosystem` train with each.
 WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
 
+MASK_MAKERS = [name for name in vars(masking_utils) if name.startswith("create_")]
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
 
 
@@ -88,15 +90,13 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
             yield from _inside(child)
 
 
-def foreign_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that run code that isn't transformers' own, nor a wrapper's of `WRAPPERS`."""
-    kinds = {type(one) for one in model.modules()}
-    genuine = {kind for kind in kinds if _is_genuine(kind) and _makes_own_masks(kind.__module__)}
-    return [
-        name
-        for name, one in model.named_modules()
-        if type(one) not in genuine or not _is_wrapper(one.__dict__.get("forward"))
-    ]
+def foreign_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that run code that isn't transformers' own, nor a wrapper's of `WRAPPERS`."""
+    every = list(modules_in(model))
+    kinds = {type(one) for one in every}
+    homes = {home for home in {kind.__module__ for kind in kinds} if _makes_own_masks(home)}
+    genuine = {kind for kind in kinds if kind.__module__ in homes and _is_genuine(kind)}
+    return [one for one in every if type(one) not in genuine or not _is_wrapper(one.__dict__.get("forward"))]
 
 
 def is_own(module: nn.Module, instance: Any = None) -> bool:
@@ -119,7 +119,7 @@ def has_known_loss(model: Any) -> bool:
 def _makes_own_masks(home: str) -> bool:
     """Whether the functions that make masks in a modeling file are from `WRAPPERS`."""
     found = vars(sys.modules.get(home, masking_utils))
-    functions = (found.get(name) for name in vars(masking_utils) if name.startswith("create_"))
+    functions = map(found.get, MASK_MAKERS)
     return all(package_of(function) in WRAPPERS for function in functions if isinstance(function, FunctionType))
 
 

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import document_starts
+from tritonpack.patches.modules import modules_in
 from tritonpack.patches.parse_inputs import OFFSETS, TREE
 from tritonpack.patches.parts import InstanceForward
 
@@ -53,7 +54,7 @@ def refuse_other_attention(name: str) -> None:
 
 def require_masks_kept(module: nn.Module) -> None:
     """Refuse a model, or a layer of one, whose mask accelerate's context parallelism removes."""
-    for layer in module.modules():
+    for layer in modules_in(module):
         hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, FunctionType)]
         if any(hook.__module__.startswith("accelerate.big_modeling") for hook in hooks):
             raise UnsupportedModelError(

@@ -25,6 +25,7 @@ from tritonpack.patches.families import UNLIKE_BY_SDPA, WITHIN_TOKENS
 from tritonpack.patches.guards import require_masks_kept
 from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import CAUSAL, read_mask_spec
+from tritonpack.patches.modules import models_in
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, added
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
 
@@ -52,10 +53,9 @@ def use_eager_if_sdpa_differs(model: nn.Module) -> None:
 
     Call it for a model whose documents alone are what packed documents are compared with.
     """
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation_internal != "sdpa":
-            continue
-        if not takes_sdpa(module) or module.config.model_type in UNLIKE_BY_SDPA:
+    for module in models_in(model):
+        differs = not takes_sdpa(module) or module.config.model_type in UNLIKE_BY_SDPA
+        if differs and module.config._attn_implementation_internal == "sdpa":
             module.config._attn_implementation_internal = "eager"
 
 
@@ -125,7 +125,7 @@ def interval_attention_forward(
     mask: Any = attention_mask
     if not isinstance(mask, IntervalMask) or mask.shape[3] != key.shape[2]:
         mask = _claimed(module, mask, key, kwargs, "tritonpack")
-    batch, _, length, _ = query.shape
+    batch, heads, length, _ = query.shape
     if mask.shape[0] != batch or mask.shape[2] != length:
         raise ValueError(
             f"the mask is for {mask.shape[0]} rows of {mask.shape[2]} queries but attention got {batch} rows of "
@@ -143,7 +143,7 @@ def interval_attention_forward(
         sinks=None if sinks is None else sinks.flatten(),
         dropout_p=dropout,
     )
-    return out.unflatten(0, (batch, length)), None
+    return out.reshape(batch, length, heads, value.shape[3]), None
 
 
 def attend_sdpa(

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, logging
+from transformers import logging
 
 from tritonpack import notices
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.configurations import special_tokens
 from tritonpack.patches.families import PROMPT_TYPES
+from tritonpack.patches.modules import models_in, modules_in
 from tritonpack.patches.parse_inputs import CACHES
 
 
@@ -77,8 +78,7 @@ def draw(tokens: Tensor, lengths: Sequence[int], seed: int) -> list[Tensor]:
 
 def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """The argument that marks all tokens (B, T) as prompts, for models that require it (`PROMPT_TYPES`)."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    typed = any(module.config.model_type in PROMPT_TYPES for module in models)
+    typed = any(module.config.model_type in PROMPT_TYPES for module in models_in(model))
     return {"token_type_ids": torch.zeros_like(ids)} if typed else {}
 
 
@@ -244,7 +244,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedModelError: the model has changed a buffer that is too large to be copied.
     """
-    modules = list(model.modules())
+    modules = list(modules_in(model))
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     buffers = {id(b): b for b in model.buffers() if not b.is_meta and not b.is_inference()}.values()
     copies = [(b, b._version, b.detach().clone() if b.numel() < LARGE else None) for b in buffers]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.attention import Backend, varlen_attention
+from tritonpack.attention import autocast, check_inputs, varlen_attention
+from tritonpack.backends import Backend, resolve_backend
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import (
@@ -25,6 +26,8 @@ from tritonpack.masks.block_diagonal import (
     mask_from_tree_ends,
 )
 from tritonpack.masks.intervals import visible_keys
+from tritonpack.ops import run_attention
+from tritonpack.options import make_options
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -70,6 +73,7 @@ class IntervalMask(TensorLike):
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
         self.device = mask.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
+        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
 
     def for_keys(self, num_keys: int) -> IntervalMask:
         """This mask, or the mask of one new token that sees `num_keys` keys of a row.
@@ -82,12 +86,29 @@ class IntervalMask(TensorLike):
             return self
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
-        mask = self.mask if self.device == q.device else self.mask.to(q.device)
-        if self.packed_batch is not None and self.packed_batch.recomputed:
-            mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
-        return varlen_attention(q, k, v, mask, backend=self.serving.backend, **options)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    ) -> Tensor:
+        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`.
+
+        Layers of a model are alike, so their arguments are checked once, and the mask is moved to their device once.
+        """
+        if sinks is not None or dropout_p or torch.compiler.is_compiling():
+            mask = self.mask if self.device == q.device else self.mask.to(q.device)
+            if self.packed_batch is not None and self.packed_batch.recomputed:
+                mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
+            options |= {"sinks": sinks, "dropout_p": dropout_p, "backend": self.serving.backend}
+            return varlen_attention(q, k, v, mask, **options)
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q, k, v)
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
+        checked = self._checked  # read once: threads of backward may recompute layers on several devices
+        if checked is None or checked[0] != like:
+            mask = self.mask if self.device == q.device else self.mask.to(q.device)
+            check_inputs(q, k, v, mask)
+            backend = resolve_backend(self.serving.backend, q)
+            self._checked = checked = like, mask, make_options(q, mask, **options), backend
+        return run_attention(q, k, v, *checked[1:])[0]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
@@ -387,7 +408,7 @@ class PackedBatch(TensorLike):
         rows = self._rows(query_offset)  # counted with the cache
         begin = begin.expand_as(rows)
         if self.position_ids is not None:
-            starts = self.position_starts()
+            starts = self.position_starts().clone()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
@@ -418,7 +439,7 @@ class PackedBatch(TensorLike):
                 f"position_ids of shape {tuple(self.position_ids.shape)} don't fit tokens of shape "
                 f"{tuple(self.tokens)}."
             )
-        return starts.expand(self.tokens).clone()
+        return starts.expand(self.tokens)
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -281,7 +281,7 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
         _require_same(one, other, live, other[1].int())
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
-        starts = packed_batch.position_starts()
+        starts = packed_batch.position_starts().clone()
         zeros = (positions == 0).expand(packed_batch.tokens)
         tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
         filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.modules import modules_in
 from tritonpack.patches.packed_batch import PackedBatch
 
 
@@ -313,11 +314,11 @@ class Checkpoints(Part):
                     holder.__dict__[attribute] = Checkpoint(own, self.context)
 
     def remove(self) -> None:
-        for module in self.module.modules():
+        for module in modules_in(self.module):
             for attribute in ATTRIBUTES:
                 if isinstance(held := module.__dict__.get(attribute), Checkpoint):
                     module.__dict__[attribute] = held.own
 
     def _find(self) -> list[nn.Module]:
-        modules = self.module.modules()
+        modules = modules_in(self.module)
         return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]

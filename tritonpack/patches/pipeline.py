@@ -26,6 +26,7 @@ from tritonpack.patches.configurations import text_config
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
 from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
+from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import (
     PACKING,
@@ -38,7 +39,6 @@ from tritonpack.patches.parse_inputs import (
 )
 from tritonpack.patches.parts import Call, InstanceForward, PackingContext
 from tritonpack.patches.placement import Documents, require_one_document_a_row
-from tritonpack.patches.report import holds
 from tritonpack.patches.targets import POSITIONS, check_labels, check_padding_labels, shifts_labels, take_spans
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ class Pipeline(InstanceForward):
         if not self.installed or (proof.passing is not None and proof.passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
         inside = self.context.current.told is not None  # inside of a call that has read the documents
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        arguments = in_form(given) if inside else in_form(given, self.name, self.known)
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        if not inside:
+            in_form(arguments, self.name, self.known)
         compiled = torch.compiler.is_compiling()
         if self.path and not compiled and self.part_at_path(self.module) is not self.base._module():
             self._require_part()

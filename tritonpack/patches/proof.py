@@ -2,7 +2,7 @@
 
 A model whose class the tests have shown to be exact, and whose code is all transformers' own, is trusted. Any other
 model is proven in its first call, whatever that call holds, so that ranks of FSDP do it together. A proof runs the
-model some twenty times on some 30 random tokens, in evaluation mode, without gradients, and leaves no trace.
+model some ten times on some 30 random tokens, in evaluation mode, without gradients, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import measuring
@@ -32,8 +31,9 @@ from tritonpack.patches.forwards import (
     without_wrappers,
 )
 from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
+from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parse_inputs import TREE, tokens_of
-from tritonpack.patches.report import holds, layer_windows
+from tritonpack.patches.report import layer_windows
 from tritonpack.patches.targets import IGNORED, shifts_labels
 
 SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
@@ -119,14 +119,16 @@ class Proof:
     def why_unknown(self, head: Any, trees: bool) -> str:
         """Why a head isn't trusted; empty if it is."""
         kind = without_wrappers(type(head.module))
-        models = (part for part in self.applied.model.modules() if isinstance(part, PreTrainedModel))
-        around = [m for m in models if holds(m, head.module) and not ONE_DOCUMENT_A_ROW.fullmatch(type(m).__name__)]
-        if not any(is_shown(type(part), in_trees=trees) for part in (head.module, *around)):
+        if not is_shown(kind, in_trees=trees) and not any(
+            is_shown(type(m), in_trees=trees) and holds(m, head.module)
+            for m in models_in(self.applied.model)
+            if not ONE_DOCUMENT_A_ROW.fullmatch(type(m).__name__)
+        ):
             where = " where documents share the tokens that they begin with" if trees and is_shown(kind) else ""
             return f"{kind.__name__} isn't a model that tritonpack knows{where} (with transformers {installed()})"
         if foreign := foreign_modules(head.module):
-            modules = dict(head.module.named_modules())
-            named = ", ".join(f"{path or 'the model'} ({type(modules[path]).__name__})" for path in foreign[:3])
+            paths = [path or "the model" for path in paths_of(foreign[:3], head.module)]
+            named = ", ".join(f"{path} ({type(one).__name__})" for path, one in zip(paths, foreign, strict=False))
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             return f"{kind.__name__} runs code that isn't transformers' own in {named}{more}"
         return ""
@@ -134,8 +136,9 @@ class Proof:
 
 def refuse_layers_in_trees(model: nn.Module) -> None:
     """Refuse a model with a layer that mixes documents that share the tokens that they begin with."""
-    for path, layer in model.named_modules():
+    for layer in modules_in(model):
         if why := REFUSED_IN_TREES.get(type(layer).__name__):
+            (path,) = paths_of([layer], model)
             raise UnsupportedModelError(
                 f"{path} ({type(layer).__name__}) isn't exact where documents share the tokens that they begin with: "
                 f"{why}. Leave share_prefixes and tree_ends out; unpad removes padding alone."
@@ -156,10 +159,10 @@ def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: 
             if trees:
                 trial.require_tree()
             else:
-                trial.require_rows()
+                alone = trial.require_rows()
                 # Causal losses are tried too: Moshi of transformers 5.16 shifts labels before its loss shifts them.
                 known = head.one_result or (has_known_loss(head.module) and not shifts_labels(head.module, {}))
-                head.mixed_loss = "" if known else trial.why_loss_mixes()
+                head.mixed_loss = "" if known else trial.why_loss_mixes(alone)
     except torch.OutOfMemoryError:
         raise
     except (LeakError, UnsupportedModelError) as error:
@@ -228,19 +231,21 @@ class _Trial:
         batch = self.lay(form, documents)
         return measuring.parts_in(self.call(batch), batch)
 
-    def require_rows(self) -> None:
-        """Try packed rows, or padded rows in a head with one result for each row.
+    def require_rows(self) -> Parts:
+        """Try packed rows, or padded rows in a head with one result for each row. Returns a document's outputs alone.
 
-        Exchanged documents show the same tokens to code that sees all of a call, such as the scale of a quantized layer
-        or the experts of a mixture. Other tokens may move it, and then by as much in rows of their own.
+        Other tokens may move code that sees all of a call, such as the scale of a quantized layer or the experts of a
+        mixture, and then by as much in rows of their own. Exchanged documents show the same tokens to such code.
         """
         a, c, other_a, other_c, b, x, y = self.draw(*[SHORT] * 4, *[self.long] * 3)
         alone, rows = self.alone(b), self.parts(_rows, [x, b, y])
         for form in (_padded,) if self.head.one_result else (_packed, _numbered):
-            found = self.parts(form, [a, b, c])
-            self.require_unmoved(form, [a, b, c], found, [c, b, a], self.moves_in_rows(b, exchanged=True))
-            self.require_unmoved(form, [a, b, c], found, [other_a, b, other_c], self.moves_in_rows(b, exchanged=False))
+            found, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
+            if _moved(found, self.parts(form, changed))[0]:
+                self.require_unmoved(form, [a, b, c], found, [c, b, a], self.moves_in_rows(b, exchanged=True))
+                self.require_unmoved(form, [a, b, c], found, changed, self.moves_in_rows(b, exchanged=False))
             self.require_close(alone, rows, found, form)
+        return alone
 
     def require_tree(self) -> None:
         """Try two documents that share the tokens that they begin with."""
@@ -301,8 +306,10 @@ class _Trial:
                 f"{name} of a document{_SAYS[form]} moves by {moved:.0e} with another one, first in {where}"
             )
 
-    def why_loss_mixes(self) -> str:
+    def why_loss_mixes(self, alone: Parts) -> str:
         """Why the model's own loss of packed documents isn't that of the same documents in rows; empty if it is.
+
+        `alone` are the outputs of some document, which show what labels the model takes.
 
         A loss may hardly move where logits are small, so its gradients by the logits decide: those of a document are
         the same in a row of its own, and keep their bits if the others are exchanged. Half of one document has no
@@ -311,28 +318,29 @@ class _Trial:
         try:
             with torch.inference_mode(False), torch.no_grad():  # inference tensors take part in no gradient
                 a, b, c = self.draw(*[self.long] * 3)
-                rows, rows_loss = self.loss(_rows, [a, b, c])
-                packed, packed_loss = self.loss(_packed, [a, b, c])
-                exchanged, _ = self.loss(_packed, [c, b, a])
+                main = alone.get("logits", next(iter(alone.values())))[0]
+                rows, rows_loss = self.loss(_rows, [a, b, c], main)
+                packed, packed_loss = self.loss(_packed, [a, b, c], main)
+                exchanged, _ = self.loss(_packed, [c, b, a], main)
         except Exception as error:  # a model's own code may raise anything
             return f"with labels it fails: {one_line(error)}"
         dtype = packed_loss.dtype if not packed else packed[0][0][0].dtype
         if rows_loss.numel() != 1 or measuring.apart([rows_loss], [packed_loss]) > measuring.rounding_of(dtype):
             losses = packed_loss.tolist(), rows_loss.tolist()
             return "it was {}, and with the documents in rows of their own {}".format(*losses)
-        for (_, alone), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
-            if (size := measuring.apart(alone, found)) > 4 * measuring.half_the_digits(dtype):
+        for (_, in_rows), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
+            if (size := measuring.apart(in_rows, found)) > 4 * measuring.half_the_digits(dtype):
                 return f"its gradients by a document's logits differ by {size:.0e} from those in a row of its own"
             by_logits = 8 * measuring.apart(logits[1:2], others_logits[1:2])  # experts may round them in another way
             if (size := measuring.apart(found[1:2], others[1:2])) > max(ROUNDING, by_logits):
                 return f"its gradients by a document's logits move by {size:.0e} if the other documents are exchanged"
         return ""
 
-    def loss(self, form: Form, documents: Sequence[Tensor]) -> tuple[list[tuple[list[Tensor], list[Tensor]]], Tensor]:
+    def loss(
+        self, form: Form, documents: Sequence[Tensor], main: Tensor
+    ) -> tuple[list[tuple[list[Tensor], list[Tensor]]], Tensor]:
         """The logits of each document with their gradients, for each call of the head, and the model's own loss."""
         batch = self.lay(form, documents)
-        output = measuring.parts_in(self.call(batch), batch)
-        main = output.get("logits", next(iter(output.values())))[0]
         labels = torch.full_like(batch.ids, IGNORED)
         for number, ((row, place), document) in enumerate(zip(batch.spans, documents, strict=True)):
             labels[row, place] = document[0] % main.shape[-1]
@@ -407,7 +415,7 @@ def unpatched(applied: Any) -> Iterator[None]:
     for part in reversed(parts):
         part.remove()
     applied.proof.passing = threading.get_ident()
-    models = {id(m.config): m for m in applied.model.modules() if isinstance(m, PreTrainedModel)}.values()
+    models = {id(m.config): m for m in models_in(applied.model)}.values()
     names = [(module, module.config._attn_implementation_internal) for module in models]
     try:
         for module, name in names:

@@ -15,6 +15,7 @@ from tritonpack.backends import Backend, resolve_backend
 from tritonpack.patches.configurations import text_config
 from tritonpack.patches.families import MIXERS, POSITION_TABLES
 from tritonpack.patches.forwards import takes_dense_mask
+from tritonpack.patches.modules import holds, modules_in, paths_of
 
 NO_ATTENTION = "no attention"
 
@@ -56,7 +57,7 @@ class Report:
     def on_device(self, model: nn.Module) -> Report:
         """This report, with what computes attention on the device on which the model lies."""
         runs = "its own attention" if self.attention == "dense" else self.attention
-        kinds = {type(module).__name__ for module in model.modules()} - MIXERS
+        kinds = {type(module).__name__ for module in modules_in(model)} - MIXERS
         if not any("Attention" in name or "Attn" in name for name in kinds):
             runs = NO_ATTENTION
         elif self.attention == "tritonpack":
@@ -101,17 +102,20 @@ def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], layers: Se
     once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
     copies = ("copies of common beginnings",) if asked.share_prefixes else ()
     windows = layer_windows(config)
-    modules = dict(model.named_modules())
-    kinds = {name: type(module) for name, module in modules.items()}
-    models = [name for name, module in modules.items() if isinstance(module, PreTrainedModel)]
+    every = list(modules_in(model))
+    models = [module for module in every if isinstance(module, PreTrainedModel)]
+
+    def named(kinds: frozenset[str]) -> tuple[str, ...]:
+        return paths_of([m for m in every if type(m).__name__ in kinds and type(m) not in once], model)
+
     return Report(
         model_type=config.model_type,
         layers=len(windows),
         windows=windows,
         features=_features(config, patched[-1]),
-        by_document=tuple(name for name, kind in kinds.items() if kind.__name__ in MIXERS and kind not in once),
-        positions=tuple(name for name, kind in kinds.items() if kind.__name__ in POSITION_TABLES),
-        left=tuple(name for name in models if not any(holds(modules[name], inner) for inner in patched)),
+        by_document=named(MIXERS),
+        positions=named(POSITION_TABLES),
+        left=paths_of([m for m in models if not any(holds(m, inner) for inner in patched)], model),
         replaced=config._attn_implementation_internal,
         attention="dense" if takes_dense_mask(patched[-1]) else asked.attention,
         backend=asked.backend,
@@ -140,15 +144,10 @@ def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:
     sinks = ("sinks", "sink_bias", "attention_sink")
     found = {
         f"softcap {softcap or 0:g}": softcap,
-        "sinks": any(name.endswith(sinks) for name, _ in decoder.named_parameters()),
+        "sinks": any(name.endswith(sinks) for module in modules_in(decoder) for name in module._parameters),
         f"chunks of {chunk}": chunk,
         "ALiBi": getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"),
         f"{topk} keys chosen by an indexer": topk,
         "bidirectional": getattr(config, "is_causal", True) is False,
     }
     return tuple(name for name, has in found.items() if has)
-
-
-def holds(outer: nn.Module, inner: nn.Module) -> bool:
-    """Whether the inner module is the outer one or lies in it."""
-    return any(module is inner for module in outer.modules())

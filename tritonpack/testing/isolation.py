@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tritonpack.checks import as_integers
 from tritonpack.errors import IsolationError, UnsupportedModelError
@@ -22,7 +20,6 @@ from tritonpack.patches.measuring import (
     as_prompts,
     draw,
     first_moved,
-    half_the_digits,
     lay_out,
     no_trace,
     ordinary_tokens,
@@ -44,10 +41,10 @@ class IsolationReport:
         moved_by_others: between two calls in which only another document differs; 0.0 is bitwise equality.
         gradient_to_others: the largest gradient of a document's outputs in another document's embeddings, relative to
             the largest in its own.
-        allowed: the limit of `packed_against_alone`: half the digits of the model's dtype. It is half the digits of
-            float32 for a float64 model that exceeds its own limit and computes in float32 inside, as Bloom's softmax
-            does. The limit of the other two is 64 units in the last place, or half the digits of the dtype where that
-            is less. They are zero where no kernel's shape depends on the tokens, as in a mixture of experts.
+        allowed: the limit of `packed_against_alone`: half the digits of the model's dtype, of float32 for float64,
+            because some models have a float32 softmax. The limit of the other two is 64 units in the last place, or
+            half the digits of the dtype where that is less. They are zero where no kernel's shape depends on the
+            tokens, as it does in a mixture of experts.
     """
 
     lengths: tuple[int, ...]
@@ -163,12 +160,9 @@ class _Check:
                 sizes = (apart([x[j] for j in kept], [changed[name][j] for j in kept]) for name, x in found.items())
                 moved, document = max((moved, document), (max(sizes, default=0.0), i))
         self.main = "logits" if "logits" in found else next(iter(found))
-        dtype = found[self.main][0].dtype
-        eps = torch.finfo(dtype).eps
+        eps = torch.finfo(found[self.main][0].dtype).eps
         gradient = max(self._gradient_to_others(i) for i in range(count))
-        allowed, rounding = eps**0.5, min(64 * eps, eps**0.5)
-        if differs > allowed and dtype == torch.float64 and self._computes_in_float32():
-            allowed = half_the_digits(torch.float32)
+        allowed, rounding = max(eps, torch.finfo(torch.float32).eps) ** 0.5, min(64 * eps, eps**0.5)
         if differs <= allowed and moved <= rounding and gradient <= rounding:
             return differs, moved, gradient, allowed
         raise IsolationError(self._message(differs, moved, gradient, allowed, rounding, document))
@@ -182,11 +176,7 @@ class _Check:
             kept = [i for i in range(len(self.documents)) if i != by]
             with torch.no_grad():
                 layer = first_moved(self.model, self.call, before, after, kept)
-            where = (
-                f"the leak begins in {layer}"
-                if layer
-                else "no layer's output moved, so positions or gradients are wrong"
-            )
+            where = f"the leak begins in {layer}" if layer else "no layer moved, so positions or gradients are wrong"
             what, remedy = f"see each other: {where}", "tritonpack.patch(model) keeps documents apart."
         else:
             what = "have other positions, or another precision, than each alone"
@@ -201,13 +191,6 @@ class _Check:
             f"{remedy}"
         )
 
-    @torch.no_grad()
-    def _computes_in_float32(self) -> bool:
-        """Whether any operator gives float32 when a float64 model runs on a document."""
-        with _RecordDtypes() as recorded:
-            self.call(lay_out([[0]], self.documents[:1]))
-        return torch.float32 in recorded.dtypes
-
     def _gradient_to_others(self, document: int) -> float:
         """The gradient of other documents' outputs in one document's embeddings, relative to their own embeddings'."""
         model: Any = self.model
@@ -220,19 +203,6 @@ class _Check:
         sizes = [float(gradient[row, span].abs().max()) for row, span in batch.spans]
         found = sizes.pop(document) / max(sizes)
         return math.inf if math.isnan(found) else found
-
-
-class _RecordDtypes(TorchDispatchMode):
-    """Record the dtypes of the outputs of all operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.dtypes |= {x.dtype for x in tree_leaves(result) if isinstance(x, Tensor)}
-        return result
 
 
 @contextmanager

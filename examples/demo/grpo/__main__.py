@@ -15,7 +15,7 @@ from examples.demo.corpus import read_corpus
 from examples.demo.grpo import run_demo
 from examples.demo.grpo.rollouts import Shape
 from examples.demo.options import at_least, make_parser
-from tritonpack.cli.files import make_folder
+from tritonpack.cli.machine import require_writable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     longest = options.prompt_length + options.completion_length
     try:
         settings = settings_for(options.device, options.dtype, options.size, longest, options.threads, options.seed)
-        make_folder(options.out, "demo-grpo.png")
+        require_writable(options.out / "demo-grpo.png", "--out")
         corpus = read_corpus(settings.max_length, 0, options.seed)
     except (ValueError, OSError) as error:
         parser.error(str(error))

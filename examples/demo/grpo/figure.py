@@ -16,7 +16,6 @@ from examples.demo.grpo.training import WAYS, Way
 from examples.demo.measuring import Measurements
 from tritonpack import pack_tree
 from tritonpack.cli.figures import DOCUMENT_COLORS, INK, draw_rows, make_panels
-from tritonpack.cli.files import write_figure
 
 _COLORS: dict[Way, str] = {"padded": "#0072B2", "packed": "#009E73", "shared": "#CC79A7", "tree": "#E69F00"}
 _MASK_PIXELS = 480
@@ -49,7 +48,7 @@ def draw(path: Path, runs: Mapping[Way, Measurements], groups: Sequence[Group]) 
         mib = {way: (size or 0) / 2**20 for way, size in sizes.items()}
         _draw_bars(memory, "peak memory beyond the parameters", mib, lambda size: f"{size:,.0f} MiB")
     _draw_losses(gaps, runs)
-    write_figure(path, figure)
+    figure.savefig(path, format="png")
 
 
 def _numbers(groups: Sequence[Group]) -> list[tuple[int, list[int]]]:

@@ -22,6 +22,10 @@ def missing(batch: Batch) -> Any:
     raise ModuleNotFoundError("No module named 'flash'")
 
 
+def slow(batch: Batch) -> Any:
+    time.sleep(600)
+
+
 def wrong(batch: Batch) -> Any:
     right = ours(batch)
     return lambda q, k, v: right(q, k, 1.01 * v)
@@ -30,6 +34,29 @@ def wrong(batch: Batch) -> Any:
 def forward_only(batch: Batch) -> Any:
     right = ours(batch)
     return lambda q, k, v: right(q, k, v).detach()
+
+
+def tires(batch: Batch) -> Any:
+    """Fails after the check, while it is timed."""
+    right, calls = ours(batch), [0]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise RuntimeError("out of memory")
+        return right(q, k, v)
+
+    return attention
+
+
+# A peer, and how the status of forward, backward and both begins
+STATUS: list[tuple[Any, tuple[str, str, str]]] = [
+    (missing, ("not installed: No module named 'flash'",) * 3),
+    (slow, ("TimeoutError: not ready after 0.2 seconds",) * 3),
+    (wrong, ("AssertionError: out beyond",) * 3),
+    (forward_only, ("ok", *["NotImplementedError: no backward here"] * 2)),
+    (tires, ("RuntimeError: out of memory", "ok", "RuntimeError: out of memory")),
+]
 
 
 def measured(*peers: Peer) -> dict[tuple[str, str], Mapping[str, object]]:
@@ -57,48 +84,15 @@ class TestMeasure:
             work = {"forward": 1.0, "backward": 2.5, "both": 3.5}[op] * batch_of("causal").flops()
             assert float(str(row["tflops"])) == pytest.approx(work / float(str(row["p50_ms"])) / 1e9, rel=1e-2)
 
-    def test_wrong_results_have_no_figure(self) -> None:
-        rows = measured(Peer("wrong", wrong), Peer(OURS, ours))
-        assert all(str(rows["wrong", op]["status"]).startswith("AssertionError: out beyond") for op in OPS)
-        assert all("p50_ms" not in rows["wrong", op] for op in OPS)
-        assert all(rows[OURS, op]["status"] == "ok" for op in OPS)
-
-    def test_peer_without_backward_is_timed_forward(self) -> None:
-        rows = measured(Peer("forward only", forward_only))
-        assert rows["forward only", "forward"]["status"] == "ok"
-        assert rows["forward only", "backward"]["status"] == "NotImplementedError: no backward here"
-
-    def test_missing_peer_has_status_not_installed(self) -> None:
-        assert measured(Peer("flash", missing))["flash", "forward"]["status"] == (
-            "not installed: No module named 'flash'"
-        )
-
-    def test_slow_peer_has_status_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(measuring, "PATIENCE", 0.05)
-
-        def slow(batch: Batch) -> Any:
-            time.sleep(600)
-
-        rows = measured(Peer("slow", slow))
-        assert rows["slow", "both"]["status"] == "TimeoutError: not ready after 0.05 seconds"
-
-    def test_peer_that_fails_while_timed_has_a_status(self) -> None:
-        calls = [0]
-
-        def tires(batch: Batch) -> Any:
-            right = ours(batch)
-
-            def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                calls[0] += 1
-                if calls[0] > 1:
-                    raise RuntimeError("out of memory")
-                return right(q, k, v)
-
-            return attention
-
-        rows = measured(Peer("tires", tires), Peer(OURS, ours))
-        assert rows["tires", "forward"]["status"] == rows["tires", "both"]["status"] == "RuntimeError: out of memory"
-        assert rows["tires", "backward"]["status"] == rows[OURS, "both"]["status"] == "ok"
+    @pytest.mark.parametrize(("prepare", "expected"), STATUS)
+    def test_status(self, prepare: Any, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rows without a figure say why, and others are measured."""
+        monkeypatch.setattr(measuring, "PATIENCE", 0.2 if prepare is slow else 60.0)
+        rows = measured(Peer("peer", prepare), Peer(OURS, ours))
+        for op, status in zip(OPS, expected, strict=True):
+            assert str(rows["peer", op]["status"]).startswith(status)
+            assert ("p50_ms" in rows["peer", op]) == (status == "ok")
+            assert prepare is slow or rows[OURS, op]["status"] == "ok"
 
     def test_time_limit_leaves_no_alarm(self) -> None:
         with time_limit(3600):

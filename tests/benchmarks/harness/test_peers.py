@@ -18,16 +18,16 @@ from tests.benchmarks.harness.test_verify import check
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@every_kind
-@pytest.mark.parametrize("name", ["tritonpack", "sdpa, dense mask"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in ("tritonpack", "sdpa, dense mask") for kind in KINDS),
+        *(("sdpa, padded", kind) for kind in KINDS if kind != "window"),
+    ],
+)
 def test_results_on_any_machine(name: str, kind: str) -> None:
     peer = {peer.name: peer for peer in PEERS}[name]
     check(peer.prepare, batch_of(kind), layout=peer.layout)
-
-
-@pytest.mark.parametrize("kind", ["causal", "bidirectional", "ungrouped"])
-def test_padded_sdpa(kind: str) -> None:
-    check(peers.sdpa_padded, batch_of(kind), layout=peers.padded)
 
 
 def test_sdpa_refuses_windows_much_padding_and_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,19 +54,15 @@ def test_flex_attention_has_no_backward_on_a_cpu() -> None:
         check(peers.flex, batch_of("causal"), layout=one_row)
 
 
-class TestTorchVarlen:
-    @pytest.fixture(params=stand_ins.TORCH_VERSIONS)
-    def torch_version(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        stand_ins.put(monkeypatch, "torch.nn.attention.varlen", varlen_attn=stand_ins.TORCH_VERSIONS[request.param])
-        return request.param
-
-    @every_kind
-    def test_results(self, torch_version: str, kind: str) -> None:
-        if torch_version == "2.10" and kind == "window":
-            with pytest.raises(ValueError, match="has no window"):
-                torch_varlen(batch_of(kind))
-        else:
-            check(torch_varlen, batch_of(kind))
+@every_kind
+@pytest.mark.parametrize("version", stand_ins.TORCH_VERSIONS)
+def test_torch_varlen(version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.put(monkeypatch, "torch.nn.attention.varlen", varlen_attn=stand_ins.TORCH_VERSIONS[version])
+    if version == "2.10" and kind == "window":
+        with pytest.raises(ValueError, match="has no window"):
+            torch_varlen(batch_of(kind))
+    else:
+        check(torch_varlen, batch_of(kind))
 
 
 @every_kind

@@ -117,15 +117,11 @@ def test_unpadded_trains_on_tokens_alone(corpus, settings):
 
 
 @pytest.mark.slow
-def test_exception_in_a_process_ends_the_training(corpus, settings, imported_once):
-    with pytest.raises(RuntimeError, match="empty"):
-        train_in_turns([[]], corpus.validation, settings)
-
-
-@pytest.mark.slow
-def test_death_of_a_process_ends_the_training(corpus, settings, imported_once):
-    with pytest.raises(BrokenProcessPool):
-        train_in_turns([[]], corpus.validation, replace(settings, threads=-1))
+@pytest.mark.parametrize(("threads", "error", "words"), [(1, RuntimeError, "empty"), (-1, BrokenProcessPool, "")])
+def test_failure_of_a_process_ends_the_training(threads, error, words, corpus, settings, imported_once):
+    """An exception, and its death."""
+    with pytest.raises(error, match=words):
+        train_in_turns([[]], corpus.validation, replace(settings, threads=threads))
 
 
 def make_run(losses, peak_bytes=2**20 * 50, computed=100):
@@ -135,13 +131,10 @@ def make_run(losses, peak_bytes=2**20 * 50, computed=100):
 
 
 def make_runs(packed_gap=1e-6, naive_gap=1e-2, unpadded_gap=1e-7):
+    gaps = {"unpadded": unpadded_gap, "naive": naive_gap, "packed": packed_gap}
     losses = [5.0, 4.0, 3.0, 2.0]
-    return {
-        "padded": make_run(losses, computed=200),
-        "unpadded": make_run([loss + unpadded_gap for loss in losses]),
-        "naive": make_run([loss + naive_gap for loss in losses]),
-        "packed": make_run([loss + packed_gap for loss in losses]),
-    }
+    moved = {way: make_run([loss + gap for loss in losses]) for way, gap in gaps.items()}
+    return {"padded": make_run(losses, computed=200), **moved}
 
 
 def test_speed_padding_and_gap():
@@ -163,22 +156,19 @@ def test_table_shows_measurements():
     assert "5.0e-01" in rows["naive"]
 
 
-def test_packed_training_is_closer_to_padded_than_naive():
-    closer, sentence = compare_losses(make_runs(), nothing_leaks=False)
-    assert closer
-    assert "unpadded's training loss stays within 1.0e-07 of padded's, packed's within 1.0e-06" in sentence
-    assert "naive's within 1.0e-02." in sentence
-
-
-@pytest.mark.parametrize("gap", [0.1, math.nan])
-@pytest.mark.parametrize("way", ["unpadded", "packed"])
-def test_wrong_training_is_reported(way, gap):
-    closer, sentence = compare_losses(make_runs(**{f"{way}_gap": gap}), nothing_leaks=False)
-    assert not closer
-    assert sentence.endswith(f" {way.upper()} IS NO CLOSER THAN NAIVE: {way} training went wrong.")
-
-
-def test_naive_training_may_be_closer_if_nothing_leaks():
-    closer, sentence = compare_losses(make_runs(packed_gap=1e-7, naive_gap=0.0), nothing_leaks=True)
-    assert closer
-    assert "NO CLOSER" not in sentence
+@pytest.mark.parametrize(
+    ("gaps", "nothing_leaks", "closer", "words"),
+    [
+        ({}, False, True, "training loss stays within 1.0e-07 of padded's, packed's within 1.0e-06"),
+        ({}, False, True, "naive's within 1.0e-02."),
+        *(({f"{way}_gap": gap}, False, False, f" {way.upper()} IS NO CLOSER THAN NAIVE: {way} training went wrong.")
+          for way in ("unpadded", "packed") for gap in (0.1, math.nan)),
+        ({"packed_gap": 1e-7, "naive_gap": 0.0}, True, True, "within"),
+    ],
+)  # fmt: skip
+def test_packed_training_is_closer_to_padded_than_naive(gaps, nothing_leaks, closer, words):
+    """Unless nothing leaks."""
+    found, sentence = compare_losses(make_runs(**gaps), nothing_leaks=nothing_leaks)
+    assert found == closer
+    assert words in sentence
+    assert closer == ("NO CLOSER" not in sentence)

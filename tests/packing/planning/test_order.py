@@ -137,20 +137,6 @@ def test_an_epoch_of_a_mixture_goes_on_with_other_ranks(until):
     assert Counter(seen) == expected
 
 
-def test_steps_follow_a_curriculum():
-    lengths = RNG.integers(1, 500, 3000)
-    curriculum = np.argsort(lengths, kind="stable")
-    sampler = make(lengths, curriculum, 2, objective="linear")
-    place = np.empty(len(lengths))
-    place[curriculum] = np.arange(len(lengths))
-    middle = [
-        place[np.concatenate([sampler.plan.row(step, 0), sampler.plan.row(step, 1)])].mean()
-        for step in range(sampler.plan.num_steps)
-    ]
-    assert (np.diff(middle) > 0).mean() > 0.9
-    assert np.corrcoef(middle, np.arange(len(middle)))[0, 1] > 0.95
-
-
 @pytest.mark.parametrize("kind", [list, np.array])
 def test_a_given_order_is_copied(kind):
     order = kind(range(300))
@@ -165,17 +151,3 @@ def test_a_state_with_another_order_is_refused():
     state = make(lengths, forth, 2).state_dict()
     with pytest.raises(ValueError, match="the state was saved with another order"):
         make(lengths, back, 2).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("order", "options", "message"),
-    [
-        (np.arange(8), {"shuffle": False}, "shuffle=False has no effect on an order of your own"),
-        (np.array([0, 8]), {}, "order must be a one-dimensional array with numbers of documents, 0 to 7.*got 8"),
-        (lambda seed, epoch: np.array([0.5]), {}, "order must be .*, or return one; got array"),
-        ([0, 1.5], {}, "order must be a one-dimensional array"),
-    ],
-)
-def test_bad_orders_are_refused(order, options, message):
-    with pytest.raises(ValueError, match=message):
-        make([500] * 8, order, 2, **options)

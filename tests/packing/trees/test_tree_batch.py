@@ -1,10 +1,7 @@
 """pack_tree and TreeCollator: the tree, the way back, and the loss and gradients of each sequence alone."""
 
 import re
-import warnings
-import weakref
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.packing.test_training import IGNORED, VOCABULARY, pad, tiny_llama
 from tests.packing.tries import REPEATABLE
-from tritonpack import BlockDiagonalMask, PackingWarning, TreeCollator, notices, pack_tree
+from tritonpack import BlockDiagonalMask, TreeCollator, pack_tree
 
 GROUPS = [[7, 8, 9, 3, 4], [5, 6], [7, 8, 9, 3, 2, 1], [7, 8], [5, 6], [1], [7, 8, 9, 3, 4, 4]]
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7)
@@ -96,35 +93,16 @@ def test_labels_may_differ_from_tokens_and_between_sequences():
     assert batch.targets.tolist() == [8, 7, 5]
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor, lambda row: np.array(row, dtype=np.uint16)])
-def test_forms_of_sequences(form):
-    batch = pack_tree([form(row) for row in GROUPS])
-    assert batch.input_ids.dtype == torch.int64
-    assert [row.tolist() for row in batch.gather(batch.input_ids)] == GROUPS
-
-
 @pytest.mark.parametrize("row", [True, False], ids=["row", "stream"])
-def test_gather_pads_and_adds_gradients_up(row):
+def test_gather_adds_gradients_up(row):
     batch = pack_tree(GROUPS)
     shape = (1, batch.num_tokens, 3) if row else (batch.num_tokens, 3)
     values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     parts = batch.gather(values)
-    padded, mask = batch.gather(values, padded=True)
-    assert padded.shape == (7, 6, 3)
-    assert mask.tolist() == [[place < len(row) for place in range(6)] for row in GROUPS]
-    assert torch.equal(padded[mask], torch.cat(parts))
-    assert not padded[~mask].any()
-    for one in (padded.sum(), sum(part.sum() for part in parts)):
-        (gradient,) = torch.autograd.grad(one, values, retain_graph=True)
-        assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
-
-
-def test_one_token():
-    batch = pack_tree([[4], [4]])
-    assert [x.tolist() for x in batch.gather(batch.input_ids)] == [[4], [4]]
-    assert [x.tolist() for x in batch.gather(torch.ones(1, 1, 2))] == [[[1, 1]], [[1, 1]]]
-    padded, mask = batch.logprobs(torch.randn(1, 1, 9), padded=True)
-    assert padded.shape == mask.shape == (2, 0)
+    (gradient,) = torch.autograd.grad(sum(part.sum() for part in parts), values)
+    assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
+    with pytest.raises(ValueError, match=r"padded of gather was removed: torch.nn.utils.rnn.pad_sequence"):
+        batch.gather(values, padded=True)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -147,8 +125,6 @@ def test_logprobs(kept, dtype):
         torch.autograd.grad((torch.cat(one) * weights).sum(), logits, retain_graph=True)[0] for one in (found, alone)
     )
     close([actual], [expected], dtype)
-    padded, mask = batch.logprobs(logits, padded=True)
-    assert torch.equal(padded[mask], torch.cat(batch.logprobs(logits)))
 
 
 @pytest.mark.parametrize("prompt", [0, 3])
@@ -181,15 +157,6 @@ def test_model_in_a_tree_equals_the_model_on_each_sequence(prompt):
         close([loss.detach(), *gradients(model, loss)], expected)
 
 
-def test_loss_of_labels_other_than_the_tokens():
-    """Each sequence predicts another id in the place of each of its tokens."""
-    model = exact_llama()
-    labels = [[(token + number) % VOCABULARY for token in row] for number, row in enumerate(GROUPS)]
-    features = [{"input_ids": row, "labels": own} for row, own in zip(GROUPS, labels, strict=True)]
-    in_tree = model(**stock_inputs(pack_tree(GROUPS, labels=labels))).loss
-    close([in_tree], [model(**pad(features)).loss], torch.float32)
-
-
 def test_to_moves_everything_but_ends():
     batch = pack_tree(GROUPS).to("meta")
     assert {x.device.type for x in batch.inputs().values()} == {"meta"}
@@ -219,13 +186,6 @@ class TestWrongValues:
                 batch.logprobs(logits, kept=kept)
         with pytest.raises(ValueError, match="kept must be True or False; got int 1"):
             batch.logprobs(torch.zeros(1, 2, 5), kept=1)
-        with pytest.raises(ValueError, match="padded must be True or False; got str 'yes'"):
-            batch.logprobs(torch.zeros(1, 3, 5), padded="yes")
-
-    def test_devices(self):
-        batch = pack_tree([[1, 2]])
-        with pytest.raises(ValueError, match=r"values lie on meta and the batch on cpu.*batch.to\('meta'\)"):
-            batch.gather(torch.zeros(1, 2, device="meta"))
 
 
 @pytest.mark.filterwarnings("ignore:unpatched-tree")
@@ -244,25 +204,3 @@ class TestCollator:
             batch = TreeCollator(capacity=11)(given_features)
             assert batch.keys() == expected.keys()
             assert all(torch.equal(batch[name], value) for name, value in expected.items())
-
-    def test_capacity(self):
-        features = [{"input_ids": row} for row in GROUPS]
-        assert pack_tree(GROUPS).num_tokens == 11
-        with pytest.raises(ValueError, match=r"these 7 documents has 11 tokens, and the capacity is 10.*pack_trees"):
-            TreeCollator(capacity=10)(features)
-        with pytest.raises(ValueError, match="capacity must be an integer from 1 to 2147483647; got 0"):
-            TreeCollator(capacity=0)
-
-    def test_warns_once_while_no_model_is_patched(self, monkeypatch):
-        pytest.importorskip("transformers.modeling_utils")
-        monkeypatch.setattr(notices, "_said", {})
-        monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            TreeCollator()([{"input_ids": [1, 2]}])
-        features = [{"input_ids": [1, 2]}, {"input_ids": [1, 3]}]
-        with pytest.warns(PackingWarning, match="unpatched-tree: TreeCollator laid 2 documents into one tree"):
-            TreeCollator()(features)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            TreeCollator()(features)

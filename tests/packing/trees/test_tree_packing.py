@@ -1,7 +1,5 @@
 """pack_trees: rows within the capacity, groups whole where they fit, and as little computed twice as possible."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,20 +46,6 @@ def test_sequences_with_a_common_begin_are_split_only_where_they_exceed_the_capa
             assert sum(begin in begins(row) for row in rows) == 1
 
 
-def test_loses_no_more_than_the_best_split_of_a_group():
-    """By trying all ways to put six sequences of one group into two rows."""
-    group = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 7, 8, 9], [1, 7, 8, 2], [1, 7, 3]]
-    splits = [
-        [len(begins(row for row, choice in zip(group, chosen, strict=True) if choice == r)) for r in (0, 1)]
-        for chosen in itertools.product([0, 1], repeat=6)
-    ]
-    best = min(sum(split) for split in splits if max(split) <= 7)
-    packing = pack_trees(group, 7)
-    assert packing.num_bins == 2
-    assert packing.num_tokens == best
-    assert packing.tokens_lost == 1
-
-
 def test_a_begin_of_all_sequences_stands_once_in_each_row():
     """A system prompt of 10 tokens, 12 prompts of 5 and two completions of 5 for each: 15 tokens beside the 10."""
     sequences = [[0] * 10 + [prompt] * 5 + [100 + completion] * 5 for completion in range(2) for prompt in range(1, 13)]
@@ -70,15 +54,6 @@ def test_a_begin_of_all_sequences_stands_once_in_each_row():
     assert packing.tokens_lost == 20
     for items in packing:
         assert len({number % 12 for number in items.tolist()}) == 4  # both completions of four prompts
-
-
-def test_long_chains_of_begins():
-    """Sequences that each begin the next one, too long for one row together with the others."""
-    chain = [[1] * length for length in range(1, 101)]
-    others = [[1] * length + [2] * 100 for length in range(100)]
-    packing = pack_trees(chain + others, 250)
-    assert sorted(packing.items.tolist()) == list(range(200))
-    assert packing.num_tokens == sum(len(begins(row)) for row in rows_of(packing, chain + others))
 
 
 def test_rows_become_batches():

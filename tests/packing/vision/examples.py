@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from tests.patches.zoo import tiny_config
-from tests.small_copies.small_copy import spread
+from tests.patches.zoo import spread, tiny_config
 
 BEGIN, END, IMAGE, VIDEO = 58, 59, 60, 61
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}

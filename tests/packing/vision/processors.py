@@ -61,33 +61,6 @@ def llava() -> Any:
     )  # fmt: skip
 
 
-def llava_next() -> Any:
-    from transformers import LlavaNextProcessor
-    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-
-    from tests.packing.vision.examples import PINPOINTS
-
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}, image_grid_pinpoints=PINPOINTS
-    )
-    return LlavaNextProcessor(
-        images, tokenizer(image_token=("<image>", IMAGE)), patch_size=4, vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )  # fmt: skip
-
-
-def llava_onevision() -> Any:
-    from transformers import LlavaOnevisionProcessor
-    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
-
-    from tests.packing.vision.examples import PINPOINTS
-
-    images = LlavaOnevisionImageProcessorPil(size={"height": 8, "width": 8}, image_grid_pinpoints=PINPOINTS)
-    words = tokenizer(image_token=("<image>", IMAGE), video_token=("<video>", VIDEO))
-    with without_video(LlavaOnevisionProcessor):
-        return LlavaOnevisionProcessor(images, words, None, num_image_tokens=4, vision_feature_select_strategy="full")
-
-
 def gemma3() -> Any:
     from transformers import Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -99,26 +72,11 @@ def gemma3() -> Any:
     return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 8, "width": 8}), words, image_seq_length=4)
 
 
-def idefics3() -> Any:
-    from transformers import Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    words = tokenizer(
-        image_token=("<image>", IMAGE), fake_image_token=("<fake_token_around_image>", BEGIN),
-        global_image_token=("<global-img>", END), end_of_utterance_token=("<end_of_utterance>", 57),
-    )  # fmt: skip
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 16}, max_image_size={"longest_edge": 8})
-    return Idefics3Processor(images, words, image_seq_len=1)
-
-
 # By the row of `examples.KINDS`: what makes the processor, and what stands for an image in its text.
 PROCESSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "qwen2_vl": (qwen2_vl, "<|vision_start|> <|image_pad|> <|vision_end|>"),
     "llava": (llava, "<image>"),
-    "llava_next": (llava_next, "<image>"),
-    "llava_onevision": (llava_onevision, "<image>"),
     "gemma3": (gemma3, "<start_of_image>"),
-    "idefics3": (idefics3, "<image>"),
 }
 
 

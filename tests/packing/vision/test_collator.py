@@ -111,10 +111,6 @@ class TestRow:
             assert name == "labels" or torch.equal(torch.as_tensor(row[name]), torch.as_tensor(values)), name
         assert set(row) == {*text, "pixel_values"}
 
-    def test_given_labels_stay(self) -> None:
-        example = llava(labels=[3, *[IMAGE] * 4, 4])
-        assert VisionPackingCollator(LLAVA)([example])["labels"].tolist() == [[-100, *[IMAGE] * 4, 4]]
-
     @pytest.mark.parametrize("image", [IMAGE, -100])
     def test_labels_beside_a_mask(self, image: int) -> None:
         """A copy of the input ids, whether or not images are left out, is -100 where the mask is 0."""
@@ -124,10 +120,6 @@ class TestRow:
         assert batch["labels"].tolist() == [[-100] * 6 + [5, 6]]
         with pytest.raises(ValueError, match="document 0 has the label 4 at token 5, where its assistant_masks is 0"):
             collator([example | {"labels": [-100] * 5 + [4, 5, 6]}])
-
-    def test_a_text_alone_has_no_columns_of_images(self) -> None:
-        assert VisionPackingCollator(LLAVA)([TEXT]).keys() == PackingCollator()([TEXT]).keys()
-        assert VisionPackingCollator(LLAVA)([TEXT | {"pixel_values": None}]).keys() == PackingCollator()([TEXT]).keys()
 
     @pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
     def test_none_and_empty_columns_of_images_are_absent(self, text: str) -> None:
@@ -207,8 +199,6 @@ class TestRow:
 REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "tokens without an image": (LLAVA, [TEXT, without(llava(), "pixel_values")],
         r"document 1 has 4 tokens of images \(token 60\) in input_ids, and no 'pixel_values'\. Pass all columns"),
-    "an image without tokens": (LLAVA, [TEXT | {"pixel_values": torch.ones(1, 3, 8, 8)}],
-        r"document 0 has 0 tokens of images \(token 60\) in input_ids, but its 'pixel_values' take 4"),
     "a cut image": (LLAVA, [TEXT, llava() | {"input_ids": [3, 60, 60, 60]}],
         "document 1 has 3 tokens of images .* take 4. Don't truncate input_ids"),
     "tokens that don't match the grid": (QWEN,
@@ -228,11 +218,8 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
         "document 1 has images or videos and no 'mm_token_type_ids'.* return_mm_token_type_ids=True"),
     "wrong types of tokens": (QWEN, [qwen(mm_token_type_ids=[0, 1, 0, 0])],
         r"document 0 has mm_token_type_ids that aren't 1 exactly for tokens of images \(60\) and 2"),
-    "types of videos for an image": (QWEN, [qwen(mm_token_type_ids=[0, 2, 2, 0])],
-        "document 0 has mm_token_type_ids that aren't 1 exactly"),
     "an unknown column": (LLAVA, [TEXT, llava(image_grid_thw=torch.ones(1, 3), text="hello")],
         "document 1 has 'image_grid_thw', 'text', which VisionPackingCollator can't pack for model type 'llava'"),
-    "sounds": (LLAVA, [llava(input_features=torch.ones(1, 3))], "document 0 has 'input_features', which"),
     "a batch of several": (LLAVA, [{"input_ids": torch.ones(2, 5, dtype=torch.int64)}],
         "document 0 has 2 rows of input_ids; pass examples one by one"),
     "a lost axis": (LLAVA, [llava(pixel_values=torch.ones(3, 8, 8))],
@@ -240,16 +227,8 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "the first patch alone": (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
     "no images in a column": (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))],
         "document 0 has 4 tokens of images .* and no 'pixel_values'"),
-    "no grids in a column": (QWEN, [qwen(image_grid_thw=[])], "has 'pixel_values' but no 'image_grid_thw'"),
-    "labels that are None in some": (LLAVA, [llava(labels=[-100] * 6), TEXT | {"labels": None}],
-        "document 0 has 'labels' and document 1 hasn't"),
     "no types of Gemma 3": (GEMMA3, [TEXT, without(gemma3(), "token_type_ids")],
         "document 1 has images or videos and no 'token_type_ids', by which the model tells their tokens from text"),
-    "types of Gemma 3 that are None": (GEMMA3, [gemma3(token_type_ids=None)], "and no 'token_type_ids', by which"),
-    "wrong types of Gemma 3": (GEMMA3, [gemma3(token_type_ids=[0] * 6)],
-        r"document 0 has token_type_ids that aren't 1 exactly for tokens of images \(60\); pass"),
-    "no types of Gemma 4": (GEMMA4, [without(gemma4(), "mm_token_type_ids")],
-        "document 0 has images or videos and no 'mm_token_type_ids'.* return_mm_token_type_ids=True"),
     "seconds in words": (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
     "grids of two dtypes": (QWEN, [qwen(), qwen(image_grid_thw=torch.tensor([[1.0, 2, 4]]))],
         "image_grid_thw is torch.float32 .* one dtype and one size of 3: time, height, width in a call"),
@@ -257,12 +236,8 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
         r"num_frames_per_video is torch.float32 .* the model takes one dtype in a call\. Process"),
     "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
         r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
-    "two dtypes": (LLAVA, [llava(), llava(pixel_values=torch.ones(1, 3, 8, 8, dtype=torch.float64))],
-        "pixel_values is torch.float64 of shape .* in document 1 and torch.float32 .* in document 0; .* one dtype"),
     "a list of images of two shapes": (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
         r"document 0 has pixel_values of shapes \[\(3, 8, 8\), \(3, 8, 4\)\]; let the processor pad them"),
-    "labels in some": (LLAVA, [llava(labels=[-100] * 6), TEXT], "document 0 has 'labels' and document 1 hasn't"),
-    "types in some": (LLAVA, [llava(token_type_ids=[0] * 6), TEXT], "document 0 has 'token_type_ids' and document 1"),
     "padding": (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
     "no mapping": (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
     "too few tiles": (NEXT, [tiles([8, 16], 2, 14)],
@@ -305,11 +280,6 @@ def test_refused(case: str) -> None:
 def test_refused_settings(model: Any, settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VisionPackingCollator(model, **settings)
-
-
-def test_repr_names_the_model_type() -> None:
-    assert repr(VisionPackingCollator(LLAVA)).startswith("VisionPackingCollator(model_type='llava', pad_to_multiple_of")
-    assert VisionPackingCollator(LLAVA).model_type == "llava"
 
 
 def test_a_method_that_fails_names_the_document() -> None:

@@ -5,7 +5,6 @@ import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 import tritonpack
 from tests.packing.vision.examples import IMAGE, KINDS, VIDEO, Example, build, examples
-from tests.small_copies.comparison import apart, tolerance
+from tests.patches.comparison import apart, tolerance
 from tritonpack.packing.vision.families import FAMILIES
 
 LIMIT = tolerance(torch.float64)
@@ -128,25 +127,6 @@ def test_rows_with_padding_and_rows_without_images(name: str) -> None:
             assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
 
 
-def cut(example: Example, tokens: slice) -> Example:
-    return {name: values[tokens] if name in OF_TOKENS else values for name, values in example.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_images_of_two_documents_side_by_side(name: str) -> None:
-    """Nothing but the documents separates the last image of one from the first of the next."""
-    model, model_type = build_or_skip(name), KINDS[name].model_type or name
-    first, second = [one for one in examples(name) if bool((one["input_ids"] == IMAGE).any())][:2]
-    last, begin = (int((one["input_ids"] == IMAGE).nonzero()[at]) for one, at in ((first, -1), (second, 0)))
-    documents = [cut(first, slice(last + 1)), cut(second, slice(begin, None))]
-    with torch.no_grad():
-        expected = torch.cat([model(**alone(document, model_type)).logits[0] for document in documents])
-        with tritonpack.patch(model):
-            got = model(**tritonpack.VisionPackingCollator(model)(documents)).logits[0]
-    assert apart([expected], [got]) < LIMIT
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_measured_tokens_and_patches(name: str) -> None:
@@ -160,29 +140,6 @@ def test_measured_tokens_and_patches(name: str) -> None:
         assert sum(size.patches for size in measured) == rows
     for size, document in zip(measured, documents, strict=True):
         assert (size.patches > 0) == any("pixel" in column for column in document)
-
-
-@pytest.mark.slow
-def test_positions_are_made_by_the_collator_alone() -> None:
-    model, documents = build("qwen2_vl"), examples("qwen2_vl")
-    with tritonpack.patch(model):
-        row = tritonpack.VisionPackingCollator(model)(documents)
-        expected = model(**row).logits
-        with mock.patch.object(model.model, "get_rope_index", side_effect=AssertionError):
-            assert torch.equal(model(**row).logits, expected)
-            with pytest.raises(AssertionError):
-                model(**row | {"position_ids": None})
-
-
-@pytest.mark.slow
-def test_a_model_with_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    options = peft.LoraConfig(target_modules=["q_proj", "v_proj", "qkv"], r=2, init_lora_weights=False)
-    model, documents = peft.get_peft_model(build("qwen2_vl"), options).double(), examples("qwen2_vl")
-    expected = learn(model, [alone(document, "qwen2_vl") for document in documents])
-    with tritonpack.patch(model):
-        got = learn(model, [tritonpack.VisionPackingCollator(model)(documents)])
-    assert apart(expected[1], got[1]) < LIMIT
 
 
 def test_every_family_is_tried() -> None:

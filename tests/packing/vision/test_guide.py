@@ -12,7 +12,6 @@ pytest.importorskip("PIL")
 
 import transformers
 
-import tritonpack
 from tests.packing.vision.examples import build
 from tests.packing.vision.processors import PROCESSORS, picture
 from tests.test_guides import DOCS, blocks
@@ -55,31 +54,6 @@ def test_rows_by_tokens_and_patches(given: dict[str, Any]) -> None:
     given = run(1, run(0, given))
     units = given["loader"].documents.units
     assert sum(len(batch["pixel_values"]) for batch in given["loader"]) == units.resources["patches"].sum() > 0
-
-
-@pytest.mark.slow
-def test_under_trainer(given: dict[str, Any], tmp_path: Any) -> None:
-    """Two rows of two examples: the loss of a step is that of all labels, and the weights move."""
-    pytest.importorskip("accelerate")
-    given = run(0, given)
-    model, examples = given["model"], [*given["examples"], given["examples"][1]]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, remove_unused_columns=False,
-        dataloader_num_workers=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    transformers.Trainer(model, arguments, train_dataset=examples, data_collator=given["collate"]).train()
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    rows = {"budgets": {"patches": 64}, "collate_fn": given["collate"]}
-    trainer = transformers.Trainer(model, arguments, train_dataset=examples)
-    with tritonpack.setup(trainer, tokens=64, **rows):
-        loader = trainer.get_train_dataloader()
-        assert max(len(batch["pixel_values"]) for batch in loader if "pixel_values" in batch) <= 64
-        trainer.train()
-    with pytest.raises(ValueError, match=r"'pixel_values'.* VisionPackingCollator\(model\) packs documents with"):
-        tritonpack.dataloader(
-            [dict(example) for example in examples[1:]], tokens=64, lengths=[60] * 3
-        ).__iter__().__next__()
 
 
 def joined(family: Family) -> str:

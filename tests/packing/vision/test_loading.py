@@ -9,7 +9,7 @@ pytest.importorskip("numba")
 
 from tests.packing.vision.test_collator import LLAVA, QWEN, TEXT, llava, qwen
 from tritonpack import TreeCollator, Units, VisionPackingCollator, dataloader, pack_dataset
-from tritonpack.packing.documents import measure_lengths
+from tritonpack.packing.reader import measure_lengths
 
 EXAMPLES = [TEXT, llava(), TEXT, llava(2), llava()]  # of 3, 6, 3, 10 and 6 tokens, and 0, 4, 0, 8 and 4 patches
 TOKENS, PATCHES = [3, 6, 3, 10, 6], [0, 4, 0, 8, 4]
@@ -49,15 +49,15 @@ def test_collator_measures_tokens_and_patches(make: Callable[[list[Any]], Any]) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lengths": [3, 6, 3, 3, 6]}, "example 3 has 10 tokens by collate_fn.measure, but 3 were given"),
-        ({"lengths": Units.of_documents([3, 6, 3, 3, 6])}, "example 3 has 10 tokens by collate_fn.measure, but 3 were"),
+        ({"lengths": [3, 6, 3, 3, 6]}, "example 3 has 10 tokens by collate_fn.measure, but 3 by the argument lengths"),
+        ({"lengths": Units.of_documents([3, 6, 3, 3, 6])}, "example 3 has 10 tokens by collate_fn.measure, but 3 by"),
         (
             {"lengths": Units.of_documents(TOKENS, patches=[0, 1, 0, 1, 1]), "budgets": {"patches": 10}},
-            r"example [134] has [48] patches by collate_fn.measure, but 1 were given or counted before. Pass what",
+            r"example [134] has [48] patches by collate_fn.measure, but 1 by resources or Units",
         ),
         (
             {"resources": {"patches": lambda example: 1}, "budgets": {"patches": 10}},
-            "example 0 has 0 patches by collate_fn.measure, but 1 were given",
+            "example 0 has 0 patches, but 1 by resources or Units",
         ),
     ],
 )
@@ -92,17 +92,15 @@ def test_left_out_columns_are_not_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measure", "remedy"),
+    "measure",
     [
-        (lambda table: measure_lengths(table), "pass length=, a function"),
-        (lambda table: pack_dataset(table, 28), ""),
-        (lambda table: dataloader(table, 28), ""),
-        (lambda table: dataloader(table, 28, collate_fn=TreeCollator()), "pass a collate_fn that takes them"),
-        (lambda table: dataloader(list(table), 28, collate_fn=TreeCollator()), "pass a collate_fn that takes them"),
+        measure_lengths,
+        lambda table: pack_dataset(table, 28),
+        lambda table: dataloader(table, 28),
+        lambda table: dataloader(table, 28, collate_fn=TreeCollator()),
+        lambda table: dataloader(list(table), 28, collate_fn=TreeCollator()),
     ],
 )
-def test_rows_of_rows_are_never_counted_as_one_token(measure: Callable[[Any], Any], remedy: str) -> None:
-    with pytest.raises(ValueError, match=r"(document|example) 0") as error:
+def test_rows_of_rows_are_never_counted_as_one_token(measure: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"(document|example) 0"):
         measure(nested([TEXT, TEXT]))
-    assert remedy in str(error.value)
-    assert "pass length=" in remedy or "pass length=" not in str(error.value)

@@ -11,7 +11,7 @@ pytest.importorskip("PIL")
 import tritonpack
 from tests.packing.vision.examples import build
 from tests.packing.vision.processors import PROCESSORS, processed
-from tests.small_copies.comparison import apart, tolerance
+from tests.patches.comparison import apart, tolerance
 
 
 @pytest.mark.slow

@@ -1,17 +1,16 @@
-"""Build a tiny random model of any class, with a configuration by the zoo's rows or of shrunk defaults."""
+"""Build a tiny random model of any class, with a configuration by the zoo's rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.patches import zoo
 from tests.patches.sweep import detectron
 from tests.patches.sweep.classes import Case, load
-from tests.small_copies.shrink import shrink
-from tests.small_copies.small_copy import PARTS, part_of, spread
+from tests.patches.zoo import PARTS, part_of, spread
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
 
 LABELS = 3  # of classification
@@ -26,28 +25,23 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation
     """Build a tiny random model of a class, in evaluation mode, with the same weights in every call.
 
     Raises:
-        NotBuiltError: with the reason of every way that was tried.
+        NotBuiltError: with the reason.
     """
     cls = load(case)
     if why := zoo.UNBUILT.get(case.model_type):
         raise NotBuiltError(why)
-    reasons = []
-    for way in (_by_rows, _by_shrinking):
-        try:
-            config = _fit(way(case), cls)
-            torch.manual_seed(0)  # a few parts draw their constants at construction
-            with zoo.without_timm(), detectron.stand_in(case.model_type):
-                model = cls._from_config(
-                    config, experts_implementation="eager", attn_implementation=attn_implementation
-                )
-            use_eager_if_sdpa_differs(model)
-            spread(model, torch.Generator().manual_seed(0))
-            return model.to(dtype).eval()
-        except Exception as error:
-            if attn_implementation == "tritonpack" and isinstance(error, ValueError) and "tritonpack" in str(error):
-                raise
-            reasons.append(f"{way.__name__[1:]}: {type(error).__name__}: {' '.join(str(error).split())}"[:240])
-    raise NotBuiltError("; ".join(reasons))
+    try:
+        config = _fit(_config(case), cls)
+        torch.manual_seed(0)  # a few parts draw their constants at construction
+        with zoo.without_timm(), detectron.stand_in(case.model_type):
+            model = cls._from_config(config, experts_implementation="eager", attn_implementation=attn_implementation)
+    except Exception as error:
+        if attn_implementation == "tritonpack" and isinstance(error, ValueError) and "tritonpack" in str(error):
+            raise
+        raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]) from error
+    use_eager_if_sdpa_differs(model)
+    spread(model, torch.Generator().manual_seed(0))
+    return model.to(dtype).eval()
 
 
 def overrides(case: Case) -> dict[str, Any]:
@@ -61,21 +55,12 @@ def overrides(case: Case) -> dict[str, Any]:
     return head
 
 
-def _by_rows(case: Case) -> Any:
+def _config(case: Case) -> Any:
     if case.name == "JevForDecision" and case.model_type != "jev":  # a head around any model
         config = zoo.tiny_config("jev")
         config.text_config = zoo.tiny_config(case.model_type)
         return config
     return zoo.tiny_config(case.model_type, **overrides(case))
-
-
-def _by_shrinking(case: Case) -> Any:
-    config = shrink(CONFIG_MAPPING[case.model_type]())
-    for name, value in overrides(case).items():
-        setattr(config, name, value)
-    if case.name.endswith("ForSequenceClassification") and getattr(config, "pad_token_id", 0) is None:
-        config.pad_token_id = 0  # by which the head finds a row's last token
-    return config
 
 
 def _fit(config: Any, cls: Any) -> Any:

@@ -12,30 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
 from transformers.models.layoutlmv2 import configuration_layoutlmv2, modeling_layoutlmv2
 from transformers.utils import import_utils
 
 NOTE = "its visual backbone was a stand-in for detectron2's"
+# Model types that are built with the stand-in, also where detectron2 is installed: under the weights that the sweep
+# draws, the features of its 101 layers would be infinite.
+TYPES = ("layoutlmv2",)
 
-# The sizes of the feature that the model reads, "p2", in detectron2's own configuration.
-CHANNELS, STRIDE = 256, 4
-
-
-class FrozenBatchNorm2d(nn.Module):
-    """Batch normalization with constant statistics, (channels,)."""
-
-    def __init__(self, num_features: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.num_features, self.eps = num_features, eps
-        self.weight, self.bias = nn.Buffer(torch.ones(num_features)), nn.Buffer(torch.zeros(num_features))
-        self.running_mean = nn.Buffer(torch.zeros(num_features))
-        self.running_var = nn.Buffer(torch.ones(num_features) - eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        return x * scale[:, None, None] + (self.bias - self.running_mean * scale)[:, None, None]
+CHANNELS, STRIDE = 256, 4  # of the feature that the model reads, "p2", in detectron2's own configuration
 
 
 class FPN(nn.Module):
@@ -44,13 +30,12 @@ class FPN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(3, CHANNELS, STRIDE, stride=STRIDE, bias=False)
-        self.norm = FrozenBatchNorm2d(CHANNELS)
 
     def output_shape(self) -> dict[str, Any]:
         return {"p2": SimpleNamespace(channels=CHANNELS, stride=STRIDE)}
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"p2": self.norm(self.convolution(x)).relu()}
+        return {"p2": self.convolution(x).relu()}
 
 
 class GeneralizedRCNN(nn.Module):
@@ -79,14 +64,9 @@ def _settings() -> _Settings:
 REGISTRY = {"GeneralizedRCNN": GeneralizedRCNN}
 DETECTRON2 = SimpleNamespace(
     config=SimpleNamespace(get_cfg=_settings),
-    layers=SimpleNamespace(FrozenBatchNorm2d=FrozenBatchNorm2d),
+    layers=SimpleNamespace(FrozenBatchNorm2d=nn.BatchNorm2d),
     modeling=SimpleNamespace(META_ARCH_REGISTRY=REGISTRY, backbone=SimpleNamespace(FPN=FPN)),
 )
-
-
-# Model types that are built with the stand-in, also where detectron2 is installed: under the weights that the sweep
-# draws, the features of its 101 layers would be infinite.
-TYPES = ("layoutlmv2",)
 
 
 @contextlib.contextmanager

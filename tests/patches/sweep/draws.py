@@ -6,15 +6,13 @@ with the same tokens differ then, and so do a document alone and the same docume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from tests.small_copies.comparison import apart, tolerance
 
 HALF = 0.5  # noise is half a standard deviation, because noise of 0 would hide what it is scaled by
 
@@ -72,12 +70,3 @@ def constant_draws_if_any(call: Callable[[], Any]) -> AbstractContextManager[Any
     with torch.no_grad(), ConstantDraws() as mode:
         call()
     return mode if mode.drawn else nullcontext()
-
-
-def gives_the_same_again(call: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether two calls give tensors that differ by no more than rounding. Each NaN counts as 0."""
-    with torch.no_grad():
-        first, second = ([x.nan_to_num() for x in call()] for _ in range(2))
-    if len(first) != len(second):
-        return False
-    return all(apart([a], [b]) <= tolerance(a.dtype) for a, b in zip(first, second, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.small_copies.packed_forms import Batch
+from tritonpack.patches.measuring import Batch
 
 Make = Callable[[Any, Batch], Any]  # of a configuration and a batch
 MARK = 5  # a token that marks an image or a question; no document draws it

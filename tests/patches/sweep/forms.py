@@ -1,23 +1,63 @@
-"""The forms in which a class is tried: those of trials, a collator's, other outputs, losses, and lower dtypes.
+"""The forms in which documents reach a model: how they are laid out in rows, and how the call marks them.
 
 `ALL` are tried in models that are patched or named, `COMPACTED` in models patched with `unpad` or `share_prefixes`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tritonpack
 from tests.patches.sweep.classes import Case
-from tests.small_copies import packed_forms
-from tests.small_copies.packed_forms import Batch
+from tritonpack.patches.measuring import Batch, lay_out
 
-Form = Callable[[list[Tensor]], Batch]
+Form = Callable[[list[Tensor]], Batch]  # lays out documents `[1, n]`
+LENGTHS = (7, 1, 3, 11)
+PADDING = 3  # tokens at the end of a packed row
+
+
+def whole(document: Tensor) -> Batch:
+    """Lay out one document `[1, n]` in a row of its own, with nothing but its tokens."""
+    return Batch(document, [(0, slice(0, document.numel()))], {})
+
+
+def _row(documents: list[Tensor], *kept: str, more: int = 0, **arguments: Any) -> Batch:
+    """All documents in one row, with the arguments of `lay_out` that are named, and others."""
+    batch = lay_out([range(len(documents))], documents, more=more)
+    return replace(batch, arguments={name: batch.arguments[name] for name in kept} | arguments)
+
+
+def _offsets(documents: list[Tensor]) -> Tensor:
+    return torch.tensor([0] + [d.numel() for d in documents], device="cpu").cumsum(0).to(torch.int32)
+
+
+def _numbered(documents: list[Tensor], padding: int = 0) -> Tensor:
+    """A mask `[1, t]` that numbers documents from 1, and is 0 for padding."""
+    numbers = torch.cat([torch.full((d.numel(),), i, device="cpu") for i, d in enumerate(documents, 1)])
+    return nn.functional.pad(numbers, (0, padding))[None]
+
+
+def _seq_idx(documents: list[Tensor]) -> Tensor:
+    return (_numbered(documents) - 1).to(torch.int32)
+
+
+def _flattened(documents: list[Tensor]) -> Batch:
+    """The arguments of transformers' `DataCollatorWithFlattening`."""
+    offsets, longest = _offsets(documents), max(d.numel() for d in documents)
+    return _row(
+        documents, "position_ids", cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=longest,
+        max_length_k=longest, seq_idx=_seq_idx(documents),
+    )  # fmt: skip
+
+
+def _two_rows_alone(documents: list[Tensor]) -> Batch:
+    batch = FORMS["two_rows"](documents)
+    return replace(batch, arguments={"position_ids": batch.arguments["position_ids"]})
 
 
 def _collated(documents: list[Tensor]) -> Batch:
@@ -26,22 +66,47 @@ def _collated(documents: list[Tensor]) -> Batch:
     batch = collator([{"input_ids": document[0].tolist()} for document in documents])
     ids = batch.pop("input_ids")
     del batch["labels"]
-    spans = packed_forms.lay_out([range(len(documents))], documents).spans
+    spans = lay_out([range(len(documents))], documents).spans
     return Batch(ids, spans, batch)
 
 
-FORMS: dict[str, Form] = {**packed_forms.FORMS, "packing_collator": _collated}
+FORMS: dict[str, Form] = {
+    "position_ids": lambda d: _row(d, "position_ids"),
+    "without_cache": lambda d: _row(d, "position_ids", use_cache=False),
+    "with_cache": lambda d: _row(d, "position_ids", use_cache=True),
+    "all_ones_mask": lambda d: _row(d, "position_ids", "attention_mask"),
+    "bool_mask": lambda d: _row(d, "position_ids", attention_mask=_numbered(d) > 0),
+    "collator": _flattened,
+    "offsets_alone": lambda d: _row(d, cu_seq_lens_q=_offsets(d)),
+    "seq_idx_alone": lambda d: _row(d, seq_idx=_seq_idx(d)),
+    "segment_mask": lambda d: _row(d, "position_ids", attention_mask=_numbered(d)),
+    "segments_alone": lambda d: _row(d, attention_mask=_numbered(d)),
+    "segments_padded": lambda d: _row(d, more=PADDING, attention_mask=_numbered(d, PADDING)),
+    # Flattening collators pad with position ids of 0 for `pad_to_multiple_of`.
+    "padded_end": lambda d: _row(d, "position_ids", more=PADDING),
+    "padded_end_mask": lambda d: _row(d, "position_ids", "attention_mask", more=PADDING),
+    "two_rows": lambda d: lay_out([range(len(d) - 1), [len(d) - 1]], d),
+    "two_rows_alone": _two_rows_alone,
+    "two_rows_padded": lambda d: lay_out([[0], range(1, len(d))], d),
+    "padded_right": lambda d: lay_out([[i] for i in range(len(d))], d),
+    "padded_left": lambda d: lay_out([[i] for i in range(len(d))], d, left=True),
+    "packing_collator": _collated,
+}
+
+# Arguments with a value for each token, which have another name for a decoder's tokens.
+OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
+
 
 # Forms with one document in each row: a model without tritonpack may be wrong in them, too.
 PADDED = ("padded_right", "padded_left")
 
 
 def _with_mask_alone(form: str) -> Form:
-    def lay_out(documents: list[Tensor]) -> Batch:
+    def with_mask(documents: list[Tensor]) -> Batch:
         batch = FORMS[form](documents)
-        return dataclasses.replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
+        return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
 
-    return lay_out
+    return with_mask
 
 
 def _padded_between(documents: list[Tensor]) -> Batch:
@@ -49,10 +114,10 @@ def _padded_between(documents: list[Tensor]) -> Batch:
     padding = torch.zeros(1, 2, dtype=torch.long)
     parts = [part for document in documents for part in (document, padding)]
     middle = len(documents) // 2 * 2
-    batch = packed_forms.lay_out([range(middle), range(middle, len(parts))], parts, left=True)
+    batch = lay_out([range(middle), range(middle, len(parts))], parts, left=True)
     for place in batch.spans[1::2]:
         batch.arguments["attention_mask"][place] = 0
-    return dataclasses.replace(batch, spans=batch.spans[::2])
+    return replace(batch, spans=batch.spans[::2])
 
 
 # Padded batches, with position ids and a mask, or with a mask alone, as trainers give them.
@@ -108,15 +173,15 @@ def laid_out(form: str) -> Form:
 
 def end_to_end(documents: list[Tensor]) -> Batch:
     """One row of documents, without boundaries."""
-    return dataclasses.replace(packed_forms.FORMS["position_ids"](documents), arguments={})
+    return replace(FORMS["position_ids"](documents), arguments={})
 
 
 def rows(documents: list[Tensor]) -> Batch:
     """Documents of one length in rows of their own, with nothing but their tokens."""
-    batch = packed_forms.lay_out([[number] for number in range(len(documents))], documents)
-    return dataclasses.replace(batch, arguments={})
+    batch = lay_out([[number] for number in range(len(documents))], documents)
+    return replace(batch, arguments={})
 
 
 def alone(documents: list[Tensor]) -> Batch:
     """One document, with nothing but its tokens."""
-    return packed_forms.whole(documents[0])
+    return whole(documents[0])

@@ -16,18 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
+from tests.patches.comparison import Parts, apart, gradients_of, tolerance
 from tests.patches.sweep import build as building
 from tests.patches.sweep import detectron, forms
 from tests.patches.sweep.classes import Case
 from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any
-from tests.patches.sweep.forms import LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
+from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
 from tests.patches.sweep.losses import NO_LABELS, Losses
-from tests.patches.sweep.means import means
+from tests.patches.sweep.outputs import Output, UnlikeError
 from tests.patches.sweep.results import VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
-from tests.small_copies.comparison import Parts, apart, gradients_of, influence, tolerance
-from tests.small_copies.outputs import Output, UnlikeError
-from tests.small_copies.packed_forms import LENGTHS
 from tritonpack.patches.forwards import installed, versions
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
@@ -310,12 +308,18 @@ class Trial:
         batch = subject.lay_out(forms.laid_out(form), self.documents if documents is None else documents)
         return subject.gather(subject.call(batch, **OUTPUTS.get(form, {})), batch, strict=strict)
 
+    @torch.no_grad()
     def influence(self, subject: Subject, form: str) -> float:
         """Return how far other tokens in the first document, or in the last, move the values of the rest."""
-        others = {i: self.subject.draw((self.lengths[i],), seed=9)[0] for i in (0, len(self.lengths) - 1)}
-        return influence(
-            lambda given: self._parts(subject, form, given, strict=False).parts, self.documents, others
-        ).size
+        before, worst = self._parts(subject, form, strict=False).parts, 0.0
+        for number in (0, len(self.lengths) - 1):
+            documents = list(self.documents)
+            documents[number] = self.subject.draw((self.lengths[number],), seed=9)[0]
+            after = self._parts(subject, form, documents, strict=False).parts
+            kept = [i for i in range(len(documents)) if i != number]
+            for name in before.keys() & after.keys():
+                worst = max(worst, apart([before[name][i] for i in kept], [after[name][i] for i in kept]))
+        return worst
 
     @torch.no_grad()
     def _stock_is_wrong(self, form: str) -> bool:
@@ -400,3 +404,19 @@ def has_remedy(text: str) -> bool:
 
 def message(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:480]
+
+
+def means(handle: Any) -> str:
+    """Describe a handle's report; empty for a model without a handle."""
+    report = getattr(handle, "report", None)
+    if report is None:
+        return ""
+    words = [report.attention] if report.attention == "dense" else []
+    if windows := {window for window in report.windows if window}:
+        words.append(f"window{'s' if len(windows) > 1 else ''}")
+    words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]
+    if report.by_document:
+        words.append("by document")
+    if report.positions:
+        words.append("positions")
+    return ", ".join(words)

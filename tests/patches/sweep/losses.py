@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.patches.comparison import apart, gradients_of
 from tests.patches.sweep.forms import Form, alone
-from tests.patches.sweep.labels import first_tokens, losses_in, mean_over_labels, token_labels
+from tests.patches.sweep.outputs import UnlikeError
 from tests.patches.sweep.subject import Subject
-from tests.small_copies.comparison import apart, gradients_of
-from tests.small_copies.packed_forms import Batch, lay_out
+from tritonpack.patches.measuring import Batch, lay_out
 from tritonpack.patches.targets import IGNORED
 
 SCORES = ("ViltForQuestionAnswering",)  # the label of a document has a score for each answer, (documents, answers)
@@ -91,8 +91,8 @@ class Losses:
     def _alone(self, subject: Subject) -> Found:
         batches = [subject.lay_out(alone, [document]) for document in self.documents]
         counts = {i: count for i, batch in enumerate(batches) if (count := _count(labels(subject, batch)))}
-        losses = [self._losses(subject, batches[i])["loss"] for i in counts]
-        return self._found(subject, {"loss": mean_over_labels(losses, [*counts.values()])})
+        losses = [count * self._losses(subject, batches[i])["loss"] for i, count in counts.items()]
+        return self._found(subject, {"loss": torch.stack(losses).sum(0) / sum(counts.values())})
 
     def _losses(self, subject: Subject, batch: Batch) -> dict[str, Tensor]:
         given = {**self.switches, **labels(subject, batch)}
@@ -125,7 +125,7 @@ def _switches(subject: Subject) -> dict[str, Any]:
 
 def labels(subject: Subject, batch: Batch) -> dict[str, Tensor]:
     """Return labels of every kind that a class takes: for each token but a document's first, and for each document."""
-    first = first_tokens(batch)
+    first = torch.stack([batch.ids[row, span.start] for row, span in batch.spans])  # the first token of each document
     classes = int(getattr(subject.config, "num_labels", 2))
     given: dict[str, Tensor] = {}
     if "labels" in subject.names:
@@ -146,3 +146,31 @@ def labels(subject: Subject, batch: Batch) -> dict[str, Tensor]:
         given["start_positions"] = torch.zeros_like(first)
         given["end_positions"] = torch.tensor([span.stop - span.start - 1 for _, span in batch.spans])
     return given
+
+
+def losses_in(output: Any) -> dict[str, Tensor]:
+    """Return the losses (1,) in the output of a call with labels: `loss`, and others whose names end so.
+
+    Raises:
+        UnlikeError: it has no loss, or one that isn't a single number.
+    """
+    named = {"loss": output[0]} if isinstance(output, tuple) else output if isinstance(output, Mapping) else {}
+    found = {
+        name: value for name, value in named.items()
+        if name.endswith("loss") and isinstance(value, Tensor) and value.is_floating_point()
+    }  # fmt: skip
+    if "loss" not in found:
+        raise UnlikeError("it gives no loss")
+    for name, value in found.items():
+        if value.numel() != 1:
+            raise UnlikeError(f"{name} has shape {tuple(value.shape)}")
+    return {name: value.flatten() for name, value in found.items()}
+
+
+def token_labels(batch: Batch, classes: int) -> Tensor:
+    """(B, T) tokens modulo the number of classes; `IGNORED` for padding and the first token of each document."""
+    labels = torch.full_like(batch.ids, IGNORED)
+    for row, span in batch.spans:
+        labels[row, span] = batch.ids[row, span] % classes
+        labels[row, span.start] = IGNORED
+    return labels

@@ -10,7 +10,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -65,16 +67,32 @@ def _work(group: list[Case], options: dict[str, Any], pipe: Connection) -> None:
     pipe.close()
 
 
-@dataclasses.dataclass
-class _Worker:
-    process: Any
-    pipe: Connection
-    left: list[Case]  # the first of them is running
-    end: float
+def _rows_of(group: list[Case], limit: float, options: dict[str, Any]) -> list[Row]:
+    """Return the rows of classes, which run in a process of their own; after a crash or a hang another one goes on."""
+    fork = multiprocessing.get_context("fork")  # so that nothing is imported twice
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_work, args=(group, options, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    rows: list[Row] = []
+    for number, case in enumerate(group):
+        try:
+            if ours.poll(limit):
+                rows += [Row(**row) for row in ours.recv()]
+                continue
+            process.kill()
+            why = f"it took more than {limit:.0f} seconds"
+        except EOFError:
+            process.join()
+            why = f"its process ended with {process.exitcode}"
+        rest = group[number + 1 :]
+        return [*rows, Row(case.key, ANY, "error", why), *(_rows_of(rest, limit, options) if rest else ())]
+    process.join()
+    return rows
 
 
 def run(todo: Iterable[Case], *, jobs: int = 1, limit: float = 60.0, **options: Any) -> Iterator[Row]:
-    """Yield rows of classes when they are done.
+    """Yield rows of classes when those of their model type are done.
 
     Args:
         todo: those of one model type are run one after the other.
@@ -85,37 +103,6 @@ def run(todo: Iterable[Case], *, jobs: int = 1, limit: float = 60.0, **options: 
     groups: dict[str, list[Case]] = {}
     for case in todo:
         groups.setdefault(case.model_type, []).append(case)
-    waiting = list(groups.values())[::-1]
-    fork = multiprocessing.get_context("fork")  # so that nothing is imported twice
-    workers: list[_Worker] = []
-    while waiting or workers:
-        while waiting and len(workers) < jobs:
-            group = waiting.pop()
-            ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_work, args=(group, options, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            workers.append(_Worker(process, ours, group, time.monotonic() + limit))
-        ready = wait([worker.pipe for worker in workers], timeout=1.0)
-        for worker in list(workers):
-            if worker.pipe in ready:
-                try:
-                    yield from (Row(**row) for row in worker.pipe.recv())
-                except EOFError:
-                    worker.process.join()
-                    why = f"its process ended with {worker.process.exitcode}"
-                else:
-                    worker.left, worker.end = worker.left[1:], time.monotonic() + limit
-                    continue
-            elif time.monotonic() > worker.end:
-                worker.process.kill()
-                worker.process.join()
-                why = f"it took more than {limit:.0f} seconds"
-            else:
-                continue
-            workers.remove(worker)
-            worker.pipe.close()
-            if worker.left:
-                yield Row(worker.left[0].key, ANY, "error", why)
-            if worker.left[1:]:
-                waiting.append(worker.left[1:])
+    with ThreadPool(jobs) as pool:
+        for rows in pool.imap_unordered(partial(_rows_of, limit=limit, options=options), groups.values()):
+            yield from rows

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.patches import zoo
 from tests.patches.sweep.extras import extras
-from tests.patches.sweep.forms import alone, end_to_end
-from tests.small_copies.outputs import Output, UnlikeError, outputs_alone, parts_of
-from tests.small_copies.packed_forms import Batch, with_choices
-from tests.small_copies.subject import codebooks_of, exchanged, rows_for_codebooks, side_by_side
+from tests.patches.sweep.forms import OF_TOKENS, alone, end_to_end
+from tests.patches.sweep.outputs import Output, UnlikeError, outputs_alone, parts_of
+from tests.patches.zoo import codebooks_of, rows_for_codebooks, side_by_side
+from tests.patches.zoo_rows import DIFFERENTIABLE
 from tritonpack.patches.configurations import is_config, special_tokens
-from tritonpack.patches.measuring import draw
+from tritonpack.patches.measuring import Batch, draw
 from tritonpack.patches.parse_inputs import CACHES
 
 # The least number of tokens in documents of a few model types.
@@ -33,13 +33,10 @@ LEFT_OUT = (
     "cross_attentions", "loss",
 )  # fmt: skip
 
-# Arguments that a patched encoder-decoder model reads for each side, whatever its forward takes.
-READ = ("attention_mask", "position_ids", "seq_idx")
-
 # Encoder-decoder models whose configuration doesn't say so.
 WITH_DECODER = ("BlipForQuestionAnswering",)
 
-PER_TOKEN = ("attention_mask", "position_ids", "seq_idx", "token_type_ids")
+PER_TOKEN = (*OF_TOKENS, "token_type_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Subject:
             arguments["decoder_input_ids"] = rows_for_codebooks(decoder.ids, self.books, self.size)
             told = decoder.arguments
             for name in PER_TOKEN:
-                if name in told and (f"decoder_{name}" in self.names or (name in READ and not self.stock)):
+                if name in told and (f"decoder_{name}" in self.names or (name in OF_TOKENS and not self.stock)):
                     arguments[f"decoder_{name}"] = told[name]
             for name in ("cu_seq_lens", "max_length"):  # of the decoder's queries and the encoder's keys
                 if f"{name}_q" in told:
@@ -132,14 +129,14 @@ class Subject:
             name, columns, size = self.extras.columns
             arguments[name] = torch.stack([(arguments[name] + i) % size for i in range(columns)], dim=-1)
         if self.choices:
-            arguments = with_choices(arguments, exchanged(self.ordinary, self.size))
+            arguments = self._with_choices(arguments)
         if "use_cache" in arguments and "use_cache" not in self.names and not self.takes_any:
             del arguments["use_cache"]
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         if self.config.model_type == "fsmt":  # with a cache, its decoder sees both ways
             arguments = {"use_cache": False, **arguments}
         if torch.is_grad_enabled():
-            arguments = {**zoo.DIFFERENTIABLE.get(self.config.model_type, {}), **arguments}
+            arguments = {**DIFFERENTIABLE.get(self.config.model_type, {}), **arguments}
         for name, make in self.extras.arguments.items():
             if name not in arguments:
                 value = make(self.config, batch)
@@ -147,6 +144,20 @@ class Subject:
         if self.stock and not self.takes_any:
             arguments = {name: value for name, value in arguments.items() if name in self.names}
         return arguments
+
+    def _with_choices(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call in multiple choice: each document and its copy in other tokens.
+
+        Arguments `[b, t]` with a value for each token become `[b, 2, t]`. Offsets are taken for a single row.
+        """
+        table, found = torch.arange(self.size), dict(arguments)  # each ordinary token becomes another one
+        table[self.ordinary] = self.ordinary.roll(1)
+        for name, value in arguments.items():
+            if name in ("input_ids", *OF_TOKENS):
+                found[name] = torch.stack([value, table[value] if name == "input_ids" else value], dim=1)
+            elif name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+                found[name] = torch.cat([value, value[1:] + value[-1]])
+        return found
 
     def run(self, **arguments: Any) -> Any:
         """Call the model."""

@@ -190,25 +190,6 @@ class CostModel:
         return weights
 
 
-def unit_costs(
-    lengths: NDArray[np.integer],
-    squares: NDArray[np.int64],
-    capacity: int,
-    num_rows: int,
-    objective: str,
-    cost_model: CostModel | None,
-) -> NDArray[np.int64]:
-    """The cost of each unit, (units,), under an objective of `plan_epoch`; the sum of `num_rows` rows fits.
-
-    Args:
-        lengths, squares: (units,) tokens, and sums of squared lengths.
-    """
-    per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
-    if cost_model is not None:
-        per_token, per_square = cost_model.whole_weights(capacity, num_rows)
-    return per_token * lengths.astype(np.int64) + per_square * squares
-
-
 def _finite_row(values: ArrayLike, name: str) -> NDArray[np.float64]:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():

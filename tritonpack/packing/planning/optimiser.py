@@ -48,7 +48,7 @@ def plan_steps(
     Args:
         takes: (units, resources) int64, what each unit takes, in the shuffled order; the first resource is tokens.
         costs: (units,) int64, at least 1.
-        kinds: (units,) int64 below 2**30. Units of one kind take the same; larger units have smaller kinds.
+        kinds: (units,) int64 below 2**30; larger units have smaller kinds.
         limits: (resources,) int64, what a row holds; a single unit may take more.
         last_limits: the same for the rows of `last_step`.
         ranks: rows of a step.

@@ -19,10 +19,10 @@ Until = Literal["first_exhausted", "all_exhausted"]
 Order = NDArray[np.integer] | Callable[[int, int], NDArray[np.integer]]
 
 
-def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
-    """0 to count - 1 in a random order; every pair of a seed and an epoch has its own."""
-    numbers = [check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)]
-    return _permutation(count, numbers).astype(np.int32)
+def shuffled(count: int, *seed: int) -> NDArray[np.int32]:
+    """0 to count - 1 in a random order; every seed, such as a seed and an epoch, has its own."""
+    numbers = [check_integer(number, "seed" if place == 0 else "epoch", 0, None) for place, number in enumerate(seed)]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers))).permutation(count).astype(np.int32)
 
 
 def given_order(order: Order, count: int, seed: int, epoch: int) -> NDArray[np.int32]:
@@ -36,10 +36,6 @@ def given_order(order: Order, count: int, seed: int, epoch: int) -> NDArray[np.i
     if outside.any():
         raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}.")
     return numbers.astype(np.int32)
-
-
-def _permutation(count: int, seed: Sequence[int]) -> NDArray[np.int64]:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(count)
 
 
 class Mixture:
@@ -128,7 +124,7 @@ class Mixture:
             # its tokens, each pass shuffled anew.
             begin = math.ceil(epoch * self._epoch_tokens * share)
             end = math.ceil((epoch + 1) * self._epoch_tokens * share)
-            order = _permutation(len(own), [seed, number]) if self._shuffle else np.arange(len(own))
+            order = shuffled(len(own), seed, number) if self._shuffle else np.arange(len(own))
             starts = np.cumsum(own[order]) - own[order]
             passes = [order[:0]]
             for turn, start in enumerate(range(begin, end, total)):
@@ -136,9 +132,7 @@ class Mixture:
                 high = low + min(total, end - start)
                 one, other, rest = np.searchsorted(starts, [low, min(high, total), max(high - total, 0)])
                 chosen = np.concatenate([order[one:other], order[:rest]])
-                passes.append(
-                    chosen[_permutation(len(chosen), [seed, number, epoch, turn])] if self._shuffle else chosen
-                )
+                passes.append(chosen[shuffled(len(chosen), seed, number, epoch, turn)] if self._shuffle else chosen)
             mine = np.concatenate(passes)
             documents.append(first + mine)
             # A document has its turn after these tokens of all datasets.

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag, is_number
-from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.cost import CostModel, unit_costs
-from tritonpack.packing.planning.demands import Demands
+from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order, given_order, shuffled
-from tritonpack.packing.planning.tail import Tail, check_tail, drop_last_step, spread, whole_steps
-from tritonpack.packing.units import Units
+from tritonpack.packing.planning.tail import Limits, Tail, Takes, check_tail, is_full, spread, whole_steps
+from tritonpack.packing.units import Units, fit_units
 
 Objective = Literal["quadratic", "linear", "cost"]
 
@@ -50,7 +49,7 @@ class Plan:
         steps_together: the number of steps that were planned at once.
 
     Raises:
-        ValueError: arrays or numbers that aren't as above.
+        ValueError: offsets that don't ascend from 0 to the number of items, or don't make whole steps.
     """
 
     items: NDArray[np.int32]
@@ -61,24 +60,14 @@ class Plan:
     steps_together: int = 1
 
     def __post_init__(self) -> None:
-        items, offsets = self.items, self.offsets
-        for values, name in ((items, "items"), (offsets, "offsets")):
-            if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
-                raise ValueError(f"{name} must be a one-dimensional array of integers; got {values!r:.100}.")
-        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(items) or (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(
-                f"offsets must begin with 0, never decrease and end with the number of items, {len(items)}; got "
-                f"{offsets!r:.100}."
-            )
-        if len(items) and items.min() < 0:
-            raise ValueError(f"items must be document numbers of at least 0; got {items.min()}.")
+        ends = self.offsets
         check_integer(self.num_ranks, "num_ranks")
-        check_integer(self.capacity, "capacity")
-        if (len(offsets) - 1) % self.num_ranks:
-            raise ValueError(f"{len(offsets) - 1} rows don't make whole steps of {self.num_ranks} ranks.")
-        check_integer(self.steps_together, "steps_together")
-        most = min(self.num_ranks, len(offsets)) - 1
-        check_integer(self.filler_rows, "filler_rows", 0, most, "because another rank of the last step has documents")
+        if not len(ends) or ends[0] or ends[-1] != len(self.items) or (np.diff(ends) < 0).any():
+            raise ValueError(
+                f"offsets must ascend from 0 to the number of items, {len(self.items)}; got {ends!r:.100}."
+            )
+        if (len(ends) - 1) % self.num_ranks:
+            raise ValueError(f"{len(ends) - 1} rows don't make whole steps of {self.num_ranks} ranks.")
 
     @property
     def num_steps(self) -> int:
@@ -107,15 +96,7 @@ class Plan:
         return (self.row(step, rank) for step in range(self.num_steps))
 
     def sums(self, values: NDArray[np.number]) -> NDArray[np.number]:
-        """(num_steps, num_ranks): sums of `values` (documents,) over the documents of each row, in the same dtype.
-
-        Raises:
-            ValueError: values that aren't a one-dimensional array of numbers, or none for a document of the plan.
-        """
-        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iuf":
-            raise ValueError(f"values must be a one-dimensional array of numbers; got {values!r:.100}.")
-        if len(self.items) and len(values) <= self.items.max():
-            raise ValueError(f"got values of {len(values)} documents, but the plan has document {self.items.max()}.")
+        """(num_steps, num_ranks): sums of `values` (documents,) over the documents of each row, in the same dtype."""
         totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self.items])])
         return np.diff(totals[self.offsets]).reshape(self.num_steps, self.num_ranks)
 
@@ -196,78 +177,82 @@ def plan_epoch(
     least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
-    demands = Demands.of(lengths, capacity, budgets)
-    keeps_order = order is not None or not shuffle
-    if order is None:
-        order = shuffled(len(demands), seed, epoch) if shuffle else np.arange(len(demands), dtype=np.int32)
-        check_tail(lengths, capacity, num_ranks, tail, budgets)
+    takes, squares, limits = demands(lengths, capacity, budgets)
+    if order is not None:
+        numbers = given_order(order, len(takes), seed, epoch)
     else:
-        order = given_order(order, len(demands), seed, epoch)
+        numbers = shuffled(len(takes), seed, epoch) if shuffle else np.arange(len(takes), dtype=np.int32)
+        check_tail(takes, limits, num_ranks, tail)
     if steps_together is None:
-        steps_together = 1 if keeps_order else _steps_together(demands, num_ranks)
-    costs = unit_costs(
-        demands.takes[:, 0], demands.squares, capacity, num_ranks * steps_together, objective, cost_model
-    )
-    nothing = Plan(order[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
-    if not len(order):
-        return nothing
+        steps_together = choose_steps_together(takes, limits, num_ranks) if shuffle and order is None else 1
+    per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
+    if cost_model is not None:
+        per_token, per_square = cost_model.whole_weights(capacity, num_ranks * steps_together)
+    costs = (per_token * takes[:, 0] + per_square * squares)[numbers]
+    takes = takes[numbers]
+    # Larger units have smaller kinds, where the size of a unit is the largest share of a row that it takes.
+    kinds = capacity - (-(-takes * capacity // limits)).max(axis=1, initial=0)
+    if not len(takes):
+        return Plan(numbers, np.zeros(1, dtype=np.int64), num_ranks, capacity)
     from tritonpack.packing.heuristics import group_by_bin
     from tritonpack.packing.planning.optimiser import plan_steps  # imports numba, which is slow
 
-    stream, costs = demands.select(order), costs[order]
-
-    def steps(limits: NDArray[np.int64], last_step: int = len(order)) -> NDArray[np.int64]:
-        level = objective == "cost"
+    def steps(row_limits: Limits, last_step: int = len(numbers)) -> NDArray[np.int64]:
         try:
             return plan_steps(
-                stream.takes, costs, stream.kinds, limits, demands.limits, num_ranks, float(lookahead), steps_together,
-                level, last_step,
+                takes, costs, kinds, row_limits, limits, num_ranks, float(lookahead), steps_together,
+                objective == "cost", last_step,
             )  # fmt: skip
         except SystemError as error:
             if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba returned a result
                 raise KeyboardInterrupt from error
             raise
 
-    rows = spread(steps, stream, num_ranks, least_steps) if tail == "spread" else steps(stream.limits)
+    rows = spread(steps, takes, limits, num_ranks, least_steps) if tail == "spread" else steps(limits)
     if tail == "drop":
-        kept_steps = drop_last_step(rows, stream, num_ranks)
+        kept_steps = int(rows.max()) // num_ranks
+        kept_steps += is_full(takes[rows >= kept_steps * num_ranks], limits, num_ranks)
         if least_steps > max(kept_steps, 1):
             kept_steps = least_steps  # the documents that would be left out are needed
-        kept = np.flatnonzero(rows < kept_steps * num_ranks)
-        if len(kept) < len(order):
-            order, rows = order[kept], rows[kept]
-        if not len(order):
-            return nothing
-    rows, num_steps, filler_rows = whole_steps(rows, order, demands, num_ranks, least_steps)
-    items, offsets = group_by_bin(rows, order, num_steps * num_ranks)
+        kept = rows < kept_steps * num_ranks
+        if not kept.all():
+            numbers, rows, takes = numbers[kept], rows[kept], takes[kept]
+        if not len(numbers):
+            return Plan(numbers, np.zeros(1, dtype=np.int64), num_ranks, capacity)
+    rows, num_steps, filler_rows = whole_steps(rows, takes, limits, num_ranks, least_steps)
+    items, offsets = group_by_bin(rows, numbers, num_steps * num_ranks)
     if filler_rows:  # each repeats one of the shortest documents
-        shortest = order[np.argsort(demands.takes[order, 0], kind="stable")]
+        shortest = numbers[np.argsort(takes[:, 0], kind="stable")]
         items = np.append(items, np.resize(shortest, filler_rows))
         offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
     return Plan(items, offsets, num_ranks, capacity, filler_rows, steps_together)
 
 
-def choose_steps_together(
-    lengths: NDArray[np.integer] | Units, capacity: int, num_ranks: int, budgets: Mapping[str, int] | None = None
-) -> int:
+def demands(
+    lengths: Sequence[int] | NDArray[Any] | Units, capacity: int, budgets: Mapping[str, int] | None = None
+) -> tuple[Takes, NDArray[np.int64], Limits]:
+    """What units take of tokens and of the resources that some unit takes, their squares, and what a row holds.
+
+    Raises:
+        ValueError: a unit or a document that doesn't fit (see `fit_units` and `fit_lengths`).
+    """
+    if not isinstance(lengths, Units) and not budgets:
+        tokens = fit_lengths(lengths, capacity).lengths.astype(np.int64)
+        return tokens[:, None], tokens * tokens, np.array([capacity])
+    units = fit_units(lengths, capacity, budgets).units
+    taken = [name for name, values in sorted(units.resources.items()) if values.any()]
+    takes = np.stack([units.tokens, *(units.resources[name] for name in taken)], axis=1)
+    return takes, units.squares, np.array([capacity, *((budgets or {})[name] for name in taken)], dtype=np.int64)
+
+
+def choose_steps_together(takes: Takes, limits: Limits, num_ranks: int) -> int:
     """The fewest steps, of 1, 2, 4 to 64, that hold enough units to combine to full rows: 256, or about 1,000 in pairs.
 
     1 if no two units fit into a row together.
-
-    Args:
-        lengths, capacity, num_ranks, budgets: see `plan_epoch`.
-
-    Raises:
-        ValueError: lengths or units that don't fit.
     """
-    return _steps_together(Demands.of(lengths, capacity, budgets), num_ranks)
-
-
-def _steps_together(demands: Demands, num_ranks: int) -> int:
-    """`choose_steps_together` of units that were checked."""
-    if (2 * demands.takes.min(axis=0) > demands.limits).any():
+    if (2 * takes.min(axis=0) > limits).any():
         return 1
-    in_row = len(demands) * float((demands.limits / demands.totals).min())
+    in_row = len(takes) * float((limits / takes.sum(axis=0)).min())
     units = max(_COMBINED, _OF_FEW / in_row**2)
     return next((steps for steps in (1, 2, 4, 8, 16, 32) if steps * num_ranks * in_row >= units), 64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -166,15 +166,6 @@ def plan_statistics(
         spread=_spread(own.sum(1)[:-1], per_step[:-1], float(tokens_of.std())),
         tokens_covered=int(tokens_of[covered].sum()) / (total_tokens or int(tokens_of.sum())),
     )
-
-
-def mean_over_epochs(found: Sequence[PlanStatistics]) -> dict[str, float | None]:
-    """The mean of each measure over plans of several epochs, by name; None if one of them has none."""
-    means: dict[str, float | None] = {}
-    for field in fields(PlanStatistics):
-        values = [getattr(one, field.name) for one in found]
-        means[field.name] = None if None in values else sum(values) / len(values)
-    return means
 
 
 def _spread(tokens: NDArray[np.number], counts: NDArray[np.int64], sigma: float) -> float | None:

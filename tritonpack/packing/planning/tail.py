@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.lengths import count
-from tritonpack.packing.planning.demands import Demands
-from tritonpack.packing.units import Units
 
 Tail = Literal["drop", "spread", "keep"]
+Takes = NDArray[np.int64]  # (units, resources) what units take of a row; the first resource is tokens
+Limits = NDArray[np.int64]  # (resources,) what a row holds
 
 FULL = 0.95  # tail="drop" keeps a last step that is filled to this share
 _RESERVES = (0.01, 0.05)  # shares of its part that the last step may lack under "spread", tried in this order
@@ -20,43 +20,24 @@ _TRIES = 200_000  # rooms that a search for a packing looks at
 _MOST_SEARCHED = 256  # units that it may move if rows hold more than tokens
 
 
-def check_tail(
-    lengths: Sequence[int] | NDArray[Any] | Units,
-    capacity: int,
-    num_ranks: int,
-    tail: Tail,
-    budgets: Mapping[str, int] | None = None,
-) -> None:
+def is_full(takes: Takes, limits: Limits, num_ranks: int) -> bool:
+    """Whether units fill a step: they take 95% of one of its resources."""
+    return bool(((takes.sum(axis=0) >= FULL * num_ranks * limits) & (limits > 0)).any())
+
+
+def check_tail(takes: Takes, limits: Limits, num_ranks: int, tail: Tail) -> None:
     """ValueError if `tail="drop"` leaves out every unit. This depends on what units take alone, not on their order."""
-    resources = lengths.resources if isinstance(lengths, Units) else {}
-    tokens = lengths.tokens if isinstance(lengths, Units) else np.asarray(lengths)
-    totals = {"tokens": int(tokens.sum(dtype=np.int64))} | {name: int(row.sum()) for name, row in resources.items()}
-    limits = {"tokens": capacity} | dict(budgets or {})
-    if tail == "drop" and not _is_full([(totals[name], limits[name]) for name in totals], num_ranks):
-        held, rows = (
-            " and ".join(f"{number} {'token' if (number, name) == (1, 'tokens') else name}" for name, number in each)
-            for each in (totals.items(), [(name, limits[name]) for name in totals])
-        )
-        dont = "doesn't" if held == "1 token" else "don't"
+    if tail == "drop" and not is_full(takes, limits, num_ranks):
         raise ValueError(
-            f"{held} {dont} fill one step of {count(num_ranks, 'rank')} with {rows} each to {FULL:.0%}, and "
-            "tail='drop' leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
+            f"{count(takes[:, 0].sum(), 'token')} can't fill one step of {count(num_ranks, 'rank')} with "
+            f"{count(limits[0], 'token')} each to {FULL:.0%}, and tail='drop' leaves out what doesn't. Use tail='keep' "
+            "or 'spread', fewer ranks or shorter rows."
         )
 
 
-def _is_full(amounts: Iterable[tuple[int, int]], num_ranks: int) -> bool:
-    """Whether a step counts as full, by what it holds and what a row may hold of each resource: one of them is full."""
-    return any(total >= FULL * num_ranks * most > 0 for total, most in amounts)
-
-
-def drop_last_step(rows: NDArray[np.int64], demands: Demands, num_ranks: int) -> int:
-    """The number of steps without a last one that isn't full; at least 1 after `check_tail`."""
-    last = int(rows.max()) // num_ranks
-    held = demands.takes[rows >= last * num_ranks].sum(axis=0)
-    return last + _is_full(zip(held.tolist(), demands.limits.tolist(), strict=True), num_ranks)
-
-
-def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_steps: int) -> NDArray[np.int64]:
+def spread(
+    steps: Callable[..., NDArray[np.int64]], takes: Takes, limits: Limits, num_ranks: int, least_steps: int
+) -> NDArray[np.int64]:
     """Plan all units in as few steps as found, but at least `least_steps`, about equally full of the scarcest resource.
 
     Full rows tell how many steps are needed; then all but the last step get rows that are just large enough. If no such
@@ -68,24 +49,25 @@ def spread(steps: Callable[..., Any], demands: Demands, num_ranks: int, least_st
     Returns:
         The row of each unit, `step * num_ranks + rank`.
     """
-    rows = steps(demands.limits)
+    rows = steps(limits)
     num_steps = int(rows.max()) // num_ranks + 1
-    scarce = int(np.argmax(demands.totals / demands.limits))
-    amounts = demands.takes[:, scarce]
+    totals = takes.sum(axis=0)
+    scarce = int(np.argmax(totals / limits))
+    amounts = takes[:, scarce]
     full = amounts[rows < (num_steps - 1) * num_ranks].sum() / max(num_steps - 1, 1)  # what a step of full rows holds
-    wanted = max(num_steps, min(least_steps, len(demands) // num_ranks))
+    wanted = max(num_steps, min(least_steps, len(takes) // num_ranks))
     for reserve in _RESERVES if full else ():
-        part = demands.totals[scarce] / (wanted - reserve) / full
-        limits = demands.limits.copy()
-        limits[scarce] = max(int(part * limits[scarce]), amounts.max() if scarce else 1)
-        smaller = steps(limits, last_step=wanted - 1) if part < 1 else rows
-        if int(smaller.max()) < wanted * num_ranks:
-            return smaller
+        part = totals[scarce] / (wanted - reserve) / full
+        smaller = limits.copy()
+        smaller[scarce] = max(int(part * limits[scarce]), amounts.max() if scarce else 1)
+        found = steps(smaller, last_step=wanted - 1) if part < 1 else rows
+        if int(found.max()) < wanted * num_ranks:
+            return found
     return rows
 
 
 def whole_steps(
-    rows: NDArray[np.int64], order: NDArray[np.integer], demands: Demands, num_ranks: int, least_steps: int
+    rows: NDArray[np.int64], takes: Takes, limits: Limits, num_ranks: int, least_steps: int
 ) -> tuple[NDArray[np.int64], int, int]:
     """Give every rank a document in the last step, and in the steps that are missing to `least_steps`.
 
@@ -95,7 +77,6 @@ def whole_steps(
 
     Args:
         rows: (documents,) `step * num_ranks + rank` of each document. Only rows of the last step may be empty.
-        order: (documents,) their numbers among the demands, in the order of the stream.
 
     Returns:
         Their rows now, the number of steps, and the number of empty rows.
@@ -106,7 +87,7 @@ def whole_steps(
     num_steps = int(rows.max()) // num_ranks + 1
     most = len(rows) // num_ranks  # steps in which every row has a document
     if 0 < most < num_steps:
-        packed = _in_rows(demands.select(order), most * num_ranks)
+        packed = _in_rows(takes, limits, most * num_ranks)
         if packed is not None:
             rows, num_steps = packed, most
     if num_steps < least_steps and least_steps * num_ranks >= len(rows) + num_ranks:
@@ -120,7 +101,7 @@ def whole_steps(
     empty = np.flatnonzero(held == 0)
     if len(empty):
         rows = rows.copy()
-        given = _spare_documents(rows, demands.takes[order, 0], held, num_ranks, len(empty))
+        given = _spare_documents(rows, takes[:, 0], held, num_ranks, len(empty))
         rows[given] = empty[: len(given)]
         # The rows that are still empty go to the last ranks.
         place = np.arange(num_rows)
@@ -145,21 +126,21 @@ def _spare_documents(
     return documents[order[turn[order] < held[row[order]] - 1]][:missing]
 
 
-def _in_rows(demands: Demands, num_rows: int) -> NDArray[np.int64] | None:
+def _in_rows(takes: Takes, limits: Limits, num_rows: int) -> NDArray[np.int64] | None:
     """The rows of units in at most `num_rows` rows, fewer than units and more than half; None if not found.
 
-    Rows come in the order of their first units. `len(demands) - num_rows` units must join a row of others. If rows hold
+    Rows come in the order of their first units. `len(takes) - num_rows` units must join a row of others. If rows hold
     tokens alone, and this is possible at all, it is possible within twice as many of the shortest units. Two large
     units may share a row if they take different resources, so then more and more units are tried.
     """
-    count = len(demands)
+    count = len(takes)
     joined = count - num_rows
-    smallest = np.argsort(-demands.kinds, kind="stable")
-    most = min(count, _MOST_SEARCHED) if len(demands.limits) > 1 else 2 * joined
+    smallest = np.argsort((takes / limits).max(axis=1), kind="stable")
+    most = min(count, _MOST_SEARCHED) if len(limits) > 1 else 2 * joined
     tried = 2 * joined
     while True:
         chosen = smallest[:tried][::-1]
-        bins = _fit(demands.takes[chosen].tolist(), tried - joined, demands.limits.tolist())
+        bins = _fit(takes[chosen].tolist(), tried - joined, limits.tolist())
         if bins is not None or tried >= most:
             break
         tried = min(2 * tried, most)
@@ -180,19 +161,16 @@ def _fit(takes: list[list[int]], num_bins: int, limits: list[int]) -> list[int] 
         takes: what each unit takes of each resource, from large to small.
         limits: what a bin holds of each resource.
     """
-    if not takes:
-        return []
     if any(sum(column) > num_bins * most for column, most in zip(zip(*takes, strict=True), limits, strict=True)):
         return None
     room = [list(limits) for _ in range(num_bins)]
     bins: list[int] = []
 
     def choices() -> Iterator[int]:
-        unit = takes[len(bins)]
         fitting = {  # one of bins with equal room
             tuple(each): place
             for place, each in enumerate(room)
-            if all(has >= needs for has, needs in zip(each, unit, strict=True))
+            if all(has >= needs for has, needs in zip(each, takes[len(bins)], strict=True))
         }
         return iter([fitting[each] for each in sorted(fitting)])
 
@@ -201,10 +179,10 @@ def _fit(takes: list[list[int]], num_bins: int, limits: list[int]) -> list[int] 
 
     left = [choices()]
     for _ in range(max(2 * len(takes), _TRIES // num_bins)):
-        chosen = next(left[-1], None)
-        if chosen is not None:
-            change(chosen, -1)
-            bins.append(chosen)
+        place: Any = next(left[-1], None)
+        if place is not None:
+            change(place, -1)
+            bins.append(place)
             if len(bins) == len(takes):
                 return bins
             left.append(choices())
@@ -212,6 +190,6 @@ def _fit(takes: list[list[int]], num_bins: int, limits: list[int]) -> list[int] 
         left.pop()
         if not left:
             return None
-        chosen = bins.pop()
-        change(chosen, 1)
+        place = bins.pop()
+        change(place, 1)
     return None

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
@@ -26,6 +25,7 @@ from tritonpack.packing.planning.plan import (
     Plan,
     check_options,
     choose_steps_together,
+    demands,
 )
 from tritonpack.packing.planning.tail import Tail, check_tail
 from tritonpack.packing.samplers.ranks import (
@@ -47,15 +47,12 @@ from tritonpack.packing.samplers.state import (
     describe_changes,
     describe_units,
     digest,
-    gather,
     same,
 )
 from tritonpack.packing.units import Units, as_units, check_budgets
 
-_TEXTS = ("budgets", "cost_model")  # settings that are JSON in states, which hold plain numbers and strings
 
-
-class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[int]]):
+class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
@@ -72,9 +69,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
     All rows are full. Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to
     it.
 
-    Every process of a process group makes this sampler. They compare lengths and settings as they do so, once, and all
-    of them raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group)
-    asks nobody: `verify_ranks` compares it.
+    Every process of a process group makes this sampler. The constructors compare lengths and settings, and all of them
+    raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group) compares
+    nothing. Compare `state_dict()` there, which is the same on every rank.
 
     Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
     epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
@@ -100,8 +97,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
             a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
             constructor chooses how many steps to plan at once.
-        epochs: so many epochs get the same number of steps, that of the epoch with the most. More than 1 plans all of
-            these epochs once, at the first use of an epoch.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
+            epochs once, at the first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
@@ -148,7 +145,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
             self._units = as_units(lengths)
             self.budgets = check_budgets(self._units, budgets)
             super().__init__(
-                self._select(slice(None)),
+                self._units,
                 self.batch_max_length,
                 overlong,
                 "batch_max_length",
@@ -170,24 +167,22 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
                 self._order = order if callable(order) else in_epoch  # a copy
                 self._order_digest = digest(given_order(order, len(self.lengths), 0, 0))
             fitting = in_epoch[self.lengths[in_epoch] > 0]
-            check_tail(self._select(fitting), self.batch_max_length, self.num_replicas, tail, self.budgets)
-            if steps_together is None and (order is not None or not shuffle):
-                steps_together = 1  # which nearly keeps the order
-            elif steps_together is None:
-                steps_together = choose_steps_together(
-                    self._select(fitting), self.batch_max_length, self.num_replicas, self.budgets
-                )
+            takes, _, limits = demands(self._units.select(fitting), self.batch_max_length, self.budgets)
+            check_tail(takes, limits, self.num_replicas, tail)
+            if steps_together is None:
+                is_free = shuffle and order is None  # else 1, which nearly keeps the order
+                steps_together = choose_steps_together(takes, limits, self.num_replicas) if is_free else 1
             self.steps_together = check_integer(steps_together, "steps_together", 1, MOST_TOGETHER)
             self._epochs = check_integer(epochs, "epochs")
             self._least_steps: dict[int, int] = {}  # by seed
             self._options: dict[str, Any] = {
-                "budgets": self.budgets,
+                "budgets": json.dumps(self.budgets),  # as text: states hold plain numbers and strings
                 "objective": objective,
                 "tail": tail,
                 "lookahead": float(lookahead),
                 "steps_together": self.steps_together,
                 "least_steps": 1,  # unless several epochs get the same number
-                "cost_model": None if cost_model is None else asdict(cost_model),
+                "cost_model": json.dumps(None if cost_model is None else asdict(cost_model)),
                 "shuffle": shuffle,
             }
         if can_compare(self._ranks_that_compare):
@@ -219,14 +214,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
         step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
         return made.plan.row(step - made.steps_before, rank).tolist()
 
-    def _digest(self, made: Segment) -> str:
-        return made.digest
-
-    def _settings(self) -> dict[str, Any]:
-        return self._settings_with(self.seed)
-
-    def _settings_with(self, seed: int) -> dict[str, Any]:
-        """What decides the plans, with this seed: the settings of a segment."""
+    def _settings(self, seed: int | None = None) -> dict[str, Any]:
+        """What decides the plans, with this seed or the sampler's: the settings of a segment."""
+        seed = self.seed if seed is None else seed
         settings = {
             "batch_max_length": self.batch_max_length,
             "num_replicas": self.num_replicas,
@@ -245,13 +235,11 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
             "num_replicas": self.num_replicas,
             "seed": self.seed,
             **{name: value for name, value in self._options.items() if name != "least_steps"},
+            "budgets": self.budgets,
+            "cost_model": json.loads(self._options["cost_model"]),
             "epochs": self._epochs,
             "shard": self._shard,
         }
-
-    def _select(self, numbers: Any) -> NDArray[Any] | Units:
-        """The lengths of these documents, or these units if they aren't one document each."""
-        return self._units.tokens[numbers] if are_documents(self._units) else self._units.select(numbers)
 
     @property
     def _noun(self) -> str:
@@ -271,10 +259,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
         place = {"lengths": self._lengths_summary, "before": self._current_before(), "rows_done": rows_done}
-        texts = {name: json.dumps(made.settings[name]) for name in _TEXTS}
-        return {**place, "plan": made.digest, **made.settings, **texts}
+        return {**place, "plan": made.digest, **made.settings}
 
-    def _find_place(self, state: Mapping[str, Any]) -> Place[Segment]:
+    def _find_place(self, state: Mapping[str, Any]) -> Place:
         settings = self._settings()
         epoch = self._check_header(state, {"lengths", "before", "rows_done", "plan", *settings})
         if not same(state["lengths"], self._lengths_summary):
@@ -282,7 +269,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
                 f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
                 f"of {self._lengths_summary!r}. {self._words.same_lengths.format(self._noun)}, or {self._words.anew}."
             )
-        for name in ("before", "plan", *_TEXTS):
+        for name in ("before", "plan", "budgets", "cost_model"):
             if not isinstance(state[name], str):
                 raise ValueError(f"{name} of the state must be a str; got {state[name]!r:.60}.")
         rows_done = check_integer(state["rows_done"], "rows_done of the state", 0, None)
@@ -293,10 +280,10 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
                 f"{state['seed']!r} and is {self.seed}. {self._words.same_seed}."
             )
         if takes_seed:
-            settings = self._settings_with(check_integer(state["seed"], "seed of the state", 0, None))
+            settings = self._settings(check_integer(state["seed"], "seed of the state", 0, None))
         before = state["before"]
         try:
-            saved = {name: json.loads(state[name]) if name in _TEXTS else state[name] for name in settings}
+            saved = {name: state[name] for name in settings}
             old = self._plan_segment(epoch, before, saved)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the settings of the state can't be: {error}") from None
@@ -395,23 +382,6 @@ class MultipackDistributedBatchSampler(ResumableSampler[Segment], Sampler[list[i
         """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
         made = self._current()
         return np.append(made.tokens_before, made.plan.sums(self._units.tokens).sum(axis=1))
-
-    def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
-        """Check that the ranks of a group have the same settings, epoch and plan. Each of them must call this.
-
-        A sampler for all processes compares its settings when it is made, and its state when it is loaded. Call this
-        if the sampler is for some of the processes, or to see that every rank has called `set_epoch`.
-
-        Args:
-            group: None takes the default group: all processes.
-
-        Raises:
-            ValueError: on every rank, if any two ranks differ.
-        """
-        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._digest(self._current())}
-        fault = _find_difference([{**values, "rank": None} for values in gather(mine, group)])
-        if fault:
-            raise ValueError(fault)
 
     def _values_to_compare(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 from tritonpack.notices import say_once
@@ -75,25 +74,19 @@ def _is_number_of_a_pass() -> bool:
     frame = sys._getframe(2)
     while frame.f_code.co_name == "set_epoch" and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_name == "__iter__" and _module(frame).startswith("accelerate.")
+    module = str(frame.f_globals.get("__name__", ""))
+    return frame.f_code.co_name == "__iter__" and module.startswith("accelerate.")
 
 
 def _is_sharded_stateful_pass() -> bool:
     """Whether torchdata's loader makes the pass, through a shard of accelerate's, which has no state."""
-    frames = list(_callers())
-    shards = ("BatchSamplerShard", "IterableDatasetShard")
-    return any(_module(frame).startswith("torchdata.") for frame in frames) and any(
-        _module(frame) == "accelerate.data_loader" and type(frame.f_locals.get("self")).__name__ in shards
-        for frame in frames
-    )
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(2)
+    by_torchdata = in_shard = False
     while frame is not None:
-        yield frame
+        module = str(frame.f_globals.get("__name__", ""))
+        by_torchdata = by_torchdata or module.startswith("torchdata.")
+        if module == "accelerate.data_loader":
+            name = type(frame.f_locals.get("self")).__name__
+            in_shard = in_shard or name in ("BatchSamplerShard", "IterableDatasetShard")
         frame = frame.f_back
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return by_torchdata and in_shard

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.bins import Algorithm, divide_bins, pack
-from tritonpack.packing.documents import is_iterable
+from tritonpack.packing.bins import Algorithm, pack
+from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.samplers.ranks import place_among_processes
-from tritonpack.packing.samplers.state import ResumableSampler, digest, gather
+from tritonpack.packing.samplers.ranks import has_group, place_among_processes
+from tritonpack.packing.samplers.state import Place, ResumableSampler, describe_changes, digest
+from tritonpack.packing.units import as_units
 
 
 class _Bins(NamedTuple):
@@ -33,7 +35,7 @@ class _Bins(NamedTuple):
         return len(self.offsets) - 1
 
 
-class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ignore[override]  # of `sampler`
+class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[override]  # of `sampler`
     """Batches of bins of documents; each bin holds at most `batch_max_len` tokens.
 
     Documents are taken in the order of the given sampler. Each goes into the first bin with room (first-fit), or with
@@ -54,8 +56,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     Every process computes the same batches from the seed and the epoch, so accelerate may divide them among processes.
     accelerate gives every process the same number of batches. What remains at the end of an epoch is left out under
-    `drop_last`, and `dropped_documents` counts it. Without `drop_last` the last bins are divided until every process
-    has a batch of `batch_size` bins, so each document is seen once, for any `even_batches` of accelerate.
+    `drop_last`, and `dropped_documents` counts it. To train on every document in several processes use
+    MultipackDistributedBatchSampler with `tail="spread"`.
 
     `set_epoch` changes the order; accelerate and Trainer call it themselves. A second pass over one epoch causes a
     warning.
@@ -70,7 +72,6 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         lengths: (documents,) int32, 0 for dropped documents.
         capacity: tokens per bin: `batch_max_len`.
         report: what was done with documents that are longer.
-        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: as given.
 
     Args:
         sampler: yields document numbers, the same on every rank: a sampler or any iterable.
@@ -79,7 +80,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         lengths: (documents,) whole numbers, the tokens of each document of the dataset.
         bin_size: the largest number of documents per bin; None and 0 set no limit.
         drop_last: leave out a last batch of fewer than `batch_size` bins, and batches that are too few for one per
-            process.
+            process. False is for one process.
         sequential: keep the order of the sampler: a bin holds consecutive documents. None means False.
         group_size: the number of documents that are packed at a time (without `sequential`).
         seed: at least 0. None takes the seed of the sampler's generator. Without a generator it takes torch's seed,
@@ -94,16 +95,10 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     Raises:
         ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler); at the
             first use of an epoch, a sampler that yields anything but numbers of documents, different orders on
-            different ranks, fewer bins than one batch under `drop_last`, without it too few documents for all
-            processes.
+            different ranks, fewer bins than one batch under `drop_last`; `drop_last=False` for several processes.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
 
-    _DIGEST = "batches"
-    _OTHER_BATCHES = (
-        "the sampler yields another order of documents in epoch {epoch} than when the state was saved. Use a sampler "
-        "whose order depends only on the epoch, such as torch's RandomSampler."
-    )
     batch_size: int
 
     def __init__(
@@ -147,7 +142,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
                 seed = torch.initial_seed() if self.num_replicas == 1 else 0
         self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
         super().__init__(
-            _whole(lengths),
+            as_units(_whole(lengths)),
             self.batch_max_len,
             overlong,
             "batch_max_len",
@@ -164,11 +159,12 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         # 0 stands for no limit in axolotl.
         self.bin_size = None if bin_size is None else check_integer(bin_size, "bin_size", 0) or None
         self.group_size = check_integer(group_size, "group_size")
-        self.packing_efficiency_estimate = packing_efficiency_estimate
-        self.num_count_samples = num_count_samples
-        self.num_processes = num_processes
-        self.safe_mode = safe_mode
-        self.mp_start_method = mp_start_method
+        if not drop_last and self.num_replicas > 1:
+            raise ValueError(
+                f"drop_last=False doesn't give {self.num_replicas} processes equally many batches, so some documents "
+                "would be seen twice. Pass drop_last=True, or plan all documents with MultipackDistributedBatchSampler"
+                "(..., tail='spread', shard=False). If nothing divides the batches, pass num_replicas=1."
+            )
 
     def _make(self, epoch: int, before: str = "") -> _Bins:
         documents = self._documents(epoch)
@@ -186,28 +182,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             packing = pack(self.lengths[group], self.batch_max_len, algorithm=algorithm, max_items=self.bin_size)
             items.append(group[packing.items])
             sizes.append(np.diff(packing.offsets))
-        made = _Bins(np.concatenate(items), np.concatenate([[0], np.cumsum(np.concatenate(sizes))]), digest(documents))
-        if self.drop_last or self.num_replicas == 1:
-            return made
-        return made._replace(offsets=self._whole_rounds(made))
-
-    def _whole_rounds(self, made: _Bins) -> NDArray[np.int64]:
-        """The offsets of bins that make a batch of `batch_size` bins for every process in every round.
-
-        Bins near the end are divided.
-        """
-        per_round = self.num_replicas * self.batch_size
-        num_bins = -(-made.num_bins // per_round) * per_round
-        if len(made.items) < num_bins:
-            raise ValueError(
-                f"{len(made.items)} documents don't make {num_bins} bins, so batches of {self.batch_size} bins can't "
-                f"be divided evenly among {self.num_replicas} processes. Lower batch_size, or pass drop_last=True. If "
-                "accelerate or Trainer doesn't divide the batches, pass num_replicas=1."
-            )
-        first = num_bins - per_round  # of the bins that are divided: the last round, and as many rounds as it needs
-        while len(made.items) - made.offsets[first] < num_bins - first:
-            first -= per_round
-        return divide_bins(self.lengths[made.items], made.offsets, num_bins, first)
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        return _Bins(np.concatenate(items), offsets, digest(documents))
 
     def _documents(self, epoch: int) -> NDArray[np.int64]:
         """The document numbers that the given sampler yields in an epoch."""
@@ -246,8 +222,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             say_once(
                 "no-round",
                 f"{len(made.items)} documents make {batches} batches, fewer than the {self.num_replicas} processes. If "
-                "accelerate or Trainer divides the batches, no process gets any. Lower batch_max_len or batch_size, or "
-                "pass drop_last=False. If nothing divides them, pass num_replicas=1.",
+                "accelerate or Trainer divides the batches, no process gets any. Lower batch_max_len or batch_size. If "
+                "nothing divides them, pass num_replicas=1.",
             )
         return batches
 
@@ -261,17 +237,33 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             self._digested = made, digest(made.items, made.offsets, self.lengths[made.items], sizes)
         return self._digested[1]
 
+    def _place(self, done: int) -> dict[str, Any]:
+        return {"batches_done": done, "batches": self._digest(self._current()), **self._settings()}
+
+    def _find_place(self, state: Mapping[str, Any]) -> Place:
+        settings = self._settings()
+        epoch = self._check_header(state, {"batches_done", "batches", *settings})
+        made = self._current() if epoch == self.epoch else self._make(epoch)
+        if state["batches"] != self._digest(made):
+            changes = describe_changes({name: state[name] for name in settings}, settings)
+            raise ValueError(
+                f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
+                "Restore them, or start an epoch anew with set_epoch."
+                if changes
+                else f"the sampler yields another order of documents in epoch {epoch} than when the state was saved. "
+                "Use a sampler whose order depends only on the epoch, such as torch's RandomSampler."
+            )
+        return Place(epoch, "", made, self._check_done(state["batches_done"], self._num_batches(made)), settings)
+
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
-        # With drop_last the batches don't depend on the number of processes.
-        divided = None if self.drop_last else self.num_replicas
-        settings = {name: getattr(self, name) for name in names}
-        return {**settings, "num_replicas": divided, "lengths": digest(self.lengths)}
+        return {**{name: getattr(self, name) for name in names}, "lengths": digest(self.lengths)}
 
     def __iter__(self) -> Any:  # yields bins, not documents
         batches = super().__iter__()
-        if not self._same_on_all_ranks:
-            orders = gather(self._current().order)
+        if has_group() and not self._same_on_all_ranks:
+            orders: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(orders, self._current().order)
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]
             if different:
                 raise ValueError(
@@ -280,11 +272,6 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
                     "order on all ranks."
                 )
         return batches
-
-    @property
-    def len_across_ranks(self) -> int:
-        """The number of batches of the current epoch, the same on all ranks."""
-        return len(self)
 
     def generate_batches(self, set_stats: bool | None = None) -> list[list[list[int]]]:
         """All batches of this epoch. The position of an iteration doesn't change. `set_stats` has no effect."""
@@ -302,31 +289,12 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             return 0
         return len(made.items) - int(made.offsets[batches // self.num_replicas * self.num_replicas * self.batch_size])
 
-    @property
-    def total_tokens_used(self) -> int:
-        """The tokens in this epoch's batches."""
-        made = self._current()
-        return int(self.lengths[made.items[: made.offsets[self._num_bins()]]].sum(dtype=np.int64))
-
-    @property
-    def total_token_slots(self) -> int:
-        """The tokens for which this epoch's batches have room."""
-        return self._num_bins() * self.batch_max_len
-
     def efficiency(self) -> float:
         """The share of the room in this epoch's batches that holds tokens, from 0 to 1."""
-        return self.total_tokens_used / self.total_token_slots
-
-    def gather_efficiency(self) -> float:
-        """The mean of the efficiencies of all ranks. Every rank must call this."""
-        return float(np.mean(gather(self.efficiency())))
-
-    def gather_len_batches(self, num: int) -> int:
-        """The smallest `num` of all ranks. Every rank must call this."""
-        return min(gather(num))
-
-    def _num_bins(self) -> int:
-        return min(len(self) * self.batch_size, self._current().num_bins)
+        made = self._current()
+        num_bins = min(len(self) * self.batch_size, made.num_bins)
+        tokens = self.lengths[made.items[: made.offsets[num_bins]]].sum(dtype=np.int64)
+        return float(tokens / (num_bins * self.batch_max_len))
 
 
 def _whole(lengths: Any) -> Any:

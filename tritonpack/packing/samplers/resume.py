@@ -23,7 +23,7 @@ from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.order import Order, given_order, shuffled
 from tritonpack.packing.planning.plan import MOST_RANKS, MOST_TOKENS, Plan, plan_epoch
-from tritonpack.packing.samplers.state import are_documents, digest
+from tritonpack.packing.samplers.state import digest
 from tritonpack.packing.units import Units, check_budgets
 
 
@@ -33,7 +33,7 @@ class Segment:
 
     Attributes:
         settings: what decides the plan: `batch_max_length`, `num_replicas`, `seed`, `shuffle`, and the options of
-            `plan_epoch`, as plain numbers, strings and mappings.
+            `plan_epoch`, as plain numbers and strings: `budgets` and `cost_model` are JSON.
         plan: the rows, with the numbers of the dataset's units.
         num_left: the units that were left over and fit into a row.
         done: (units,) how often earlier segments trained on each unit.
@@ -110,33 +110,31 @@ def plan_segment(
     options = dict(settings)
     capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)
     num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, MOST_RANKS)
-    options["budgets"] = budgets = check_budgets(units, options["budgets"])
-    cost_model = options["cost_model"]
+    options["budgets"] = budgets = check_budgets(units, json.loads(options["budgets"]))
+    cost_model = json.loads(options["cost_model"])
     if cost_model is not None:
         if not isinstance(cost_model, Mapping) or set(cost_model) != {"per_token", "per_square", "per_step"}:
-            raise ValueError(
-                f"cost_model must be None or have per_token, per_square and per_step; got {cost_model!r:.100}."
-            )
-        options["cost_model"] = CostModel(**cost_model)
+            raise ValueError(f"cost_model has per_token, per_square and per_step; got {cost_model!r:.100}.")
+        cost_model = CostModel(**cost_model)
+    options["cost_model"] = cost_model
     seed, shuffle = options.pop("seed"), check_flag(options.pop("shuffle"), "shuffle")
     fitting = units.tokens <= capacity
     for name, budget in budgets.items():
         fitting &= units.resources[name] <= budget
-    chosen = np.flatnonzero(fitting).astype(np.int32)
     if order is not None:
         numbers = given_order(order, len(units), seed, epoch)
         numbers = numbers[fitting[numbers]]
     else:
-        numbers = chosen[shuffled(len(chosen), seed, epoch)] if shuffle else chosen
+        numbers = np.flatnonzero(fitting).astype(np.int32)
+        numbers = numbers[shuffled(len(numbers), seed, epoch)] if shuffle else numbers
     if done.any():
         # What is left stays in the order of the whole epoch; of a unit that comes several times the first are done.
         by_unit = np.argsort(numbers, kind="stable")
         turn = np.arange(len(numbers)) - np.searchsorted(numbers[by_unit], numbers[by_unit])
         numbers = numbers[np.sort(by_unit[turn >= done[numbers[by_unit]]])]
         options["least_steps"] = 1  # an epoch that changes its ranks can't have the number of steps of other epochs
-    place = np.zeros(len(units), dtype=np.int32)
-    place[chosen] = np.arange(len(chosen), dtype=np.int32)
-    # Documents by their lengths, which are planned in less time.
-    kept = units.tokens[chosen] if are_documents(units) else units.select(chosen)
-    plan = plan_epoch(kept, capacity, num_ranks, order=place[numbers], **options)
-    return Segment(settings, replace(plan, items=chosen[plan.items]), len(numbers), done, tokens_before)
+    plan = Plan(numbers[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
+    if len(numbers):
+        plan = plan_epoch(units.select(numbers), capacity, num_ranks, order=np.arange(len(numbers)), **options)
+        plan = replace(plan, items=numbers[plan.items])
+    return Segment(settings, plan, len(numbers), done, tokens_before)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pprint import pformat
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import FittedLengths, check_integer, fit_for_sampler
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
-from tritonpack.packing.samplers.ranks import has_group
 from tritonpack.packing.units import FittedUnits, Units, fit_units
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Place(Generic[Made]):
+class Place:
     """Where a state stands.
 
     Attributes:
@@ -56,16 +52,16 @@ class Place(Generic[Made]):
 
     epoch: int
     before: str
-    made: Made
+    made: Any
     done: int
     saved: Mapping[str, Any]
 
 
-class ResumableSampler(EpochCounter, ABC, Generic[Made]):
+class ResumableSampler(EpochCounter, ABC):
     """A batch sampler whose batches depend only on its settings and the epoch.
 
-    A subclass makes the batches of an epoch (`_make`) and returns them by number. This class counts how many were
-    yielded, and writes and reads states.
+    A subclass makes the batches of an epoch (`_make`) and returns them by number. It says what decides them, and reads
+    what it said (`_place`, `_find_place`). This class counts how many batches were yielded.
 
     Attributes:
         epoch: the epoch of the next iteration, from 0.
@@ -76,13 +72,11 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
     """
 
     _VERSION: ClassVar[int] = 3  # of states
-    _DIGEST: ClassVar[str]  # the name in states for the digest of an epoch's batches
     _words = Words()
-    _OTHER_BATCHES: ClassVar[str]  # the error for a state with the same settings and another digest
 
     def __init__(
         self,
-        lengths: Sequence[int] | NDArray[Any] | Units,
+        units: Units,
         capacity: int,
         overlong: Literal["error", "drop"],
         name: str,
@@ -94,19 +88,17 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         EpochCounter.__init__(self)
         self.seed = check_integer(seed, "seed", 0, None)
         fitted: FittedLengths | FittedUnits
-        tokens: NDArray[Any]
-        if isinstance(lengths, Units):
-            fitted = fit_units(lengths, capacity, budgets, overlong, name=name)
-            tokens = fitted.units.tokens
+        if are_documents(units):  # whose messages say how to cut them
+            fitted = fit_for_sampler(units.tokens, capacity, overlong, name)
         else:
-            fitted = fit_for_sampler(lengths, capacity, overlong, name)
-            tokens = fitted.lengths
+            fitted = fit_units(units, capacity, budgets, overlong, name=name)
         self.capacity = capacity
         self.report = fitted.report
-        self.lengths = np.zeros(len(lengths), dtype=np.int32)
-        self.lengths[slice(None) if fitted.documents is None else fitted.documents] = tokens
+        self.lengths = np.zeros(len(units), dtype=np.int32)
+        chosen = slice(None) if fitted.documents is None else fitted.documents
+        self.lengths[chosen] = units.tokens[chosen]
         self._epochs_differ = epochs_differ  # whether another epoch has another order
-        self._made: tuple[int, str, Made] | None = None  # an epoch, `before`, the result of `_make`
+        self._made: tuple[int, str, Any] | None = None  # an epoch, `before`, the result of `_make`
         self._counted_epoch = 0
         self._before = ""  # what was trained on in that epoch with other settings
         self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
@@ -115,26 +107,27 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         self._advances = False  # each pass is over the next epoch, unless one was chosen
 
     @abstractmethod
-    def _make(self, epoch: int, before: str = "") -> Made:
+    def _make(self, epoch: int, before: str = "") -> Any:
         """The data that the batches of an epoch are read from; `before` is that of a subclass which returns it."""
 
     @abstractmethod
-    def _num_batches(self, made: Made) -> int: ...
+    def _num_batches(self, made: Any) -> int: ...
 
     @abstractmethod
-    def _batch(self, made: Made, number: int) -> list[Any]: ...
+    def _batch(self, made: Any, number: int) -> list[Any]: ...
 
     @abstractmethod
-    def _digest(self, made: Made) -> str: ...
+    def _place(self, done: int) -> dict[str, Any]:
+        """What a state holds besides the version and the epoch."""
 
     @abstractmethod
-    def _settings(self) -> dict[str, Any]:
-        """All settings that decide the batches, as plain numbers and strings."""
+    def _find_place(self, state: Mapping[str, Any]) -> Place:
+        """Where a state stands; changes nothing."""
 
     def _current_before(self) -> str:
         return self._before if self._counted_epoch == self.epoch else ""
 
-    def _current(self) -> Made:
+    def _current(self) -> Any:
         key = (self.epoch, self._current_before())
         if self._made is None or self._made[:2] != key:
             self._made = (*key, self._make(*key))
@@ -198,7 +191,7 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         Raises:
             ValueError: more batches than the epoch has.
         """
-        done = self._batches_done if batches_done is None else _check_batches_done(batches_done, len(self))
+        done = self._batches_done if batches_done is None else self._check_done(batches_done, len(self))
         return {"version": self._VERSION, "epoch": self.epoch, **self._place(done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,59 +203,35 @@ class ResumableSampler(EpochCounter, ABC, Generic[Made]):
         """
         self._resume(self._find_place(state))
 
-    def _resume(self, place: Place[Made]) -> None:
+    def _resume(self, place: Place) -> None:
         self.set_epoch(place.epoch)
         self._made = (place.epoch, place.before, place.made)
         self._counted_epoch, self._before, self._done, self._resumed = place.epoch, place.before, place.done, True
         self._passes += 1
 
-    def _place(self, done: int) -> dict[str, Any]:
-        """What a state holds besides the version and the epoch."""
-        return {"batches_done": done, self._DIGEST: self._digest(self._current()), **self._settings()}
-
-    def _find_place(self, state: Mapping[str, Any]) -> Place[Made]:
-        """Where a state stands; changes nothing."""
-        settings = self._settings()
-        epoch = self._check_header(state, {"batches_done", self._DIGEST, *settings})
-        made = self._current() if epoch == self.epoch else self._make(epoch)
-        if state[self._DIGEST] != self._digest(made):
-            saved = {name: state[name] for name in settings}
-            changes = describe_changes(saved, settings)
-            raise ValueError(
-                f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
-                "Restore them, or start an epoch anew with set_epoch."
-                if changes
-                else self._OTHER_BATCHES.format(epoch=epoch)
-            )
-        done = _check_batches_done(state["batches_done"], self._num_batches(made))
-        return Place(epoch, "", made, done, settings)
+    @staticmethod
+    def _check_done(done: Any, total: int) -> int:
+        return check_integer(done, "batches_done", 0, total, "the number of batches of the epoch")
 
     def _check_header(self, state: Any, names: set[str]) -> int:
         """The epoch of a state; ValueError unless the state has the version of this class and these names."""
         owner = type(self).__name__
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
+            raise ValueError(
+                f"a state of {owner} must be a mapping, as state_dict() returns it; got {type(state).__name__} "
+                f"{state!r:.60}."
+            )
         names = {"version", "epoch", *names}
-        faults, remedy = [], "."
         if "version" in state and not same(state["version"], self._VERSION):
-            faults = [f"it has version {state['version']!r}"]
+            fault = f"it has version {state['version']!r}"
             remedy = f". Resume with the version of tritonpack that saved it, or {self._words.anew}."
         else:
-            for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
-                if wrong:
-                    faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
-        if faults:
-            raise ValueError(f"this isn't a state of version {self._VERSION} of {owner}: {'; '.join(faults)}{remedy}")
+            wrong = {"it lacks": names - set(state), "it also has": set(state) - names}
+            fault = "; ".join(f"{has} {', '.join(sorted(map(repr, those)))}" for has, those in wrong.items() if those)
+            remedy = "."
+        if fault:
+            raise ValueError(f"this isn't a state of version {self._VERSION} of {owner}: {fault}{remedy}")
         return check_integer(state["epoch"], "epoch", 0, None)
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank, on every rank; only this one's without a process group."""
-    if not has_group():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def digest(*arrays: NDArray[Any]) -> str:
@@ -275,21 +244,11 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 def describe_units(units: Units) -> str:
     """How many units there are, what they take together, and a digest of what each of them takes."""
-    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in _amounts(units).items())
+    amounts = {"tokens": units.tokens} | ({} if are_documents(units) else {"squares": units.squares})
+    amounts |= {name: units.resources[name] for name in sorted(units.resources)}
+    totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
     noun = "documents" if are_documents(units) else "units"
-    return f"{len(units)} {noun} with {totals}, digest {digest_units(units)}"
-
-
-def digest_units(units: Units) -> str:
-    """A digest of what each unit takes: that of their lengths, if they are one document each."""
-    return digest(*_amounts(units).values())
-
-
-def _amounts(units: Units) -> dict[str, NDArray[np.int64]]:
-    if are_documents(units):
-        return {"tokens": units.tokens}
-    resources = {name: units.resources[name] for name in sorted(units.resources)}
-    return {"tokens": units.tokens, "squares": units.squares, **resources}
+    return f"{len(units)} {noun} with {totals}, digest {digest(*amounts.values())}"
 
 
 def are_documents(units: Units) -> bool:
@@ -313,14 +272,6 @@ def describe_changes(
     return "; ".join(changes)
 
 
-def _check_batches_done(value: Any, total: int) -> int:
-    return check_integer(value, "batches_done", 0, total, "the number of batches of the epoch")
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether plain values are equal and of the same types: True isn't 1."""
     return pformat(one) == pformat(other)
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.60}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tritonpack.checks import check_flag, describe
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
@@ -22,14 +21,16 @@ from tritonpack.packing.columns import (
     LABELS,
     LEARNED,
     LEFT_OUT,
-    integers,
+    Columns,
+    documents_of,
+    join,
     masked_labels,
     read_feature,
-    require_same_columns,
+    read_sequences,
 )
-from tritonpack.packing.documents import documents_of, is_iterable
 from tritonpack.packing.lengths import check_limit
 from tritonpack.packing.trees.prefixes import prefix_tree
+from tritonpack.removed import refuse_removed
 
 _TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
 
@@ -118,49 +119,39 @@ class TreeBatch:
         names = ("input_ids", "position_ids", "parents", "places", "logits_to_keep", "targets")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
-    @overload
-    def gather(self, values: Tensor, *, padded: Literal[False] = ...) -> list[Tensor]: ...
-    @overload
-    def gather(self, values: Tensor, *, padded: Literal[True]) -> tuple[Tensor, Tensor]: ...
-    def gather(self, values: Tensor, *, padded: bool = False) -> list[Tensor] | tuple[Tensor, Tensor]:
+    def gather(self, values: Tensor, **removed: Any) -> list[Tensor]:
         """Bring values of the row's tokens to the sequences, in their given order.
+
+        `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)` makes one padded tensor of the result.
 
         Args:
             values: (1, N, ...) or (N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
-            padded: see below.
 
         Returns:
-            The values of each sequence, (length, ...) each. With `padded` instead two tensors: (S, longest, ...),
-            zero after the end of a sequence, and (S, longest) bool, True for tokens.
+            The values of each sequence, (length, ...) each.
 
         Raises:
             ValueError: values of another shape or on another device.
         """
+        refuse_removed(removed, "gather")
         self._check(values, self.num_tokens, "values", "(1, N, ...) or (N, ...)")
         rows = values[0] if values.shape[:2] == (1, self.num_tokens) else values
-        return _split(rows.index_select(0, self.places), self.lengths, padded)
+        return list(rows.index_select(0, self.places).split(self.lengths))
 
-    @overload
-    def logprobs(self, logits: Tensor, *, kept: bool = ..., padded: Literal[False] = ...) -> list[Tensor]: ...
-    @overload
-    def logprobs(self, logits: Tensor, *, kept: bool = ..., padded: Literal[True]) -> tuple[Tensor, Tensor]: ...
-    def logprobs(
-        self, logits: Tensor, *, kept: bool = False, padded: bool = False
-    ) -> list[Tensor] | tuple[Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, *, kept: bool = False, **removed: Any) -> list[Tensor]:
         """The log-probabilities of the targets of each sequence, at least in float32, differentiable.
 
         Args:
             logits: (1, N, vocabulary), floating point, of all tokens of the row; divide them by a temperature first.
             kept: the model got `logits_to_keep=batch.logits_to_keep`, and the logits are (1, M, vocabulary).
-            padded: see below.
 
         Returns:
-            (target_counts[s],) for each sequence s, in the order of its targets. With `padded` instead two tensors:
-            (S, most), zero after the last target of a sequence, and (S, most) bool, True for targets.
+            (target_counts[s],) for each sequence s, in the order of its targets.
 
         Raises:
             ValueError: logits of another shape or on another device.
         """
+        refuse_removed(removed, "logprobs")
         check_flag(kept, "kept")
         form = "(1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it"
         self._check(logits, len(self.targets) if kept else self.num_tokens, "logits", form, dimensions=3)
@@ -170,7 +161,7 @@ class TreeBatch:
             found = scores.gather(-1, self.targets[:, None])[:, 0] - normalizers
         else:
             found = scores[self.logits_to_keep, self.targets] - normalizers[self.logits_to_keep]
-        return _split(found, self.target_counts, padded)
+        return list(found.split(self.target_counts))
 
     def _check(self, values: Any, places: int, name: str, form: str, dimensions: int | None = None) -> None:
         """ValueError unless values are a tensor of the form, on the batch's device."""
@@ -204,7 +195,7 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
             numbers of labels, or negative ones other than -100. The message names the sequence.
     """
     rows = read_sequences(sequences)
-    targets = rows if labels is None else _rows(labels, "labels", lambda row: integers(row, "labels", negative=True))
+    targets = rows if labels is None else read_sequences(labels, "labels")
     if len(targets) != len(rows):
         raise ValueError(
             f"got {len(rows)} sequences but labels for {len(targets)}; give every sequence a row of labels."
@@ -268,8 +259,9 @@ class TreeCollator:
                 a mask, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
                 document.
         """
-        whole, numbers = documents_of(features, "TreeCollator")
-        for number, document in zip(numbers, whole, strict=True):
+        whole, names = documents_of(features, "TreeCollator")
+        documents: list[Columns] = []
+        for number, document in zip(names, whole, strict=True):
             if other := [name for name in document if name not in _TAKEN] if isinstance(document, Mapping) else []:
                 raise ValueError(
                     f"document {number} has {other[0]!r}, which TreeCollator doesn't take; it takes "
@@ -277,16 +269,10 @@ class TreeCollator:
                     "loss needs a value of a sequence or of its tokens (an advantage, an old log-probability), use "
                     "pack_tree, with its gather and logprobs."
                 )
-        documents = [
-            document
-            for number, feature in zip(numbers, whole, strict=True)
-            for document in read_feature(feature, number)
-        ]
-        require_same_columns(documents, numbers)
-        batch = pack_tree(
-            [columns["input_ids"] for columns in documents],
-            labels=[columns["labels"] if "labels" in columns else masked_labels(columns) for columns in documents],
-        )
+            documents += read_feature(document, number)
+        columns, lengths = join(documents, names), [len(columns["input_ids"]) for columns in documents]
+        labels = columns["labels"] if "labels" in columns else masked_labels(columns, lengths)
+        batch = pack_tree(columns["input_ids"].split(lengths), labels=labels.split(lengths))
         if self.capacity is not None and batch.num_tokens > self.capacity:
             raise ValueError(
                 f"the row of these {len(documents)} documents has {batch.num_tokens} tokens, and the capacity is "
@@ -300,15 +286,6 @@ class TreeCollator:
                 "before the first batch.",
             )
         return batch.inputs()
-
-
-def read_sequences(sequences: Any) -> list[Tensor]:
-    """Sequences as int64 tensors; ValueError for what `pack_tree` refuses."""
-    rows = _rows(sequences, "sequences", lambda row: integers(row, "tokens"))
-    for number, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
-    return rows
 
 
 def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int]) -> TreeBatch:
@@ -331,27 +308,3 @@ def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[
         targets=torch.from_numpy(labels[where]),
         target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
     )
-
-
-def _split(values: Tensor, lengths: tuple[int, ...], padded: bool) -> list[Tensor] | tuple[Tensor, Tensor]:
-    """The values of each sequence; or padded, with the mask of what isn't padding."""
-    parts = list(values.split(lengths))
-    if not check_flag(padded, "padded"):
-        return parts
-    place = torch.arange(max(lengths), device=values.device)
-    return pad_sequence(parts, batch_first=True), place < torch.tensor(lengths, device=values.device)[:, None]
-
-
-def _rows(values: Any, name: str, read: Callable[[Any], Tensor]) -> list[Tensor]:
-    """Each row of values, read; the message of an error names the row."""
-    if not is_iterable(values):
-        raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(values)}.")
-    rows = []
-    for number, row in enumerate(values):
-        try:
-            rows.append(read(row))
-        except ValueError as error:
-            raise ValueError(f"sequence {number} {error}") from error
-    if not rows:
-        raise ValueError(f"{name} is empty; pass at least one sequence.")
-    return rows

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from tritonpack.packing.bins import Bins, pack
+from tritonpack.packing.columns import read_sequences
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
-from tritonpack.packing.trees.tree_batch import read_sequences
 
 
 @dataclass(frozen=True, eq=False)

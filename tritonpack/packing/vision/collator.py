@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import IGNORED_LABEL, LABELS, PER_TOKEN, Columns, masked_labels, quote, read_feature
-from tritonpack.packing.documents import documents_of
+from tritonpack.packing.columns import (
+    IGNORED_LABEL,
+    LABELS,
+    PER_TOKEN,
+    Columns,
+    Name,
+    documents_of,
+    masked_labels,
+    naming,
+    quote,
+    read_feature,
+)
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
 from tritonpack.packing.vision.media import ModelPositions, join_media, read_media
+from tritonpack.packing.vision.sizes import ExampleSize
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
 _TEXT = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN)
-
-
-class ExampleSize(NamedTuple):
-    """The size of an example: tokens of a row, and patches of the vision tower.
-
-    Attributes:
-        tokens: the tokens of the row, those of images and videos included.
-        patches: the squares of `patch_size` pixels that the vision tower embeds.
-    """
-
-    tokens: int
-    patches: int
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,20 @@ their `get_rope_index` returns for the document alone |
     _config: Any = field(init=False, repr=False)
     _positions: ModelPositions | None = field(init=False, repr=False)
     _text: PackingCollator = field(init=False, repr=False)
+    _placeholders: dict[str, int] = field(init=False, repr=False)  # the tokens that images and videos replace
 
     def __post_init__(self, model: Any) -> None:
         text = PackingCollator(self.pad_to_multiple_of, self.pad_token_id, per_token=self.per_token)
         config = _configuration(model)
         positions = ModelPositions(model) if FAMILIES[config.model_type].own_positions else None
-        made = {"model_type": config.model_type, "_config": config, "_positions": positions, "_text": text}
-        for name, value in made.items():
+        family = FAMILIES[config.model_type]
+        placeholders = {IMAGES: config.image_token_id}
+        if family.videos is not None:
+            placeholders[VIDEOS] = getattr(config, family.video_token)
+        made = {"_config": config, "_positions": positions, "_text": text, "_placeholders": placeholders}
+        for name, value in {"model_type": config.model_type, **made}.items():
             object.__setattr__(self, name, value)
-        if self.pad_token_id is not None and self.pad_token_id in self._placeholders().values():
+        if self.pad_token_id is not None and self.pad_token_id in self._placeholders.values():
             raise ValueError(
                 f"pad_token_id={self.pad_token_id} is the token of images or videos of this model; pass the "
                 "tokenizer's own pad_token_id."
@@ -104,21 +108,28 @@ their `get_rope_index` returns for the document alone |
             ValueError: an unknown column, images without tokens or tokens without images, columns that contradict each
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
-        whole, numbers = documents_of(features, type(self).__name__)
+        whole, names = documents_of(features, type(self).__name__)
         texts, media = [], []
-        for number, example in zip(numbers, whole, strict=True):
-            text, own = self._read(example, number)
+        first: dict[str, Name] = {}  # document with images, and with videos
+        for name, example in zip(names, whole, strict=True):
+            text, own = self._read(example, name)
             texts.append(text)
             media.append(own)
+            for column in own:
+                first.setdefault(self.family.columns[column].kind, name)
+        if len(first) == 2 and not self.family.both_kinds:
+            raise ValueError(
+                f"document {first[IMAGES]} has images and document {first[VIDEOS]} has videos; the model type "
+                f"{self.model_type!r} takes one of them in a call. Pack images and videos in different rows."
+            )
         self._complete(texts)
-        batch: dict[str, Any] = self._text._join(texts, numbers, type(self).__name__)
+        batch: dict[str, Any] = self._text.join(texts, names, type(self).__name__)
         if self._positions is not None:
             padding = batch["input_ids"].shape[1] - sum(len(text["input_ids"]) for text in texts)
-            parts = [self._positions(*one) for one in zip(texts, media, numbers, strict=True)]
+            parts = [self._positions(*one) for one in zip(texts, media, names, strict=True)]
             axes = torch.cat([*parts, torch.arange(padding, device="cpu").expand(3, -1)], dim=1)
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
-        self._require_one_kind(media, numbers)
-        return batch | join_media(self.family, media, numbers)
+        return batch | join_media(self.family, media, names)
 
     def measure(self, example: Mapping[str, Any]) -> ExampleSize:
         """Count what one example takes, for packing by tokens and by patches.
@@ -142,9 +153,8 @@ their `get_rope_index` returns for the document alone |
                 f"document {number} must be a mapping, as the processor returns it; got {type(example).__name__}."
             )
         example = {name: values for name, values in example.items() if values is not None}
-        placeholders, per_token = tuple(self._placeholders().values()), tuple(self.per_token)
-        taken = (*_TEXT, *per_token, *self.family.columns)
-        try:
+        taken = (*_TEXT, *self.per_token, *self.family.columns)
+        with naming(f"document {number}"):
             if unknown := sorted(str(name) for name in example if name not in taken):
                 raise ValueError(
                     f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type "
@@ -153,14 +163,10 @@ their `get_rope_index` returns for the document alone |
                 )
             media = read_media(self.family, example)
             tokens = {name: _row(example[name], name) for name in _TEXT if name in example}
-            tokens |= {name: example[name] for name in per_token if name in example}
-        except ValueError as error:
-            raise ValueError(f"document {number} {error}") from error
-        (text,) = read_feature(tokens, number, per_token=per_token, never_learned=placeholders)
-        try:
+            tokens |= {name: example[name] for name in self.per_token if name in example}
+        (text,) = read_feature(tokens, number, per_token=self.per_token, never_learned=self._placeholders.values())
+        with naming(f"document {number}"):
             self._check_tokens(text, media)
-        except ValueError as error:
-            raise ValueError(f"document {number} {error}") from error
         return text, media
 
     def _check_tokens(self, text: Columns, media: Columns) -> None:
@@ -170,7 +176,7 @@ their `get_rope_index` returns for the document alone |
             raise ValueError(
                 f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
             )
-        kinds, placeholders = self._kinds(text, media), self._placeholders()
+        kinds, placeholders = self._kinds(text, media), self._placeholders
         for kind, code in _CODES.items():
             expected = self._size(kind, media)[0]
             found = int((kinds == code).sum())
@@ -192,7 +198,7 @@ their `get_rope_index` returns for the document alone |
     def _kinds(self, text: Columns, media: Columns) -> Tensor:
         """(n,) the modality of each token, by the tokens, or by the column of types that the model reads."""
         ids, kinds = text["input_ids"], torch.zeros_like(text["input_ids"])
-        placeholders = self._placeholders()
+        placeholders = self._placeholders
         for kind in (VIDEOS, IMAGES):
             if kind in placeholders:
                 kinds[ids == placeholders[kind]] = _CODES[kind]
@@ -225,17 +231,10 @@ their `get_rope_index` returns for the document alone |
             return
         for text in texts:
             labels = masked_labels(text)
-            labels[torch.isin(labels, torch.tensor(list(self._placeholders().values()), device="cpu"))] = IGNORED_LABEL
+            labels[torch.isin(labels, torch.tensor(list(self._placeholders.values()), device="cpu"))] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
                 labels[text["token_type_ids"] == 0] = IGNORED_LABEL
             text["labels"] = labels
-
-    def _placeholders(self) -> dict[str, int]:
-        """The tokens that images and videos replace."""
-        found = {IMAGES: self._config.image_token_id}
-        if self.family.videos is not None:
-            found[VIDEOS] = getattr(self._config, self.family.video_token)
-        return found
 
     def _size(self, kind: str, media: Columns) -> tuple[int, int]:
         """The tokens and the patches of the images, or of the videos, of an example."""
@@ -243,17 +242,6 @@ their `get_rope_index` returns for the document alone |
         if count is None or not any(self.family.columns[name].kind == kind for name in media):
             return 0, 0
         return count(self._config, media)
-
-    def _require_one_kind(self, media: list[Columns], numbers: list[int | str]) -> None:
-        first: dict[str, int | str] = {}
-        for number, own in zip(numbers, media, strict=True):
-            for name in own:
-                first.setdefault(self.family.columns[name].kind, number)
-        if len(first) == 2 and not self.family.both_kinds:
-            raise ValueError(
-                f"document {first[IMAGES]} has images and document {first[VIDEOS]} has videos; the model type "
-                f"{self.model_type!r} takes one of them in a call. Pack images and videos in different rows."
-            )
 
 
 def _configuration(model: Any) -> Any:

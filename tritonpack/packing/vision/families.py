@@ -10,13 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from tritonpack.packing.vision import sizes
-from tritonpack.packing.vision.sizes import Size
+from tritonpack.packing.vision.sizes import ExampleSize, Media
 
-Media = Mapping[str, Tensor]
-Measure = Callable[[Any, Media], Size]  # of a model's configuration and the images, or the videos, of an example
+Measure = Callable[[Any, Media], ExampleSize]  # of a model's configuration and the images, or the videos, of an example
 IMAGES, VIDEOS = "images", "videos"
 MODALITIES = "mm_token_type_ids"  # of each token: 0 text, 1 image, 2 video
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tritonpack.packing.columns import Columns, as_tensor, quote
+from tritonpack.packing.columns import Columns, Name, as_tensor, quote
 from tritonpack.packing.vision.families import IMAGES, VIDEOS, Column, Family
 
 _ROPE = "get_rope_index"  # transformers' name for the method that makes positions of three axes
@@ -58,7 +58,7 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
     return tensor
 
 
-def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int | str]) -> Columns:
+def join_media(family: Family, media: Sequence[Columns], names: Sequence[Name]) -> Columns:
     """The columns of images and videos of all examples, as the model takes them for one row.
 
     Raises:
@@ -66,40 +66,34 @@ def join_media(family: Family, media: Sequence[Columns], numbers: Sequence[int |
     """
     joined = {}
     for name, column in family.columns.items():
-        with_kind = [i for i, own in enumerate(media) if any(family.columns[x].kind == column.kind for x in own)]
-        own = [i for i in with_kind if name in media[i]]
-        if own and len(own) < len(with_kind):
-            lacking = next(i for i in with_kind if i not in own)
+        of_kind = [i for i, own in enumerate(media) if any(family.columns[other].kind == column.kind for other in own)]
+        values = [media[i][name] for i in of_kind if name in media[i]]
+        if not values:
+            continue
+        if lacking := [i for i in of_kind if name not in media[i]]:
+            having = next(i for i in of_kind if name in media[i])
             raise ValueError(
-                f"document {numbers[own[0]]} has {name!r} and document {numbers[lacking]} hasn't; give every "
-                f"example with {column.kind} the same columns."
+                f"document {names[having]} has {name!r} and document {names[lacking[0]]} hasn't; give every example "
+                f"with {column.kind} the same columns."
             )
-        if own:
-            joined[name] = _join([media[i][name] for i in own], name, column, [numbers[i] for i in own])
+        if column.promoted:
+            dtype = reduce(torch.promote_types, [one.dtype for one in values])
+            values = [one.to(dtype) for one in values]
+        first, filled = values[0], []
+        fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
+        most = [max(one.shape[axis] for one in values) for axis in range(first.ndim)]
+        for i, one in zip(of_kind, values, strict=True):
+            if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
+                sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
+                raise ValueError(
+                    f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {names[i]} and {first.dtype} of "
+                    f"shape {tuple(first.shape)} in document {names[of_kind[0]]}; the model takes one dtype{sizes} in "
+                    "a call. Process all examples alike, or pack them in different rows."
+                )
+            sides = [(0, most[axis] - one.shape[axis] if axis in column.padded else 0) for axis in range(one.ndim)]
+            filled.append(pad(one, [side for axis in reversed(sides) for side in axis]))
+        joined[name] = torch.cat(filled)[None] if column.of_rows else torch.cat(filled)
     return joined
-
-
-def _join(values: Sequence[Tensor], name: str, column: Column, numbers: Sequence[int | str]) -> Tensor:
-    first, fixed = values[0], [axis for axis in range(1, values[0].ndim) if axis not in column.padded]
-    if column.promoted:
-        dtype = reduce(torch.promote_types, [one.dtype for one in values])
-        values = [one.to(dtype) for one in values]
-        first = values[0]
-    for number, one in zip(numbers, values, strict=True):
-        if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
-            sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
-            raise ValueError(
-                f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
-                f"shape {tuple(first.shape)} in document {numbers[0]}; the model takes one dtype{sizes} in a call. "
-                "Process all examples alike, or pack them in different rows."
-            )
-    most = [max(one.shape[axis] for one in values) for axis in range(first.ndim)]
-    filled = []
-    for one in values:
-        sides = [(0, most[axis] - one.shape[axis] if axis in column.padded else 0) for axis in range(one.ndim)]
-        filled.append(pad(one, [side for axis in reversed(sides) for side in axis]))
-    row = torch.cat(filled)
-    return row[None] if column.of_rows else row
 
 
 class ModelPositions:
@@ -118,15 +112,14 @@ class ModelPositions:
             raise ValueError(
                 f"{type(model).__name__} has no {_ROPE}, by which its family makes positions; pass the whole model."
             )
-        plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         self._module = object.__new__(type(module))
         nn.Module.__init__(self._module)
-        for name, value in plain.items():
-            if not callable(value) and not isinstance(value, Tensor):
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not callable(value) and not isinstance(value, Tensor):
                 object.__setattr__(self._module, name, value)
         self._names = tuple(inspect.signature(getattr(self._module, _ROPE)).parameters)
 
-    def __call__(self, text: Columns, media: Columns, number: int | str) -> Tensor:
+    def __call__(self, text: Columns, media: Columns, number: Name) -> Tensor:
         """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its number is for messages.
 
         Raises:

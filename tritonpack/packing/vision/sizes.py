@@ -1,7 +1,7 @@
 """How many tokens and patches the images, or the videos, of an example have, by the configuration of its model.
 
 Each function takes the configuration and the columns of one example, and raises ValueError if columns contradict each
-other. A patch is a square of `patch_size` pixels that the vision tower embeds.
+other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ Media = Mapping[str, Tensor]
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # embeddings of a tower that aren't of patches
 
 
-class Size(NamedTuple):
-    """The size of images or videos: tokens of the row, and patches of the vision tower."""
+class ExampleSize(NamedTuple):
+    """The size of an example, or of its images or videos.
+
+    Attributes:
+        tokens: the tokens of the row, those of images and videos included.
+        patches: the squares of `patch_size` pixels that the vision tower embeds.
+    """
 
     tokens: int
     patches: int
 
 
-def of_grids(config: Any, media: Media, pixels: str, grids: str) -> Size:
+def of_grids(config: Any, media: Media, pixels: str, grids: str) -> ExampleSize:
     """Rows of patches, with the grid of each image or video (Qwen-VL)."""
     merge, grid, rows = config.vision_config.spatial_merge_size, media[grids], len(media[pixels])
     if grid.shape[1] != 3 or bool((grid < 1).any()) or bool((grid[:, 1:] % merge).any()):
@@ -37,10 +42,10 @@ def of_grids(config: Any, media: Media, pixels: str, grids: str) -> Size:
             f"has {rows} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {patches} patches. Pass both as "
             "the processor returns them: their first axis isn't that of a batch, so don't take [0] of it."
         )
-    return Size(patches // merge**2, patches)
+    return ExampleSize(patches // merge**2, patches)
 
 
-def of_plain_images(config: Any, media: Media) -> Size:
+def of_plain_images(config: Any, media: Media) -> ExampleSize:
     """Images of one size with a token for each patch (LLaVA, PaliGemma). LLaVA with Pixtral's tower has any size."""
     vision, pixels = config.vision_config, media["pixel_values"]
     if vision.model_type == "pixtral":
@@ -51,23 +56,23 @@ def of_plain_images(config: Any, media: Media) -> Size:
     extra = 0
     if (select := getattr(config, "vision_feature_select_strategy", None)) is not None:  # "default" drops the first
         extra = CLASS_TOKENS[vision.model_type] - (select == "default")
-    return Size(len(pixels) * (patches + extra), len(pixels) * patches)
+    return ExampleSize(len(pixels) * (patches + extra), len(pixels) * patches)
 
 
-def of_pooled_images(config: Any, media: Media) -> Size:
+def of_pooled_images(config: Any, media: Media) -> ExampleSize:
     """Images of one size, pooled to a fixed number of tokens (Gemma 3)."""
     images = len(media["pixel_values"])
-    return Size(images * config.mm_tokens_per_image, images * _square(config, media["pixel_values"]))
+    return ExampleSize(images * config.mm_tokens_per_image, images * _square(config, media["pixel_values"]))
 
 
-def of_shuffled_tiles(config: Any, media: Media) -> Size:
+def of_shuffled_tiles(config: Any, media: Media) -> ExampleSize:
     """Tiles of one size; several neighbouring patches become one token (InternVL, Llama 4)."""
     tiles, patches = len(media["pixel_values"]), _square(config, media["pixel_values"])
     ratio = getattr(config, "downsample_ratio", None) or config.vision_config.pixel_shuffle_ratio
-    return Size(tiles * round(patches * ratio**2), tiles * patches)
+    return ExampleSize(tiles * round(patches * ratio**2), tiles * patches)
 
 
-def of_merged_images(config: Any, media: Media) -> Size:
+def of_merged_images(config: Any, media: Media) -> ExampleSize:
     """Images of any size, padded to one; the tower cuts out what `image_sizes` says (Pixtral, Mistral 3)."""
     if "image_sizes" not in media:
         raise ValueError("has pixel_values but no 'image_sizes'; pass all columns that the processor returns.")
@@ -81,10 +86,10 @@ def of_merged_images(config: Any, media: Media) -> Size:
             f"has at least {side * merge} pixels a side, and lies within its pixel_values."
         )
     patches = (image_sizes // side).prod(1)
-    return Size(int((image_sizes // (side * merge)).prod(1).sum()), int(patches.sum()))
+    return ExampleSize(int((image_sizes // (side * merge)).prod(1).sum()), int(patches.sum()))
 
 
-def of_tiled_images(config: Any, media: Media) -> Size:
+def of_tiled_images(config: Any, media: Media) -> ExampleSize:
     """Images in tiles, padded to the most tiles, with the image's own `image_sizes` (LLaVA-NeXT, LLaVA-OneVision)."""
     pixels, image_sizes = media["pixel_values"], media["image_sizes"]
     _require_one_each(pixels, image_sizes, "image_sizes")
@@ -108,7 +113,7 @@ def of_tiled_images(config: Any, media: Media) -> Size:
             )
         tokens += side**2 + unpadded
         patches += (tiles + 1) * side**2
-    return Size(tokens, patches)
+    return ExampleSize(tokens, patches)
 
 
 def _tiles(config: Any, size: list[int], tile: int, side: int) -> tuple[int, int]:
@@ -136,35 +141,32 @@ def _fit(height: int, width: int, best_height: int, best_width: int) -> tuple[in
     return kept, kept - best_height * best_width
 
 
-def of_pooled_videos(config: Any, media: Media) -> Size:
+def of_pooled_videos(config: Any, media: Media) -> ExampleSize:
     """Frames of one size with a quarter of their patches, and a mark after each video (LLaVA-OneVision)."""
     videos, frames = media["pixel_values_videos"].shape[:2]
     side = _side(config.vision_config.image_size) // _side(config.vision_config.patch_size)
-    return Size(videos * (frames * math.ceil(side / 2) ** 2 + 1), videos * frames * side**2)
+    return ExampleSize(videos * (frames * math.ceil(side / 2) ** 2 + 1), videos * frames * side**2)
 
 
-def of_rows(config: Any, media: Media) -> Size:
+def of_rows(config: Any, media: Media) -> ExampleSize:
     """Images resampled to a fixed number of tokens (Idefics 2), or with several patches a token (Idefics 3, SmolVLM).
 
     Images that are zero everywhere are padding for these models.
     """
-    pixels, mask, side = (
-        media["pixel_values"],
-        media.get("pixel_attention_mask"),
-        _side(config.vision_config.patch_size),
-    )
+    pixels, mask = media["pixel_values"], media.get("pixel_attention_mask")
     if mask is not None and mask.shape != (len(pixels), *pixels.shape[2:]):
         raise ValueError(
             f"has a pixel_attention_mask of shape {tuple(mask.shape)} for pixel_values of shape {tuple(pixels.shape)}."
         )
     height, width = pixels.shape[2:]
+    side = _side(config.vision_config.patch_size)
     images, patches = int((pixels != 0).flatten(1).any(1).sum()), (height // side) * (width // side)
     resampled = getattr(config, "perceiver_config", None)
     tokens = patches // config.scale_factor**2 if resampled is None else resampled.resampler_n_latents
-    return Size(images * tokens, images * patches)
+    return ExampleSize(images * tokens, images * patches)
 
 
-def of_places(config: Any, media: Media, pixels_name: str, name: str) -> Size:
+def of_places(config: Any, media: Media, pixels_name: str, name: str) -> ExampleSize:
     """Images, or frames of all videos, of patches with a position each, padded; patches are pooled (Gemma 4)."""
     pixels, places, counts = media[pixels_name], media[name], media.get("num_frames_per_video")
     if pixels_name == "pixel_values_videos" and counts is not None and int(counts.sum()) != len(pixels):
@@ -173,7 +175,7 @@ def of_places(config: Any, media: Media, pixels_name: str, name: str) -> Size:
         raise ValueError(f"has {name} of shape {tuple(places.shape)} for pixels of shape {tuple(pixels.shape)}.")
     used = (places != -1).all(-1).sum(-1)
     pooled = config.vision_config.pooling_kernel_size**2
-    return Size(int((used // pooled).sum()), int(pixels.shape[0] * pixels.shape[1]))
+    return ExampleSize(int((used // pooled).sum()), int(pixels.shape[0] * pixels.shape[1]))
 
 
 def _square(config: Any, pixels: Tensor) -> int:

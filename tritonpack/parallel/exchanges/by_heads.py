@@ -22,7 +22,7 @@ from tritonpack.parallel.exchanges.call import ALL_HEADS, Call
 from tritonpack.parallel.exchanges.keys import Part, divide, own_halves, own_keys
 from tritonpack.parallel.exchanges.merge import merge, merge_sinks
 
-STEPS = 4  # of heads and parts of keys together, by default
+STEPS = 4  # of heads and parts of keys together
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class ByHeads:
         steps, parts = self._divide(call, k)
         own = own_keys(call)
         keys = _travel(call, k, v, [(ALL_HEADS, own), *product(steps, parts)])
-        out, lse = own.forward(call, q, *next(keys), ALL_HEADS)
+        out, lse = call.forward(q, *next(keys), own.mask)
         for step in steps if parts or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
             for part in parts:
-                total, total_lse = merge(total, total_lse, *part.forward(call, q[:, heads], *next(keys), heads))
+                total, total_lse = merge(total, total_lse, *call.forward(q[:, heads], *next(keys), part.mask, heads))
             if sinks is not None:
                 total, total_lse = merge_sinks(total, total_lse, sinks[heads])
             out[:, heads], lse[heads] = total, total_lse
         return out, lse
 
     def backward(
-        self, call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows."""
         steps, parts = self._divide(call, k)
@@ -58,9 +58,8 @@ class ByHeads:
         add: Callable[[], None] | None = None
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
             heads = _queries(step, q, k)
-            dlse_part = None if dlse is None else dlse[heads]
-            dq_part, dk_part, dv_part = part.backward(
-                call, dout[:, heads], dlse_part, q[:, heads], ks, vs, out[:, heads], lse[heads], heads
+            dq_part, dk_part, dv_part = call.backward(
+                dout[:, heads], q[:, heads], ks, vs, out[:, heads], lse[heads], part.mask, heads
             )
             dq[:, heads] += dq_part
             if add is not None:
@@ -72,7 +71,9 @@ class ByHeads:
 
     def _divide(self, call: Call, k: Tensor) -> tuple[list[slice], Sequence[Part]]:
         """The key heads of each step, and the parts of the keys that travel in it."""
-        steps = [slice(first, min(first + call.stride, k.shape[1])) for first in range(0, k.shape[1], call.stride)]
+        heads = k.shape[1]
+        stride = -(-heads // STEPS)
+        steps = [slice(first, min(first + stride, heads)) for first in range(0, heads, stride)]
         return steps, divide(self.name, call, max(STEPS // len(steps), 1))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,12 @@ from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.exchanges.merge import sink_gradients
 from tritonpack.parallel.layouts import Layout
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 ALL_HEADS = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of `attend`.
+    """One call of `attend` between ranks among which keys travel.
 
     Attributes:
         ranks: the group.
@@ -32,23 +29,16 @@ class Call:
         mask: the mask of the whole batch.
         options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
-        stride: the key heads per step of "all_gather" and "group_cast".
-        divides_groups: whether query heads that share a key head may be computed in several calls.
-        queries: (n,) int64, those of the rows that attend to the own keys; None: all.
     """
-
-    divides_groups = True
 
     ranks: Ranks
     layout: Layout
     mask: BlockDiagonalMask
     options: AttentionOptions
     backend: str
-    stride: int
-    queries: Tensor | None = field(default=None, kw_only=True)
 
-    def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
-        """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
+    def rows_mask(self, source: int) -> BlockDiagonalMask:
+        """The mask between this rank's queries and the keys of the rank `source`."""
         return rows_mask(self.mask, self.layout, self.ranks.rank, source)
 
     def visible(self) -> list[bool]:
@@ -60,53 +50,42 @@ class Call:
 
         return self.mask.cached(("visible", self.layout, self.ranks.rank), visible)
 
-    def of_rows(self, rows: Tensor) -> Self:
-        """The call for some of the rows that the options have slopes for."""
-        slopes = self.options.alibi_slopes
-        if slopes is None or slopes.shape[0] == 1:  # alike for all rows
-            return self
-        return replace(self, options=replace(self.options, alibi_slopes=slopes[rows]))
-
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of some query heads, without autograd. `sinks` has all heads."""
-        options = of_heads(self.options, heads, sinks)
+        """out and lse of some query heads over some keys, without autograd."""
+        options = of_heads(self.options, heads)
         return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """dq, dk, dv and dsinks (empty without sinks) of some query heads."""
-        options = of_heads(self.options, heads, sinks)
-        arguments = ops.plan(q, k, v, mask, options, self.backend, backward=True)
-        return ops.attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockDiagonalMask,
+        heads: slice = ALL_HEADS,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """dq, dk and dv of some query heads and some keys. `out` and `lse` are the results over all keys."""
+        arguments = ops.plan(q, k, v, mask, of_heads(self.options, heads), self.backend, backward=True)
+        return ops.attention_backward(dout, None, q, k, v, out, lse, *arguments)[:3]
 
 
 class Exchanged(torch.autograd.Function):
-    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v), lse (H, n) of this rank's n rows.
+    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows.
 
     `exchange` has the functions `forward` and `backward`, as the module `ring` and each `ByHeads`.
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         out, lse = exchange.forward(call, *tensors)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.arguments = exchange, call
-        ctx.set_materialize_grads(False)
-        return out, lse
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         exchange, call = ctx.arguments
-        dout, dlse = gradients
         *tensors, sinks, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        dsinks = None if sinks is None else sink_gradients(sinks, dout, dlse, out, lse)
-        return None, None, *exchange.backward(call, dout, dlse, *tensors, out, lse), dsinks
+        dsinks = None if sinks is None else sink_gradients(sinks, dout, out, lse)
+        return None, None, *exchange.backward(call, dout, *tensors, out, lse), dsinks
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
@@ -117,9 +96,9 @@ def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | 
     )
 
 
-def of_heads(options: AttentionOptions, heads: slice, sinks: Tensor | None) -> AttentionOptions:
+def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
     """The options for some query heads."""
-    slopes = options.alibi_slopes
+    slopes, sinks = options.alibi_slopes, options.sinks
     return replace(
         options,
         sinks=None if sinks is None else sinks[heads],

@@ -5,7 +5,8 @@
 - group cast: every rank receives the keys and values that its queries see, in all-to-all messages of unequal sizes, and
   nothing is sent if no rank needs a row of another. Gradients return the same way. The rank that owns a row adds them
   in the order of ranks, so that the sum is the same in each run. Source: MagiAttention (SandAI, 2025).
-- auto: group cast if no rank sees more keys of others than the longest shard has rows, else all-gather.
+- auto: group cast if no rank sees more keys of others than the longest shard has rows, else all-gather; all-gather for
+  masks of trees.
 
 Gradients travel in float32 for half precision. The rule of "auto" is never worse than an all-gather, into a rank or
 into a node, whichever ranks are a node. A group cast brings a key into a node once for each rank there that sees it,
@@ -19,7 +20,7 @@ and an all-gather may bring it once. For R ranks, nodes of G ranks and a longest
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from torch import Tensor
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import Arrival, Ranks, all_to_all, gather, pad_to, scatter_sum, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
-from tritonpack.parallel.exchanges.merge import nothing
 from tritonpack.parallel.layouts import Layout
 
 Keys = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values
@@ -41,60 +41,20 @@ class Part:
 
     Attributes:
         mask: between the queries and these keys.
-        queries: (n,) int64, the places of the own queries that the mask has; None for all.
     """
 
     mask: BlockDiagonalMask
-    queries: Tensor | None = field(default=None, kw_only=True)
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         """Start to send k (n, heads, D) and v (n, heads, D_v) of the own rows; the result has those of the part."""
-        coming = self._send(k, v, ranks)
-        return lambda: split(coming(), k, v)
+        raise NotImplementedError
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         """Start to send gradients of the part's keys and values to the ranks that own them.
 
         The result adds what arrives at this rank to dk (n, heads, D) and dv (n, heads, D_v), in `comm.wide`.
         """
-        coming = self._return(join(dk, dv).to(wide(dk.dtype)), ranks)
-
-        def add(total_dk: Tensor, total_dv: Tensor) -> None:
-            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
-                self._add(total, part)
-
-        return add
-
-    def _send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Arrival:
         raise NotImplementedError
-
-    def _return(self, gradients: Tensor, ranks: Ranks) -> Arrival:
-        raise NotImplementedError
-
-    def _add(self, total: Tensor, part: Tensor) -> None:
-        raise NotImplementedError
-
-    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """out and lse of some query heads over these keys, for all queries."""
-        places = self.queries
-        if places is None:
-            return call.forward(q, k, v, self.mask, heads, None)
-        out, lse = nothing(q, v, q.dtype)
-        some = call.of_rows(places).forward(q.index_select(0, places), k, v, self.mask, heads, None)
-        return out.index_copy_(0, places, some[0]), lse.index_copy_(1, places, some[1])
-
-    def backward(
-        self, call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        heads: slice,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """dq of all queries, and dk and dv of these keys; of some query heads."""
-        places = self.queries
-        if places is None:
-            return call.backward(dout, dlse, q, k, v, out, lse, self.mask, heads, None)[:3]
-        dout, some_q, out = (x.index_select(0, places) for x in (dout, q, out))
-        dlse, lse = None if dlse is None else dlse.index_select(1, places), lse.index_select(1, places)
-        dq, dk, dv, _ = call.of_rows(places).backward(dout, dlse, some_q, k, v, out, lse, self.mask, heads, None)
-        return torch.zeros_like(q).index_copy_(0, places, dq), dk, dv
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,23 +76,21 @@ class OwnKeys(Part):
 
 def own_keys(call: Call) -> OwnKeys:
     """All own keys."""
-    return _own(call, "all", slice(None))
+    return OwnKeys(call.rows_mask(call.ranks.rank), slice(None))
 
 
 def own_halves(call: Call) -> tuple[OwnKeys, OwnKeys]:
     """The second half of the own keys, and the first half, which more queries of a causal document see."""
-    middle = call.layout.lengths[call.ranks.rank] // 2
-    return _own(call, "second half", slice(middle, None)), _own(call, "first half", slice(0, middle))
+    rows = call.layout.rows[call.ranks.rank]
+    middle = rows.shape[0] // 2
 
+    def make() -> tuple[OwnKeys, OwnKeys]:
+        second, first = (
+            OwnKeys(call.mask.restrict(rows, rows[run]), run) for run in (slice(middle, None), slice(middle))
+        )
+        return second, first
 
-def _own(call: Call, name: str, places: slice) -> OwnKeys:
-    """A run of the own keys, with a mask that is cached under a name."""
-    rank, queries, rows = call.ranks.rank, call.queries, call.layout.rows[call.ranks.rank]
-    mask = call.mask.cached(
-        ("own keys", name, call.layout, rank, queries is None),
-        lambda: call.mask.restrict(rows if queries is None else rows[queries], rows[places]),
-    )
-    return OwnKeys(mask, places, queries=queries)
+    return call.mask.cached(("own halves", call.layout, call.ranks.rank), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,26 +109,30 @@ class GatheredKeys(Part):
     def length(self) -> int:
         return self.rows.stop - self.rows.start
 
-    def _send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Arrival:
+    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         coming = gather(pad_to(join(k[self.rows], v[self.rows]), 0, self.length), ranks)
-        return lambda: coming().flatten(0, 1).index_select(0, self.places)
+        return lambda: split(coming().flatten(0, 1).index_select(0, self.places), k, v)
 
-    def _return(self, gradients: Tensor, ranks: Ranks) -> Arrival:
+    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
+        gradients = join(dk, dv).to(wide(dk.dtype))
         runs = gradients.new_zeros(ranks.size * self.length, gradients.shape[1])
         runs.index_copy_(0, self.places, gradients)
-        return scatter_sum(runs.unflatten(0, (ranks.size, self.length)), ranks)
+        coming = scatter_sum(runs.unflatten(0, (ranks.size, self.length)), ranks)
 
-    def _add(self, total: Tensor, part: Tensor) -> None:
-        mine = total[self.rows]
-        mine += part[: mine.shape[0]]
+        def add(total_dk: Tensor, total_dv: Tensor) -> None:
+            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                mine = total[self.rows]
+                mine += part[: mine.shape[0]]
+
+        return add
 
 
 @dataclass(frozen=True, eq=False)
 class CastKeys(Part):
-    """Rows of other ranks whose keys the rank sees.
+    """Rows of other ranks that this rank's queries see.
 
     Attributes:
-        sent: (sent,) int64, the places in the own shard of the rows that each rank gets, in the order of ranks.
+        sent: int64, the places in the own shard of the rows that each rank gets, in the order of ranks.
         sent_counts: for each rank, how many of these it gets; 0 for this rank.
         received_counts: for each rank, how many rows come from it.
         order: (keys,) int64, where the keys lie among the received rows, in the order of the batch.
@@ -181,41 +143,49 @@ class CastKeys(Part):
     received_counts: list[int]
     order: Tensor
 
-    def _send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Arrival:
+    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         message = join(k, v).index_select(0, self.sent)
-        coming = self._exchange(message, self.sent_counts, self.received_counts, ranks)
-        return lambda: coming().index_select(0, self.order)
+        coming = _exchange(message, self.sent_counts, self.received_counts, ranks)
+        return lambda: split(coming().index_select(0, self.order), k, v)
 
-    def _return(self, gradients: Tensor, ranks: Ranks) -> Arrival:
+    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
+        gradients = join(dk, dv).to(wide(dk.dtype))
         message = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
-        return self._exchange(message, self.received_counts, self.sent_counts, ranks)
+        coming = _exchange(message, self.received_counts, self.sent_counts, ranks)
 
-    def _add(self, total: Tensor, part: Tensor) -> None:
-        for places, rows in zip(self.sent.split(self.sent_counts), part.split(self.sent_counts), strict=True):
-            if places.shape[0]:
-                total.index_add_(0, places, rows)  # no place twice, so the order of additions is fixed
+        def add(total_dk: Tensor, total_dv: Tensor) -> None:
+            places = self.sent.split(self.sent_counts)
+            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                for some, rows in zip(places, part.split(self.sent_counts), strict=True):
+                    if some.shape[0]:
+                        total.index_add_(0, some, rows)  # no place twice, so the order of additions is fixed
 
-    def _exchange(self, message: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
-        width = message.shape[1]
-        coming = all_to_all(message, [n * width for n in sent], [n * width for n in received], ranks)
-        return lambda: coming().view(-1, width)
+        return add
+
+
+def _exchange(message: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
+    """Start to send and receive rows of a message (rows, width)."""
+    width = message.shape[1]
+    coming = all_to_all(message, [n * width for n in sent], [n * width for n in received], ranks)
+    return lambda: coming().view(-1, width)
 
 
 def divide(exchange: str, call: Call, count: int) -> Sequence[Part]:
     """The keys of other ranks in at most `count` parts, equally many on all ranks; none if no rank needs any."""
     mask, layout, rank = call.mask, call.layout, call.ranks.rank
     if exchange == "auto":
-        exchange = "group_cast" if few_keys(call) else "all_gather"
+        exchange = "group_cast" if few_keys(mask, layout) else "all_gather"
     make = cast_parts if exchange == "group_cast" else gathered_parts
     return mask.cached((exchange, layout, rank, count), lambda: make(mask, layout, rank, count))
 
 
-def few_keys(call: Call) -> bool:
+def few_keys(mask: BlockDiagonalMask, layout: Layout) -> bool:
     """Whether no rank sees more keys of others than the longest shard has rows; waits for the mask's device.
 
-    All ranks find the same, because the mask and the layout are.
+    All ranks find the same, because the mask and the layout are. False for masks of trees.
     """
-    mask, layout = call.mask, call.layout
+    if mask.is_tree:
+        return False
     return mask.cached(("few keys", layout), lambda: max(layout.remote_keys(mask)) <= max(layout.lengths))
 
 
@@ -236,14 +206,21 @@ def gathered_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: in
 
 
 def cast_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int) -> tuple[Part, ...]:
-    """The parts of one rank with "group_cast"; waits for the mask's device."""
+    """The parts of one rank with "group_cast"; waits for the mask's device.
+
+    Raises:
+        ValueError: a mask of trees.
+    """
     rows, seen, device = layout.rows_on_host, layout.seen_by_ranks(mask), mask.device
     mine, nobody = rows[rank], rows[rank][:0]
     sent = [nobody if r == rank else seen[r].among(mine) for r in range(layout.ranks)]
     others = [nobody if r == rank else one[seen[rank].among(one)] for r, one in enumerate(rows)]
     count, parts = min(count, max(layout.remote_keys(mask))), []
     for number in range(count):
-        given, received = ([_piece(one, number, count) for one in some] for some in (sent, others))
+        given, received = (
+            [one[one.shape[0] * number // count : one.shape[0] * (number + 1) // count] for one in some]
+            for some in (sent, others)
+        )
         unordered = torch.cat(received)
         order = torch.from_numpy(np.argsort(unordered.numpy(), kind="stable"))  # merges ascending runs
         restricted = mask.restrict(layout.rows[rank], unordered[order].to(device))
@@ -251,8 +228,3 @@ def cast_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int) -
         sent_rows = torch.cat(given).to(device)
         parts.append(CastKeys(restricted, sent_rows, sent_counts, received_counts, order.to(device)))
     return tuple(parts)
-
-
-def _piece(rows: Tensor, number: int, count: int) -> Tensor:
-    """One of `count` equal pieces of rows."""
-    return rows[rows.shape[0] * number // count : rows.shape[0] * (number + 1) // count]

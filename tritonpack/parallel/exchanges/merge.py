@@ -27,11 +27,9 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return out * _weight(lse, merged), merged
 
 
-def sink_gradients(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def sink_gradients(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """(H,): the part of the gradient that comes from this rank's rows."""
     delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1).T
-    if dlse is not None:
-        delta = delta - dlse
     share = torch.exp(sinks[:, None] - lse)
     return -torch.where(lse == float("-inf"), 0.0, share * delta).sum(1).to(sinks.dtype)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tritonpack.parallel.comm import Arrival, shift, wide
-from tritonpack.parallel.exchanges.call import ALL_HEADS, Call, join, split
-from tritonpack.parallel.exchanges.keys import OwnKeys, Part, own_halves, own_keys
+from tritonpack.parallel.exchanges.call import Call, join, split
+from tritonpack.parallel.exchanges.keys import OwnKeys, own_halves, own_keys
 from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, nothing
 
 
@@ -26,15 +26,15 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     out, lse = nothing(q, v, exact(q.dtype))
     for source, ks, vs in _blocks(call, k, v):
         if call.visible()[source]:
-            part = own_keys(call) if source == call.ranks.rank else Part(call.rows_mask(source))
-            out, lse = merge(out, lse, *part.forward(call, q, ks, vs, ALL_HEADS))
+            mask = own_keys(call).mask if source == call.ranks.rank else call.rows_mask(source)
+            out, lse = merge(out, lse, *call.forward(q, ks, vs, mask))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
 def backward(
-    call: Call, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's rows."""
     size, rank = call.ranks.size, call.ranks.rank
@@ -43,7 +43,7 @@ def backward(
 
     def add_own(part: OwnKeys) -> None:
         if call.visible()[rank]:
-            gradients = part.backward(call, dout, dlse, q, k[part.rows], v[part.rows], out, lse, ALL_HEADS)
+            gradients = call.backward(dout, q, k[part.rows], v[part.rows], out, lse, part.mask)
             dq.add_(gradients[0])
             part.give_back(*gradients[1:], call.ranks)(dk, dv)
 
@@ -53,8 +53,7 @@ def backward(
             add_own(first)
             continue
         if call.visible()[source]:
-            part = Part(call.rows_mask(source))
-            dq_part, *dkv_part = part.backward(call, dout, dlse, q, ks, vs, out, lse, ALL_HEADS)
+            dq_part, *dkv_part = call.backward(dout, q, ks, vs, out, lse, call.rows_mask(source))
             dq += dq_part
             dkv = join(*dkv_part).to(dq.dtype)
         else:

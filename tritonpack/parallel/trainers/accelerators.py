@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.trainers.replaced import replaced
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,19 @@ def share_batches(trainer: Any, replica: Replica, stack: ExitStack) -> None:
     replaced(stack, trainer, "floating_point_ops", lambda inputs: operations(inputs) / replica.ranks.size)
     if "get_total_train_batch_size" not in vars(trainer):  # `setup` counts the documents of the data set
         replaced(stack, trainer, "get_total_train_batch_size", lambda args: batch_size(args) // replica.ranks.size)
+
+
+def replaced(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of this instance. The stack restores it when it ends, unless other code has set it since."""
+    attributes = vars(owner)
+    had, before = name in attributes, attributes.get(name)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if attributes.get(name) is value:
+            setattr(owner, name, before) if had else delattr(owner, name)
+
+    stack.callback(restore)
 
 
 def _each(function: Callable[[Tensor], Tensor], data: Any) -> Any:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from tritonpack.parallel.comm import first_object
-from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one
-from tritonpack.parallel.trainers.replaced import replaced
+from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one, replaced
 
 _GENERATES, _SCORES, _REWARDS = "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards"
 
@@ -52,16 +51,13 @@ def share_generations(trainer: Any, replica: Replica, context: Any, stack: ExitS
 
 def _check(trainer: Any, replica: Replica) -> None:
     args, size = trainer.args, replica.ranks.size
-    if getattr(trainer, "use_vllm", False):
-        raise ValueError(
-            "with SequenceParallel a trainer can't generate by vLLM, which divides prompts among all processes. Pass "
-            "use_vllm=False."
-        )
-    if getattr(trainer, "log_completions", False):
-        raise ValueError(
-            "with SequenceParallel a trainer can't log completions, because TRL gathers those of all processes, and "
-            "the ranks of a group have the same ones. Pass log_completions=False."
-        )
+    for name, remedy in (
+        ("use_vllm", "vLLM divides prompts among all processes. Pass use_vllm=False."),
+        ("log_completions", "TRL gathers completions of all processes, and ranks of a group have the same ones. Pass "
+                            "log_completions=False."),
+    ):  # fmt: skip
+        if getattr(trainer, name, False):
+            raise ValueError(f"with SequenceParallel a trainer can't have {name}=True: {remedy}")
     generations = trainer.num_generations
     if args.generation_batch_size % (size * generations):
         raise ValueError(

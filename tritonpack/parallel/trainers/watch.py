@@ -15,9 +15,8 @@ from typing import Any
 from transformers.utils import is_accelerate_available
 
 from tritonpack.packing.samplers.ranks import place_of_group
-from tritonpack.parallel.trainers.accelerators import Replica, share_batches
+from tritonpack.parallel.trainers.accelerators import Replica, replaced, share_batches
 from tritonpack.parallel.trainers.generations import share_generations
-from tritonpack.parallel.trainers.replaced import replaced
 
 _ENTRIES = ("train", "evaluate", "predict")
 
@@ -66,40 +65,35 @@ def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _shared(trainer: Any) -> Iterator[None]:
     """The trainer counts the ranks of a group as one process, if its model is in an entered context."""
-    contexts = [] if id(trainer) in _sharing else _contexts_of(trainer)
-    if not contexts:
+    context = None if id(trainer) in _sharing else _context_of(trainer)
+    if context is None:
         yield
         return
     with ExitStack() as stack:
-        context = contexts[-1]
-        for one in contexts:
-            one._cover_heads()
+        context.cover_heads()
         _sharing.add(id(trainer))
         stack.callback(_sharing.discard, id(trainer))
-        ranks = context.state.ranks
-        number, leaders = place_of_group(ranks.group)
-        replica = Replica(ranks, number, tuple(leaders))
-        _check(trainer)
-        _require_known_loss(trainer, context)
+        number, leaders = place_of_group(context.ranks.group)
+        replica = Replica(context.ranks, number, tuple(leaders))
+        _check(trainer, context)
         share_batches(trainer, replica, stack)
         share_generations(trainer, replica, context, stack)
         own_loss, own_step = trainer.compute_loss, trainer.prediction_step
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            for one in contexts:  # `train` puts Liger-Kernel's forward into the model after it was entered
-                one._cover_heads()
-            before = context.state.sharding
+            context.cover_heads()  # `train` puts Liger-Kernel's forward into the model after the context was entered
+            before = context.sharding
             try:
                 return own_loss(*args, **kwargs)
-            except Exception as error:
-                if context.state.sharding is not before:
-                    context._explain(error, type(trainer).__name__)
+            except (ValueError, IndexError, RuntimeError) as error:
+                if context.sharding is not before:  # after the model's forward
+                    context.explain(error)
                 raise
 
         def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
             with ExitStack() as inner:
-                for one in contexts if not prediction_loss_only else ():  # predictions are those of whole batches
-                    replaced(inner, one.state, "gather_outputs", True)
+                if not prediction_loss_only:  # predictions are those of whole batches
+                    replaced(inner, context, "gather_outputs", True)
                 return own_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
         replaced(stack, trainer, "compute_loss", compute_loss)
@@ -107,48 +101,31 @@ def _shared(trainer: Any) -> Iterator[None]:
         yield
 
 
-def _contexts_of(trainer: Any) -> list[Any]:
-    """The entered contexts of a trainer's model, the innermost last."""
+def _context_of(trainer: Any) -> Any:
+    """The entered context of a trainer's model, or None."""
     modules = {id(module) for module in trainer.model.modules()} if trainer.model is not None else set()
-    found = [one for one in _entered if one.state.running and modules & {id(module) for module in one._shared_modules}]
-    groups = {one.state.ranks.group for one in found}
-    if len(groups) > 1:
-        raise ValueError(
-            f"{type(trainer).__name__}'s model is in {len(found)} contexts of SequenceParallel with different groups, "
-            "so nothing says which ranks get one batch. Enter one of them."
-        )
-    return found
+    shared = (one for one in _entered if one.running and not modules.isdisjoint(map(id, one.shared_modules)))
+    return next(shared, None)
 
 
-def _require_known_loss(trainer: Any, context: Any) -> None:
-    """ValueError for a loss of the user's own that may read logits, of which a rank has its own rows."""
+def _check(trainer: Any, context: Any) -> None:
+    """ValueError for settings with which the ranks of a group can't get one batch, or count as one process."""
     own = getattr(trainer, "compute_loss_func", None) is not None
     home = type(trainer).compute_loss.__module__.partition(".")[0]
-    if context.state.gather_outputs or not (own or home not in KNOWN_LOSSES):
-        return
-    what = "a compute_loss_func" if own else f"a compute_loss of its own ({type(trainer).__name__})"
-    raise ValueError(
-        f"this Trainer has {what}, and inside of SequenceParallel a model's logits are this rank's rows: a mean over "
-        "them would be wrong without an error. Pass SequenceParallel(..., gather_outputs=True), with which logits are "
-        "those of the whole batch."
-    )
-
-
-def _check(trainer: Any) -> None:
-    """ValueError for settings with which the ranks of a group can't get one batch, or count as one process."""
-    args = trainer.args
-    accelerating = getattr(args, "accelerator_config", None)
-    problems = [
-        (
-            "dispatch_batches=True",
-            getattr(accelerating, "dispatch_batches", None),
-            "leave it at None: every rank loads",
-        ),
-        ("eval_use_gather_object=True", getattr(args, "eval_use_gather_object", False), "leave it at False"),
-    ]
-    for option, given, remedy in problems:
+    if not context.gather_outputs and (own or home not in KNOWN_LOSSES):
+        what = "a compute_loss_func" if own else f"a compute_loss of its own ({type(trainer).__name__})"
+        raise ValueError(
+            f"this Trainer has {what}, and inside of SequenceParallel a model's logits are this rank's rows: a mean "
+            "over them would be wrong without an error. Pass SequenceParallel(..., gather_outputs=True), with which "
+            "logits are those of the whole batch."
+        )
+    accelerating = getattr(trainer.args, "accelerator_config", None)
+    for option, given, remedy in (
+        ("dispatch_batches", getattr(accelerating, "dispatch_batches", None), "leave it at None: every rank loads"),
+        ("eval_use_gather_object", getattr(trainer.args, "eval_use_gather_object", False), "leave it at False"),
+    ):
         if given:
-            raise ValueError(f"with SequenceParallel a Trainer can't have {option}: {remedy}.")
+            raise ValueError(f"with SequenceParallel a Trainer can't have {option}=True: {remedy}.")
     sizes = {name: getattr(trainer, f"get_{name}_size", lambda: 1)() for name in ("tp", "cp", "sp")}
     if any(size > 1 for size in sizes.values()):
         raise ValueError(

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from tritonpack.testing.cases import BUSH, GROUP, TURNS, Case, tree_case
+from tritonpack.testing.cases import Case
 from tritonpack.testing.conformance import checks as judges
 from tritonpack.testing.conformance.call import VarlenFunction
 from tritonpack.testing.conformance.checks import FailedError, Judge, NotOfferedError, Problem
@@ -169,8 +169,7 @@ def run(
     Args:
         function: called by keywords as flash_attn_varlen_func is: q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv,
             D_v), cu_seqlens (documents + 1,) int32. The kit reads parameters from its signature, in the spellings of
-            FlashAttention 2, 3 and 4, vLLM and torch. A feature without a parameter is reported as not offered. Trees
-            need attn_mask, (T_q, T_k) bool, or block_mask, of FlexAttention.
+            FlashAttention 2, 3 and 4, vLLM and torch. A feature without a parameter is reported as not offered.
         dtypes: the dtypes of q, k and v; None means bfloat16 on a GPU, float32 and bfloat16 elsewhere.
         device: None means the GPU where there is one.
         only, skip: as `checks` takes them.
@@ -241,12 +240,6 @@ ISOLATED = (
     _case("grouped", (5, 37, 70, 12), heads=4, causal=True),
     _case("cross", (5, 40, 30), (20, 70, 30)),
 )
-TREES = (
-    tree_case("branches", GROUP, heads=2, kv_heads=2, head_dim=64),
-    tree_case("shared-key-heads", TURNS, [(-1, 1)], GROUP, head_dim=64),
-    tree_case("leaves-of-one-token", BUSH, [(-1, 5), *[(0, 1)] * 20], heads=2, kv_heads=2, head_dim=64),
-    tree_case("depth-window", TURNS, heads=2, kv_heads=2, head_dim=64, window=(16, 0)),
-)
 _MIXED = _case("causal", (5, 37, 70, 12), causal=True)
 _SLACK = _case("causal", (5, 37, 70), slack=23, causal=True)
 _GROUPS = _case("grouped", (5, 130, 70), heads=4, causal=True)
@@ -272,7 +265,5 @@ CHECKS = (
     Check("lse/values", judges.lse_values, _MIXED),
     Check("lse/empty-rows", judges.lse_of_empty_rows, _case("more-queries", (90, 12), (40, 12), causal=True)),
     Check("lse/gradient", judges.lse_gradient, _MIXED),
-    *(Check(f"tree/{case.name}", judges.both, case) for case in TREES),
-    Check("tree/isolation", judges.branches, TREES[1]),
     Check("dropout/weights", judges.dropout, _case("weights", (20, 13, 31), dropout_p=0.3)),
 )

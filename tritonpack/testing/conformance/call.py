@@ -30,11 +30,10 @@ SPELLINGS = {
     "deterministic": ("deterministic",),
     "lse": ("return_softmax_lse", "return_lse", "return_attn_probs", "return_aux"),
     "grouped": ("enable_gqa",),
-    "mask": ("attn_mask", "attention_mask", "block_mask"),
 }
 _INDISPENSABLE = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 # The parameters of a function whose signature can't be read or ends in **kwargs.
-_FA2 = {name: theirs[0] for name, theirs in SPELLINGS.items() if name not in ("sinks", "grouped", "mask")}
+_FA2 = {name: theirs[0] for name, theirs in SPELLINGS.items() if name not in ("sinks", "grouped")}
 _FA2["lse"] = "return_attn_probs"
 
 
@@ -90,16 +89,14 @@ class VarlenFunction:
 
     def lacks(self, case: Case, *, scale: float | None = None) -> str:
         """Name the first parameter that a case needs and the function lacks; empty if it has all."""
-        plain = case.parents is None  # the mask of a tree says all
         needed = {
             "scale": scale is not None,
-            "causal": plain and case.causal and "window" not in self.names,
-            "window": plain and (case.window[0] >= 0 or (case.window[1] >= 0 and not case.causal)),
+            "causal": case.causal and "window" not in self.names,
+            "window": case.window[0] >= 0 or (case.window[1] >= 0 and not case.causal),
             "softcap": case.softcap > 0,
             "sinks": case.sinks,
             "alibi_slopes": case.alibi is not None,
             "dropout_p": case.dropout_p > 0,
-            "mask": not plain,
         }
         lacking = (name for name, need in needed.items() if need and name not in self.names)
         return next((f"no parameter {' or '.join(SPELLINGS[name])}" for name in lacking), "")
@@ -124,13 +121,10 @@ class VarlenFunction:
             offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0)
             given[f"cu_seqlens_{side}"] = offsets.to(device=inputs.q.device, dtype=torch.int32)
             given[f"max_seqlen_{side}"] = max(lengths, default=0)
-        if case.parents is not None:  # with its window, which counts depths
-            name = self.names["mask"]
-            given["mask"] = inputs.mask.to_block_mask() if name == "block_mask" else inputs.mask.to_dense()
-        left, right = case.window if case.parents is None else (-1, -1)
+        left, right = case.window
         if case.causal and "causal" in self.names:
             given["causal"] = True
-        elif case.causal and case.parents is None:
+        elif case.causal:
             right = 0
         if (left, right) != (-1, -1):
             given["window"] = tuple(self.unlimited if side < 0 else side for side in (left, right))

@@ -157,28 +157,6 @@ def isolation(problem: Problem) -> str:
     return _to_the_bit(noise)
 
 
-def branches(problem: Problem) -> str:
-    """Check that a change of a token of a tree changes no bit of results outside its subtree.
-
-    Gradients of keys and values also change among the ancestors of the subtree.
-    """
-    inputs = problem.inputs
-    before, noise = _repeated(problem, inputs)
-    seen = inputs.mask.to_dense()
-    for token in range(0, seen.shape[0], 13):
-        changed = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
-        for x in changed.values():
-            x[token] *= -2.0
-        after = problem.compute(replace(inputs, **changed), deterministic=True)
-        below = seen[:, token]
-        for name in before:
-            others = ~seen[below].any(0) if name in ("dk", "dv") else ~below
-            moved = _distance(before[name][others], after[name][others])
-            if moved > 4 * noise[name]:
-                raise FailedError(f"a change to token {token} moves {name} outside of its branch by {moved:.1e}")
-    return _to_the_bit(noise)
-
-
 def slack_zeros(problem: Problem) -> str:
     """Check that rows past the last document have zeros for results and gradients."""
     found = _on_used_memory(problem, problem.inputs)

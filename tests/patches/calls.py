@@ -1,0 +1,114 @@
+"""Documents as calls of tiny models, packed in every form, and their results beside those of each document alone."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.patches import zoo
+from tests.patches.comparison import apart, tolerance
+from tests.patches.sweep import forms
+from tests.patches.sweep.forms import FORMS, LENGTHS
+from tests.patches.sweep.subject import Subject
+from tritonpack.patches.measuring import Batch
+
+EXACT = tolerance(torch.float64)
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    """Random token ids `[1, n]` for every length."""
+    return zoo.documents(lengths)
+
+
+def told(form: str = "position_ids", pieces: list[Tensor] | None = None) -> dict[str, Any]:
+    """The arguments beside the ids of a packed call."""
+    return FORMS[form](pieces or documents()).arguments
+
+
+def call_of(form: str = "position_ids", pieces: list[Tensor] | None = None, **more: Any) -> dict[str, Any]:
+    """The arguments of a call of a causal model or an encoder."""
+    batch = FORMS[form](pieces or documents())
+    return {"input_ids": batch.ids, **batch.arguments, **more}
+
+
+class Results(NamedTuple):
+    """The main output of all documents, one after the other, (tokens, n), and the gradients of all parameters."""
+
+    values: Tensor
+    gradients: list[Tensor | None]
+
+
+def alone(model: Any, pieces: list[Tensor] | None = None, *, gradients: bool = True) -> Results:
+    """The results of each document in a call of its own, with nothing but its tokens."""
+    subject = Subject(model, stock=True)
+    batches = [subject.lay_out(forms.alone, [piece]) for piece in pieces or documents()]
+    return _results(subject, batches, gradients)
+
+
+def packed(
+    model: Any, form: str = "position_ids", pieces: list[Tensor] | None = None, *, gradients: bool = True, **more: Any
+) -> Results:
+    """The results of packed documents; of pairs of documents if the model has an encoder and a decoder."""
+    subject = Subject(model)
+    layout = {**FORMS, **forms.PADDED_BATCHES}[form]
+    return _results(subject, [subject.lay_out(layout, pieces or documents())], gradients, **more)
+
+
+def _results(subject: Subject, batches: list[Batch], gradients: bool, **more: Any) -> Results:
+    with torch.set_grad_enabled(gradients):
+        outputs = [subject.call(batch, **more) for batch in batches]
+        main = "logits" if "logits" in outputs[0] else next(iter(outputs[0]))
+        values = torch.cat([batch.gather(output[main]) for batch, output in zip(batches, outputs, strict=True)])
+    return Results(values.detach(), _gradients(subject.model, values) if gradients else [])
+
+
+def _gradients(model: nn.Module, values: Tensor) -> list[Tensor | None]:
+    """The gradients of all parameters, with a different weight for each of the values."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype).view_as(values)
+    (values * weights).sum().backward()
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return found
+
+
+def difference(expected: Results, got: Results) -> float:
+    """The largest difference in values or gradients, relative to the largest expected one of each."""
+    return max(apart([expected.values], [got.values]), apart(expected.gradients, got.gradients))
+
+
+def require_exact(model: Any, expected: Results, *tried: str, pieces: list[Tensor] | None = None, **more: Any) -> None:
+    """Packed documents in these forms have the expected results."""
+    for form in tried or ("position_ids",):
+        got = packed(model, form, pieces, gradients=bool(expected.gradients), **more)
+        assert difference(expected, got) < tolerance(model.dtype), form
+
+
+def relative(expected: Tensor, got: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    assert expected.shape == got.shape
+    return float((expected - got).detach().abs().max() / expected.detach().abs().max())
+
+
+def state(model: nn.Module) -> dict[str, list[Any]]:
+    """All objects of each module that a patch may change, by identity; the first three are its hooks."""
+    registries = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+    owned = ("forward", "_gradient_checkpointing_func", "_replicate_for_data_parallel")
+    return {
+        name: [dict(getattr(module, registry)) for registry in registries]
+        + [module.__dict__.get(own) for own in owned]
+        + [dict(vars(module.config)) if hasattr(module, "config") else None, id(getattr(module, "config", None))]
+        for name, module in model.named_modules()
+    }
+
+
+def without_dropout(model: Any) -> Any:
+    """The model with all of its dropout set to 0."""
+    configs = [model.config, *(getattr(model.config, part) for part in model.config.sub_configs or {})]
+    for holder in (*model.modules(), *configs):
+        for key, value in list(vars(holder).items()):
+            if "drop" in key and isinstance(value, float):
+                setattr(holder, key, 0.0)
+        if isinstance(holder, nn.Dropout):
+            holder.p = 0.0
+    return model

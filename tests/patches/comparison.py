@@ -1,0 +1,29 @@
+"""How far results of packed documents are from expected ones, and what counts as rounding in small models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.patches.measuring import apart
+
+__all__ = ["Parts", "apart", "gradients_of", "tolerance"]
+
+Parts = Sequence[Tensor]  # one output's values, document by document
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The limit for small models in float32 or float64.
+
+    transformers computes norms and rotary angles in float32 in both.
+    """
+    return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
+
+
+def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
+    """Return the gradients of all parameters, with a different weight for each of the values."""
+    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype, device=values.device).view_as(values)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True))

@@ -1,0 +1,228 @@
+"""Every model type: generation, continued caches, checkpoints, transformers' own attention, copies; as in stock.
+
+That every class is exact in every form, or refused, is in test_sweep.py.
+"""
+
+import copy
+import functools
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.calls import (
+    alone,
+    call_of,
+    difference,
+    documents,
+    packed,
+    relative,
+    require_exact,
+    state,
+    without_dropout,
+)
+from tests.patches.comparison import tolerance
+from tests.patches.models import generate
+from tests.patches.pairs import PAIRS, tiny_pair_model
+from tests.patches.zoo import EXACT
+from tritonpack.patches.families import READS_PADDING
+
+PAIR = "+"  # ends the name of an encoder with a decoder
+NAMES = (*EXACT, *(name + PAIR for name in PAIRS))
+
+REENTRANT_IS_WRONG = {"gemma3n", "gemma3n_text"}  # keys that layers share lose a gradient
+RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
+# Static caches give other tokens than dynamic ones (gpt_neo), a mask for all tokens is taken for padding (xlm), the
+# window isn't kept while decoding (minimax), and text alone can't be continued (git).
+GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
+# Types whose four ways to continue a cache are right in stock transformers.
+STOCK_IS_RIGHT = {
+    "bailing_hybrid", "falcon_h1", "lara_mini", "lfm2", "lfm3", "olmo_hybrid", "opt", "qwen3_next", "zaya",
+}  # fmt: skip
+
+
+def build(name: str) -> PreTrainedModel:
+    return tiny_pair_model(name.removesuffix(PAIR)) if name.endswith(PAIR) else zoo.build(name)
+
+
+def every_type(*fast: str) -> Callable[[Any], Any]:
+    """The parameter `name`; those that aren't named here are slow."""
+
+    def decorate(test: Any) -> Any:
+        return pytest.mark.fast(*fast)(pytest.mark.parametrize("name", NAMES)(test))
+
+    return decorate
+
+
+@every_type("bert", "gemma3n_text", "gpt2", "minimax", "mistral", "whisper", "bart+")
+def test_one_document_in_a_row(name: str) -> None:
+    """A sampler may fill a row with one long document. In every form it gives what it gives alone."""
+    model, pieces = build(name), documents((9,))
+    expected = alone(model, pieces, gradients=False)
+    with tritonpack.patch(model):
+        require_exact(model, expected, "position_ids", "seq_idx_alone", "offsets_alone", pieces=pieces)
+
+
+@every_type("bart+", "falcon", "mamba2", "seamless_m4t_v2+")
+def test_transformers_own_attention(name: str) -> None:
+    model = build(name)
+    expected = alone(model)
+    with tritonpack.patch(model, attention="eager"):
+        require_exact(model, expected, "two_rows")
+    try:
+        handle = tritonpack.patch(model, attention="sdpa")
+    except tritonpack.UnsupportedModelError:  # it doesn't support sdpa
+        return
+    with handle:
+        require_exact(model, expected, "two_rows", "padded_left")
+
+
+build_for_both = functools.lru_cache(maxsize=1)(build)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.fast("bart+-dynamic", "encoder-decoder+-static", "gpt_oss-static", "qwen3_next-dynamic", "t5+-dynamic")
+@pytest.mark.parametrize("name", NAMES)
+def test_generate(name: str, cache: str) -> None:
+    """Two rows, one of them padded, unless padding changes what stock generates."""
+    if name in GENERATE_DIFFERS or (name, cache) == ("nllb-moe+", "static"):
+        pytest.skip("stock transformers is at odds with itself")
+    model, ids = build_for_both(name), torch.cat(documents((9, 9)))
+    padding = -4 if name.endswith(PAIR) else 0 if name in READS_PADDING else 4
+    options: dict[str, Any] = {"cache": cache, "padding": padding, "tokens": 3}
+    try:
+        expected, want = generate(model, ids, **options)
+    except Exception as error:  # stock transformers fails, too
+        pytest.skip(f"stock can't: {error}")
+    if want.isnan().any():
+        pytest.skip("stock makes NaN of padding in float64")
+    with tritonpack.patch(model):
+        got, have = generate(model, ids, **options)
+    assert torch.equal(expected, got)
+    assert relative(want, have) < tolerance(model.dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_type("encoder-decoder+", "mamba2", "mvp+", "t5+")
+def test_gradient_checkpointing(name: str) -> None:
+    if name in RANDOM_IN_TRAINING:
+        pytest.skip("stock transformers differs from itself")
+    model = without_dropout(build(name))
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("can't be checkpointed")
+    expected = alone(model)
+    for module in model.modules():  # NLLB-MoE's routers keep the capacity of the last evaluation
+        if type(module).__name__ == "NllbMoeTop2Router":
+            module.expert_capacity = 64
+    model.train().enable_input_require_grads()
+    for reentrant in (False,) if name in REENTRANT_IS_WRONG else (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with tritonpack.patch(model):
+            require_exact(model, expected, "without_cache")
+
+
+@every_type("bert", "roformer", "encoder-decoder+", "switch_transformers+")
+def test_unpatching_copies_and_pickles(name: str) -> None:
+    model = build(name)
+    before, keys = state(model), list(model.state_dict())
+    expected = alone(model, gradients=False)
+    handle = tritonpack.patch(model)
+    assert list(model.state_dict()) == keys
+    copies: list[PreTrainedModel] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    handle.unpatch()
+    assert state(model) == before
+    for twin in copies:
+        require_exact(twin, expected)
+        tritonpack.unpatch(twin)
+        with pytest.raises(ValueError, match="isn't patched"):
+            tritonpack.unpatch(twin)
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_type("llama", "mistral", "qwen3_next")
+def test_cache_at_its_default(name: str) -> None:
+    """As in loops of one's own, which leave `use_cache` out."""
+    if name.endswith(PAIR) or name in zoo.FLOAT32_ONLY or name.startswith("musicgen"):
+        pytest.skip("its tokens come in another way")
+    model = build(name)
+    expected = alone(model, gradients=False).values
+    with tritonpack.patch(model):
+        for form in ("position_ids", "collator", "seq_idx_alone"):
+            with torch.no_grad():
+                assert relative(expected, model(**call_of(form)).logits[0]) < tolerance(model.dtype), form
+
+
+# Calls that continue a cache
+
+IDS = torch.randint(6, 50, (1, 14), generator=torch.Generator().manual_seed(1))
+
+
+def states(output: Any) -> Tensor:
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def behind_padding(model: PreTrainedModel) -> Tensor | None:
+    """Two new tokens of a row that was padded on the left, beside one without padding. No position ids are given."""
+    ids, mask = IDS.repeat(2, 1), torch.ones(2, 14, dtype=torch.int64)
+    mask[1, :2] = 0
+    output = model(input_ids=ids[:, :12], attention_mask=mask[:, :12], use_cache=True)
+    if output.get("cache") is None:
+        return None
+    return states(model(input_ids=ids[:, 12:], attention_mask=mask, use_cache=True, cache=output.cache))[1]
+
+
+def without_mask(model: PreTrainedModel) -> Tensor | None:
+    """One token more than the cache holds, so that a mask for the new tokens alone would leave one place."""
+    output = model(input_ids=IDS[:, :4], use_cache=True)
+    if output.get("cache") is None:
+        return None
+    return states(model(input_ids=IDS[:, 4:9], use_cache=True, cache=output.cache))[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+@every_type("bert", "bloom", "gpt_oss", "jamba", "lfm2", "mpt", "opt", "qwen3_next")
+def test_continued_text(name: str) -> None:
+    """Of the head and of the model in it, which users may patch by itself, wherever stock transformers is right."""
+    if name == "git" or name.endswith(PAIR):
+        pytest.skip("its text alone can't be continued")
+    head = build(name)
+    base = getattr(head, head.base_model_prefix, None)
+    models = [head] if base is None or "input_ids" not in inspect.signature(base.forward).parameters else [head, base]
+    right = 0
+    for model in models:
+        for continued, text, new in ((behind_padding, slice(2, 14), 10), (without_mask, slice(0, 9), 4)):
+            try:
+                whole = states(model(input_ids=IDS[:, text]))[0, new:]
+                stock = continued(model)
+            except Exception:  # stock transformers fails
+                continue
+            if stock is None or not relative(whole, stock) < tolerance(model.dtype):
+                continue
+            right += 1
+            for attention in ("tritonpack", "eager"):
+                with tritonpack.patch(model, attention=attention):
+                    got = continued(model)
+                assert got is not None
+                assert relative(whole, got) < tolerance(model.dtype), (type(model).__name__, continued.__name__)
+    assert right == 4 or name not in STOCK_IS_RIGHT
+
+
+def test_number_of_model_types() -> None:
+    """transformers 5.24 has 196 types; other versions have other numbers."""
+    assert len(EXACT) >= 148
+
+
+@pytest.mark.parametrize("name", ["mamba", "lfm2"])
+def test_a_form_that_stock_gets_wrong(name: str) -> None:
+    """The comparison above can fail: without a patch, recurrent layers run over the whole row."""
+    model = build(name)
+    assert difference(alone(model), packed(model)) > 1e-3

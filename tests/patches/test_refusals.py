@@ -1,0 +1,464 @@
+"""What is refused, as tables: what is given, and the words that the message must hold."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertLMHeadModel,
+    DynamicCache,
+    GitConfig,
+    GitForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.calls import FORMS, call_of, documents, relative, told
+from tests.patches.models import COMMON, VOCAB, tiny_model
+from tests.patches.pairs import tiny_pair_model
+from tests.patches.sweep.build import build
+from tests.patches.sweep.classes import cases
+from tests.patches.sweep.subject import Subject
+from tritonpack import UnsupportedModelError
+from tritonpack.patches.parse_inputs import TELLING, meant_by
+
+SEGMENTS = told("segments_alone")["attention_mask"]
+OFFSETS = told("offsets_alone")["cu_seq_lens_q"]
+PLACES = told()["position_ids"]
+IDS = call_of()["input_ids"]
+COARSE = torch.tensor([[1] * 8 + [2] * 14])  # two documents of LENGTHS each
+OTHERS = torch.tensor([[1] * 3 + [2] * 5 + [3] * 8 + [4] * 6])  # as many documents, at other tokens
+ONE_ROW = torch.arange(22)[None]
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.long)
+
+
+# {argument: value} beside the ids of 22 tokens; words
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 16])}, "padding inside a document"),
+    ({"attention_mask": ones(1, 9)}, "attention_mask has shape"),
+    ({"attention_mask": torch.full((1, 22), 0.5)}, "must hold whole numbers"),
+    ({"attention_mask": torch.full((1, 22), -torch.inf)}, "must hold whole numbers"),
+    ({"attention_mask": torch.tensor([[1] * 20 + [-1] * 2])},
+     r"must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens; got -1\."),
+    ({"attention_mask": ones(22)}, r"attention_mask must be a two-dimensional tensor.*; got \(22,\) int64 on cpu"),
+    ({"attention_mask": ones(1, 22, 22)},
+     r"attention_mask has shape \(1, 22, 22\); a patched model makes masks of pairs of tokens itself"),
+    ({"attention_mask": ones(1, 1, 22, 22).bool()}, "isn't block-diagonal and causal"),
+    ({"attention_mask": SEGMENTS.tolist()}, r"attention_mask must be .*; got list \[\[1, 1"),
+    ({"attention_mask": SEGMENTS.numpy()}, "attention_mask must be .*; got ndarray"),
+    ({"attention_mask": {"full_attention": None}, "position_ids": PLACES},
+     r"attention_mask is a dict.*position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask"),
+    ({"attention_mask": {}}, "attention_mask is a dict"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 20])}, "end with the number of tokens, 22"),
+    ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 22])}, "never decrease"),
+    ({"cu_seq_lens_q": torch.tensor([0, 22]), "cu_seq_lens_k": torch.tensor([0, 2, 22])}, "differ"),
+    ({"cu_seq_lens_q": OFFSETS.tolist()}, r"cu_seq_lens_q must be .*; got list \[0, 7, 8, 11"),
+    ({"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS.tolist()},
+     "cu_seq_lens_k must be a one-dimensional int32 or int64 tensor"),
+    ({"cu_seq_lens_q": OFFSETS[None]}, r"cu_seq_lens_q must be .*; got \(1, 5\) int32 on cpu"),
+    ({"cu_seq_lens_q": OFFSETS.float()}, r"cu_seq_lens_q must be .*; got \(5,\) float32"),
+    ({"seq_idx": torch.zeros(1, 9, dtype=torch.int32)}, "seq_idx has shape"),
+    ({"seq_idx": SEGMENTS.tolist()}, r"seq_idx must be .*; got list \[\[1, 1"),
+    ({"seq_idx": SEGMENTS.float()}, r"seq_idx must be an integer tensor.*; got \(1, 22\) float"),
+    ({"position_ids": PLACES.tolist()}, r"position_ids must be .*; got list \[\[0, 1"),
+    ({"position_ids": PLACES.float()}, r"position_ids must .*; got \(1, 22\) float32"),
+    ({"output_attentions": True}, "output_attentions"),
+    # contradictions
+    ({"position_ids": PLACES, "cu_seq_lens_q": torch.tensor([0, 9, 22])},
+     r"cu_seq_lens_q and position_ids contradict each other \(row 0, token 7: \[4, 5, 6, 0, 0, 1, 2\] around it.*"
+     r"by cu_seq_lens_q documents begin at 0, 9, by position_ids at 0, 7, 8, 11"),
+    ({"position_ids": ONE_ROW, "seq_idx": SEGMENTS},
+     r"seq_idx and position_ids contradict.*by seq_idx documents begin at 0, 7, 8, 11, by position_ids at 0\."),
+    ({"position_ids": ONE_ROW, "attention_mask": SEGMENTS},
+     r"attention_mask and position_ids contradict.*by attention_mask documents begin at 0, 7, 8, 11, by"),
+    ({"position_ids": PLACES, "attention_mask": torch.tensor([[1] * 13 + [0] * 2 + [1] * 7])},
+     r"padding inside a document \(row 0, token 15: \[1, 0, 0, 1, 1, 1, 1\] around it"),
+    ({"position_ids": PLACES, "attention_mask": COARSE},
+     "attention_mask and position_ids contradict each other.*at 0, 8, by position_ids at 0, 7, 8, 11"),
+    ({"position_ids": torch.cat([torch.zeros(1, 1, dtype=torch.long), torch.arange(21)[None]], 1),
+      "seq_idx": torch.ones_like(SEGMENTS)}, "by seq_idx documents begin at 0, by position_ids at 0, 1"),
+    ({"cu_seq_lens_q": torch.tensor([0, 22]), "seq_idx": SEGMENTS},
+     r"cu_seq_lens_q and seq_idx contradict each other \(row 0, token 7: .*by cu_seq_lens_q documents begin at 0, "
+     r"by seq_idx at 0, 7, 8, 11\."),
+    ({"cu_seq_lens_q": OFFSETS, "seq_idx": OTHERS},
+     "by cu_seq_lens_q documents begin at 0, 7, 8, 11, by seq_idx at 0, 3, 8, 16"),
+    ({"cu_seq_lens_q": OFFSETS, "attention_mask": OTHERS},
+     "attention_mask and cu_seq_lens_q contradict each other.*by attention_mask documents begin at 0, 3, 8, 16, by "
+     "cu_seq_lens_q at 0, 7, 8, 11"),
+    ({"cu_seq_lens_q": torch.tensor([0, 8, 22]), "attention_mask": SEGMENTS},
+     "by attention_mask documents begin at 0, 7, 8, 11, by cu_seq_lens_q at 0, 8"),
+    ({"seq_idx": torch.zeros_like(SEGMENTS), "attention_mask": SEGMENTS},
+     "attention_mask and seq_idx contradict each other.*at 0, 7, 8, 11, by seq_idx at 0"),
+    ({"seq_idx": SEGMENTS, "attention_mask": COARSE},
+     "attention_mask and seq_idx contradict each other.*at 0, 8, by seq_idx at 0, 7, 8, 11"),
+    # names that resemble ours
+    ({"cu_seqlens_q": OFFSETS}, "was called with 'cu_seqlens_q'.* Pass cu_seq_lens_q"),
+    ({"segment_ids": SEGMENTS}, "was called with 'segment_ids'.* Pass seq_idx"),
+    ({"positions_ids": PLACES}, "was called with 'positions_ids'.* Pass position_ids"),
+    ({"cu_seq_lens_k": OFFSETS}, "was called with 'cu_seq_lens_k'.* Pass "),
+    ({"parents": torch.zeros(1, 22)}, "'parents', which nothing reads.*Pass tree_ends"),
+]  # fmt: skip
+
+
+def numbered(table: list[Any]) -> Any:
+    """The rows of a table, each with its number and the names of its arguments as its id."""
+    return [pytest.param(*row, id=f"{i}-{'-'.join(row[0]) or 'nothing'}") for i, row in enumerate(table)]
+
+
+@pytest.mark.parametrize(("arguments", "words"), numbered(CALLS))
+def test_calls(arguments: dict[str, Any], words: str) -> None:
+    """Of a head, of the model in it, and of a recurrent model. The next call is right."""
+    for model in (tiny_model("llama"), zoo.tiny_model("mamba")):
+        with tritonpack.patch(model):
+            for called in (model, model.base_model, model.forward):
+                if "output_attentions" in arguments and not hasattr(model, "model"):
+                    continue
+                with pytest.raises(ValueError, match=words):
+                    called(IDS, use_cache=False, **arguments)
+            assert model(IDS, position_ids=PLACES)[0].isfinite().all()
+
+
+MEANT = {
+    "cu_seq_lens_q": (
+        "cu_seqlens", "cu_seqlens_k", "cu_seq_lens", "cumulative_seqlens", "max_seqlen", "seq_lens", "seq_lengths",
+        "document_lengths", "doc_lens", "lengths", "doc_offsets", "Cu_Seqlens", "packed_seq_params", "input_lengths",
+        "doc_boundaries", "boundaries", "num_docs", "num_sequences",
+    ),
+    "seq_idx": (
+        "segments", "sequence_id", "seq_id", "seqidx", "seq_indices", "doc_ids", "document_ids", "documents",
+        "sample_ids", "batch_ids", "pack_ids", "example_ids", "group_ids", "episode_ids", "token_doc_ids",
+    ),
+    "position_ids": ("position_id", "positions", "pos_ids", "postion_ids", "positionids", "segment_positions"),
+    "attention_mask": (
+        "attn_mask", "attention_masks", "atention_mask", "padding_mask", "document_mask", "block_mask", "eod_mask",
+    ),
+}  # fmt: skip
+# Arguments that trainers and collators of transformers, TRL and accelerate put into a batch or a call.
+TRAINERS = (
+    "input_ids", "labels", "shift_labels", "num_items_in_batch", "return_loss", "output_hidden_states", "use_cache",
+    "logits_to_keep", "token_type_ids", "completion_mask", "assistant_masks", "max_length_q", "max_length_k", "length",
+    "special_tokens_mask", "cache_position", "past_key_values", "return_dict", "output_attentions", "inputs_embeds",
+    "output_router_logits", "mm_token_type_ids", "image_grid_thw", "pixel_values", "decoder_input_ids", "max_length",
+    "decoder_attention_mask", "encoder_attention_mask", "global_attention_mask", "pixel_attention_mask",
+    "decoder_position_ids", "position_bias", "attention_bias", "chosen_input_ids", "advantages", "is_causal",
+)  # fmt: skip
+
+
+def test_names_that_resemble_ours() -> None:
+    assert {name: meant_by(name) for names in MEANT.values() for name in names} == {
+        name: meant for meant, names in MEANT.items() for name in names
+    }
+    assert not any(meant_by(name) for name in (*TRAINERS, *TELLING))
+
+
+class Numbered(LlamaForCausalLM):
+    """A model whose own argument resembles one of ours."""
+
+    def forward(self, input_ids: Any, segment_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        mask = attention_mask if segment_ids is None else segment_ids
+        return super().forward(input_ids, attention_mask=mask, **kwargs)
+
+
+@pytest.mark.usefixtures("untried")
+def test_arguments_in_a_models_signature_are_accepted() -> None:
+    model = Numbered(zoo.tiny_config("llama")).double().eval()
+    expected = torch.cat([model(piece).logits for piece in documents()], dim=1)
+    with tritonpack.patch(model):
+        assert relative(expected, model(IDS, segment_ids=SEGMENTS).logits) < 1e-6
+        assert model(IDS, cu_seqlens=None).logits.isfinite().all()
+
+
+# Arguments of patch()
+
+MODELS: list[tuple[Any, str]] = [
+    ("gpt2", r"the name 'gpt2'; load it first, with AutoModelForCausalLM.from_pretrained\('gpt2'\)"),
+    (None, "got None of type NoneType; pass the model that you train"),
+    (AutoModelForCausalLM, "the class AutoModelForCausalLM; make a model of it first"),
+    (LlamaConfig(), r"a LlamaConfig; make a model of it first, with .*from_config\(config\)"),
+    ([1], "got a list of 1; pass one model in each call"),
+    ([nn.Sequential(nn.Linear(2, 2))] * 2, "got a list of 2; pass one model in each call"),
+    (object(), "of type object; pass the model that you train"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), MODELS, ids=[words[:20] for _, words in MODELS])
+@pytest.mark.parametrize("function", [tritonpack.patch, tritonpack.unpatch])
+def test_what_is_no_model(given: Any, words: str, function: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        function(given)
+    assert "\n" not in str(caught.value)
+
+
+def sparse() -> Any:
+    """BigBird switches to full attention for short rows, but only after the first short row."""
+    options = {"is_decoder": False, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
+    return zoo.tiny_model("big_bird", **options)
+
+
+def decoder(family: str) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, use_bidirectional_attention=True))
+
+
+def lazily(kind: str) -> Callable[[], Any]:
+    return lambda: zoo.tiny_model(kind)
+
+
+UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
+# what makes a model, options of patch(), words; of prove(), if patch() accepts the model
+PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (lambda: nn.Linear(2, 2), {}, "expected a transformers model; got Linear"),
+    (lazily("prophetnet"), {}, r"'prophetnet'.* masks and position buckets of its own"),
+    (lazily("llama"), {"backend": "cuda"}, "got 'cuda'"),
+    (lazily("llama"), {"attention": "flash"}, "got 'flash'"),
+    (lazily("llama"), {"unpad": "no"}, "unpad must be True or False; got str 'no'"),
+    (lazily("llama"), {"attention": "sdpa"} | UNPAD, "attention='sdpa' computes all pairs"),
+    (lazily("llama"), {"attention": "eager"} | SHARE, "attention='eager' computes all pairs"),
+    (lazily("gemma2"), {"attention": "sdpa"}, r"'gemma2'.* doesn't support sdpa"),
+    (sparse, {}, r"set_attention_type\('original_full'\)"),
+    (lambda: decoder("gemma"), {}, r"nothing to be equal to\. Set it to False"),
+    (lambda: decoder("gemma2"), {}, r"nothing to be equal to\. Set it to False"),
+    (lazily("bloom"), UNPAD, "takes a dense mask"),
+    (lambda: tiny_pair_model("t5"), UNPAD, "an encoder with a decoder"),
+    (lazily("mamba2"), SHARE, "on each document by itself"),
+    (lazily("opt"), SHARE, "passes by the OPTModel around it"),
+    # Whether a proof finds it depends on the machine: on some, the best keys of its few tokens are the same.
+    (lazily("doge"), SHARE, r"\(DogeAttention\) isn't exact where documents share .* best of"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "words"), PATCHES)
+def test_patches(make: Callable[[], Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tritonpack.patch(make(), **options).prove()
+
+
+def test_remedies_of_patches() -> None:
+    model = sparse()
+    model.base_model.set_attention_type("original_full")
+    tritonpack.patch(model)
+    tritonpack.patch(zoo.tiny_model("doge"), unpad=True)
+    with pytest.raises(ValueError, match="isn't patched"):
+        tritonpack.unpatch(tiny_model("llama"))
+
+
+# Calls of single classes
+
+
+def of_class(key: str) -> Any:
+    return build(next(case for case in cases() if case.key == key))
+
+
+def classifier() -> Any:
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **COMMON))
+
+
+def git() -> Any:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {**small, "image_size": 8, "patch_size": 4}
+    config = GitConfig(vocab_size=99, max_position_embeddings=64, pad_token_id=0, vision_config=vision, **small)
+    return GitForCausalLM(config).double().eval()
+
+
+def experts() -> Any:
+    """In training, NLLB-MoE's experts take a limited number of tokens of a batch, so documents of a row compete."""
+    model = tiny_pair_model("nllb-moe").train()
+    for module in model.modules():
+        if type(module).__name__ == "NllbMoeTop2Router":
+            module.expert_capacity = 9
+    return model
+
+
+def padded(*more: str) -> dict[str, Any]:
+    call = call_of("padded_right")
+    return {name: call[name] for name in ("input_ids", "attention_mask", *more)}
+
+
+TREE = tritonpack.pack_tree([[3, 4, 5, 6], [3, 4, 7], [8, 9]]).inputs()
+TREE = {name: TREE[name] for name in ("input_ids", "position_ids", "tree_ends")}
+SHAPE = TREE["input_ids"].shape
+ENTITIES = {"entity_ids": torch.tensor([[3, 4]]), "entity_position_ids": torch.tensor([[[0, 1, -1], [5, 6, -1]]])}
+PIXELS = {"pixel_values": torch.ones(1, 3, 8, 8, dtype=torch.float64)}
+NAMES = "entity_ids and entity_position_ids"
+
+# what makes a model, options of patch(), a call, words
+OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] = [
+    (lazily("gpt2"), UNPAD, padded() | {"output_attentions": True}, "no weights"),
+    (lazily("opt"), UNPAD, padded(), "OPTDecoder passes by the OPTModel around it"),
+    (lazily("electra-encoder"), SHARE, {"input_ids": IDS[:, :9].expand(4, -1)}, "also sees the tokens after it"),
+    (lazily("llama"), UNPAD, padded() | {"labels": padded()["input_ids"]},
+     r"the label 0 in row 0 would be predicted at token 7, .* to -100"),
+    (lazily("gemma3_text"), {}, call_of(attention_mask={"full_attention": np.ones(3)}), "attention_mask is a dict"),
+    (git, {}, call_of(pixel_values=torch.randn(1, 3, 8, 8)),
+     "GitForCausalLM.* pixel_values.*or pass padded rows to the unpatched model"),
+    (lambda: of_class("LukeModel/luke"), {}, call_of(**ENTITIES), f"{NAMES} to its tokens.*Leave {NAMES} out"),
+    (lambda: of_class("LayoutLMv3Model/layoutlmv3"), {}, call_of(**PIXELS), "Leave pixel_values out"),
+    # recurrent layers and caches
+    (lazily("bamba"), {}, call_of(past_key_values=DynamicCache()), r"can't use a cache\. Leave the cache out"),
+    (lazily("rwkv"), {}, {"input_ids": IDS[:, :8], "attention_mask": torch.tensor([[0] * 3 + [1] * 5]),
+                          "use_cache": True}, r"would read the padding on the left.*use_cache=False"),
+    # trees
+    (lazily("llama"), {}, TREE | {"tree_ends": torch.zeros(SHAPE)}, "tree_ends must be an integer tensor.*got"),
+    (lazily("llama"), {}, TREE | {"tree_ends": ones(1, 3)}, r"tree_ends has shape \(1, 3\)"),
+    (lazily("llama"), {}, TREE | {"tree_ends": 99 * ones(*SHAPE)}, r"ends\[0\] is 99"),
+    (lazily("llama"), {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both say"),
+    (lazily("llama"), {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both say"),
+    (lazily("llama"), {}, TREE | {"labels": TREE["input_ids"]}, r"other branches.*shift_labels"),
+    (lazily("llama"), {}, TREE | {"use_cache": True}, "Leave use_cache out"),
+    (lazily("llama"), {}, TREE | {"position_ids": torch.arange(SHAPE[1])[None]},
+     "tree_ends and position_ids contradict each other at token 4 of the flattened rows, 4 for a depth of 2.*diagonal"),
+    (lazily("llama"), {}, TREE | {"position_ids": TREE["position_ids"] * 0},
+     "contradict each other at token 1 of the flattened rows, 0 for a depth of 1"),
+    (lazily("mamba2"), {}, TREE, "without tree_ends"),
+    (lazily("electra-encoder"), {}, TREE, "without tree_ends"),
+    (classifier, {}, TREE, "for several documents in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "options", "call", "words"), OF_CLASSES)
+def test_calls_of_single_classes(make: Callable[[], Any], options: dict[str, Any], call: Any, words: str) -> None:
+    model = make()
+    with tritonpack.patch(model, **options), pytest.raises(ValueError, match=words):
+        model(**call)
+
+
+def test_a_tree_after_a_cache() -> None:
+    model = tiny_model("llama")
+    with tritonpack.patch(model):
+        cache = model(IDS[:, :4], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="tree_ends describe a batch of whole documents"):
+            model(**TREE, past_key_values=cache)
+
+
+def test_errors_of_the_model_stay_as_they_are() -> None:
+    model = git()
+
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("of the tower")
+
+    model.git.image_encoder.register_forward_pre_hook(fail)
+    with tritonpack.patch(model), pytest.raises(RuntimeError, match="of the tower"):
+        model(documents()[0], pixel_values=torch.randn(1, 3, 8, 8))
+
+
+# Encoders with decoders
+
+BOTH = "documents in the decoder and 4 in the encoder. Tell documents apart on both sides"
+# Changes of a call in which masks number the documents of both sides: of 7, 1, 3 and 11 tokens, and of 5, 2, 6 and 4.
+PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"decoder_attention_mask": None}, f"row 0 has 1 {BOTH}"),
+    ({"attention_mask": None}, "row 0 has 4 documents in the decoder and 1 in the encoder. Tell documents apart on"),
+    ({"decoder_attention_mask": torch.tensor([[1] * 5 + [2] * 2 + [4] * 6 + [5] * 4])},
+     "document 4 of the decoder's mask would meet document 3 of the encoder's"),
+    ({"decoder_attention_mask": torch.tensor([[1] * 7 + [2] * 6 + [3] * 4])}, "row 0 has 3 documents in the decoder"),
+    ({"attention_mask": None, "decoder_attention_mask": None, "seq_idx": torch.tensor([[0] * 11 + [1] * 11])},
+     "row 0 has 1 documents in the decoder and 2 in the encoder"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 17]), "cu_seq_lens_k": torch.tensor([0, 11, 22])},
+     "lists 4 documents of the decoder and cu_seq_lens_k 2 of the encoder"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 17]), "cu_seq_lens_k": torch.tensor([0, 8, 22, 22])},
+     "a document is empty by cu_seq_lens_q and not by cu_seq_lens_k"),
+    ({"cu_seq_lens_q": torch.tensor([0, 17]), "decoder_input_ids": None},
+     "decoder_attention_mask was given without decoder_input_ids"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 15]), "cu_seq_lens_k": OFFSETS},
+     "documents of the decoder: .* end with the number of tokens, 17"),
+    ({"attention_mask": torch.ones(1, 9)}, "attention_mask has shape"),
+    ({"decoder_attention_mask": None, "decoder_input_ids": None, "labels": ones(1, 17)}, "row 0 has 1 documents in"),
+]  # fmt: skip
+
+
+def pair_call(model: Any, form: str = "segments_alone") -> dict[str, Any]:
+    subject = Subject(model)
+    return subject.arguments(subject.lay_out(FORMS[form], documents()))
+
+
+@pytest.mark.parametrize(("changes", "words"), numbered(PAIRS))
+def test_calls_of_pairs(changes: dict[str, Any], words: str) -> None:
+    model = tiny_pair_model("bart")
+    with tritonpack.patch(model), pytest.raises(ValueError, match=words):
+        model(**{**pair_call(model), **changes})
+
+
+def test_other_calls_of_pairs() -> None:
+    model = tiny_pair_model("t5")
+    with tritonpack.patch(model):
+        cache = model(**pair_call(model)).past_key_values
+        more = {"encoder_outputs": (torch.zeros(1, 22, 32, dtype=torch.float64),), "decoder_input_ids": IDS[:, :1]}
+        with pytest.raises(ValueError, match="continues a cache must have one document on the encoder's side"):
+            model(past_key_values=cache, attention_mask=SEGMENTS, **more)
+    full = experts()
+    with tritonpack.patch(full):
+        full(**pair_call(full, "padded_right"))
+        with pytest.raises(ValueError, match="an expert of this model takes 9 tokens of a batch, here of 22"):
+            full(**pair_call(full))
+    model = tiny_pair_model("t5gemma", dtype=torch.float32)
+    call = {name: x for name, x in pair_call(model, "padded_right").items() if name.endswith("input_ids")}
+    with tritonpack.patch(model), pytest.raises(ValueError, match="Pass attention_mask"):
+        model(**call)  # its encoder takes padding tokens for padding, and its decoder for tokens
+    model = BertLMHeadModel(BertConfig(**COMMON, is_decoder=True, add_cross_attention=True)).eval()
+    states = torch.randn(1, 22, 32)
+    with tritonpack.patch(model), pytest.raises(ValueError, match="row 0 has 4 documents in the decoder and 1 in the"):
+        model(IDS, attention_mask=SEGMENTS, encoder_hidden_states=states)
+
+
+# By name
+
+
+@pytest.mark.parametrize("kind", ["xlstm", "cpmant", "blt", "deepseek_v4", "prophetnet"])
+def test_models_by_name(kind: str) -> None:
+    """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
+    model = zoo.tiny_model(kind, attn_implementation="tritonpack")
+    for call in (model, model.forward, model.base_model):
+        with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*was given attn_implementation"):
+            call(torch.arange(6, 10)[None])
+
+
+def test_a_name_that_is_written_into_a_configuration() -> None:
+    model = tiny_model("llama")
+    model.config._attn_implementation = "tritonpack"
+    with pytest.raises(ValueError, match=r"isn't patched.*patch this model, too, with tritonpack\.patch"):
+        model(**call_of())
+
+
+def test_an_implementation_that_is_set_after_the_patch() -> None:
+    model = tiny_model("llama")
+    with tritonpack.patch(model):
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="'eager' since this model was patched"):
+            model(**call_of())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
+def test_layers_that_write_twice_to_a_cache(attention: str) -> None:
+    """Dory counts its layers twice if it has fewer than its input and output sections: stock transformers fails, too,
+    or gives other logits with a cache than without."""
+    if not hasattr(transformers, "DoryConfig"):
+        pytest.skip("transformers has no Dory")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.DoryConfig(vocab_size=VOCAB, layer_types=["full_attention"] * 2, num_hidden_layers=2, **sizes)
+    model = transformers.DoryForCausalLM(config).eval()
+    with tritonpack.patch(model, attention=attention), warnings.catch_warnings():
+        with pytest.raises(ValueError, match=r"DoryAttention changes its keys .* pass use_cache=False"):
+            model(**call_of())
+        assert model(**call_of(use_cache=False)).logits.isfinite().all()
+
+
+def test_a_layer_called_outside_of_its_model() -> None:
+    model = zoo.tiny_model("lfm2")
+    layer = next(m for m in model.modules() if type(m).__name__ == "Lfm2ShortConv")
+    with tritonpack.patch(model), pytest.raises(ValueError, match="Lfm2ShortConv was called outside"):
+        layer(torch.zeros(1, 3, 32))
+    assert layer(torch.zeros(1, 3, 32)).shape == (1, 3, 32)
