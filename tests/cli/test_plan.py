@@ -90,7 +90,7 @@ def test_overlong_documents_and_singulars(planned, tmp_path, capsys):
     np.save(tmp_path / "a.npy", [3, 1])
     for options, message in (
         (("--overlong", "error"), "1 of 2 documents is longer than the --capacity of 2 tokens"),
-        (("--overlong", "drop", "--tail", "drop"), "1 token doesn't fill one step of 1 rank with 2 tok"),
+        (("--overlong", "drop", "--tail", "drop"), "1 token can't fill one step of 1 rank with 2 tok"),
     ):
         assert message in refused(capsys, "plan", tmp_path / "a.npy", "--capacity", 2, *options)
 
