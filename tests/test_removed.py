@@ -1,11 +1,14 @@
 """What was removed is refused with what to use in its place."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
 import tritonpack
 from tests.patches.models import tiny_model
+from tritonpack.cli import main
+from tritonpack.parallel.layouts import check_layout_name
 from tritonpack.removed import REMOVED
 
 
@@ -18,6 +21,26 @@ def test_removed_options_of_patch(name: str) -> None:
 def test_an_unknown_option_of_patch() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'tiled_los'"):
         tritonpack.patch(tiny_model("llama"), tiled_los=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda: tritonpack.SequenceParallel(None, heads_k_stride=1), "about four steps of heads"),
+        (lambda: tritonpack.AllGatherWithGrad(backward="slice"), "divide the loss by the number of ranks"),
+        (lambda: check_layout_name("balanced"), "layout='documents' is as even"),
+    ],
+)
+def test_removed_options_of_ranks(call: Callable[[], object], remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"was removed: .*{remedy}"):
+        call()
+
+
+@pytest.mark.parametrize("option", ["--lookahead", "--steps-together", "--epochs", "--max-items", "--shard-mib"])
+def test_removed_options_of_commands(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "a.txt", "--capacity", "9", f"{option}=2"])
+    assert f"the option {option} was removed: {REMOVED[option]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["RankFailedError", "pack_to_disk", "PackedFolder"])

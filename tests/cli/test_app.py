@@ -32,7 +32,7 @@ WRONG = [
     ("plan a.json --capacity 8 --objective x", "Invalid value for '--objective'"),
     ("plan a.json --capacity 8 --overlong x", "Invalid value for '--overlong'"),
     ("plan a.json --capacity 8 --model /nowhere/config.json", "there is no file or folder /nowhere/config.json"),
-    ("plan a.json --capacity 8 --lookahead 1", "No such option: --lookahead"),
+    ("plan a.json --capacity 8 --lookahead 1", "the option --lookahead was removed: use tritonpack.packing.plan_epoch"),
     ("pack a.jsonl --out b --capacity 0", "Invalid value for '--capacity'"),
     ("pack a.jsonl --out b --capacity 8 --algorithm magic", "Invalid value for '--algorithm'"),
     ("pack a.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),

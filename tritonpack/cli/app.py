@@ -179,6 +179,9 @@ def run(arguments: Sequence[str] | None) -> NoReturn:
     try:
         if arguments and arguments[0] in REMOVED:
             raise ValueError(f"the command {arguments[0]} was removed: {REMOVED[arguments[0]]}")
+        for option in (argument.partition("=")[0] for argument in arguments):
+            if option.startswith("--") and option in REMOVED:
+                raise ValueError(f"the option {option} was removed: {REMOVED[option]}")
         app(arguments or ["--help"], prog_name="tritonpack")
     except ModuleNotFoundError as error:
         _fail(2, f"this needs {error.name}, which isn't installed; pip install {error.name}")

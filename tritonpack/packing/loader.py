@@ -266,8 +266,9 @@ def dataloader(
         check_flag(shard, "shard")
         if unknown := sorted(options.keys() - set(_PASSED_ON)):
             raise ValueError(
-                f"dataloader has no option {unknown[0]!r}: tokens decides which documents make a batch. Of the options "
-                f"of torch's DataLoader it takes {', '.join(_PASSED_ON)}."
+                f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
+                f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "
+                "use DataLoader itself with tritonpack.PackingCollator()."
             )
         if overlong not in ("error", "drop"):
             raise ValueError(
@@ -285,8 +286,9 @@ def dataloader(
             changed = [name for name, value in packing.items() if value != defaults[name].default]
             if changed or not callable(collate_fn):
                 raise ValueError(
-                    f"collate_fn must be a function of a list of examples, and comes in place of PackingCollator and "
-                    f"of its options; got {collate_fn!r:.100}{f' and {changed[0]}' if changed else ''}."
+                    "collate_fn must be a function of a list of examples. It comes in place of PackingCollator and of "
+                    f"its options, so give {changed[0] if changed else 'options'} to the collator itself; got "
+                    f"{type(collate_fn).__name__}{f' and {changed[0]}={packing[changed[0]]!r:.50}' if changed else ''}."
                 )
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from tritonpack.checks import is_int
 from tritonpack.parallel.comm import Ranks, as_ranks, gather, gather_objects, pad_to, scatter_sum, wide
+from tritonpack.removed import refuse_removed
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
@@ -22,7 +23,7 @@ class AllGatherWithGrad:
     The gradient of a shard is the sum of the gradients that all ranks compute for it, by a reduce-scatter, in float32
     for half precision. It is exact for a loss that every rank computes alike under DDP or FSDP, which average gradients
     over ranks, also if the loss reads rows of several ranks, such as log probabilities shifted by one token.
-    docs/sequence-parallelism.md has a table for other losses, and for gradients that are summed.
+    docs/sequence-parallelism.md says what to do with other losses, and with gradients that are summed.
 
     Call it with a shard of any dtype, (..., size, ...), on every rank of the group. It returns the whole tensor,
     (..., sum of sizes, ...), in the same dtype. Backward must run on every rank, too.
@@ -41,7 +42,10 @@ class AllGatherWithGrad:
             dimension, in `dim` or in whether they need gradients.
     """
 
-    def __init__(self, group: GroupLike = None, dim: int = 1, lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, group: GroupLike = None, dim: int = 1, lengths: Sequence[int] | None = None, **removed: Any
+    ) -> None:
+        refuse_removed(removed, "AllGatherWithGrad()")
         self.ranks = as_ranks(group)
         if not is_int(dim):
             raise ValueError(f"dim must be an integer; got {dim!r}.")

@@ -15,7 +15,7 @@ from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
 from tritonpack.parallel.dimensions import dimensions_of
 from tritonpack.parallel.forward import ShardedForward
-from tritonpack.parallel.layouts import LayoutName
+from tritonpack.parallel.layouts import check_layout_name
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 from tritonpack.parallel.trainers.watch import unwatch, watch
 from tritonpack.parallel.validate import (
@@ -27,6 +27,7 @@ from tritonpack.parallel.validate import (
 from tritonpack.patches import patch
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.patching import Patch
+from tritonpack.removed import refuse_removed
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
@@ -95,7 +96,9 @@ class SequenceParallel:
         gather_outputs: bool = False,
         grad_reduce: GradReduce = "mean",
         check_batches: bool = True,
+        **removed: Any,
     ) -> None:
+        refuse_removed(removed, "SequenceParallel()")
         several = isinstance(model_or_models, (list, tuple))
         self.models: list[Any] = list(model_or_models) if several else [model_or_models]  # type: ignore[arg-type]
         self.ranks = as_ranks(group_or_mesh, dimensions=2)
@@ -120,7 +123,7 @@ class SequenceParallel:
         error: Exception | None = None
         try:
             dimensions_of(self.ranks, self.exchange)
-            check_choice(self.layout, get_args(LayoutName), "layout")
+            check_layout_name(self.layout)
             check_choice(self.grad_reduce, get_args(GradReduce), "grad_reduce")
             check_flag(self.gather_outputs, "gather_outputs")
             check_flag(self.check_batches, "check_batches")

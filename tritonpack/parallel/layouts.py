@@ -161,6 +161,13 @@ class Layout:
             )
 
 
+def check_layout_name(name: object) -> None:
+    """Raise ValueError unless this is the name of a layout."""
+    if name == "balanced":
+        raise ValueError("layout='balanced' was removed: layout='documents' is as even and sends fewer keys.")
+    check_choice(name, get_args(LayoutName), "layout")
+
+
 def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagonalMask], ranks: int) -> Layout:
     """Divide a batch among ranks. The same arguments give the same layout on every rank.
 
@@ -182,7 +189,7 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
         ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, `ranks` below
             1.
     """
-    check_choice(name, get_args(LayoutName), "layout")
+    check_layout_name(name)
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     total, device = _check_masks(masks)
     if not is_int(ranks) or ranks < 1:

@@ -189,9 +189,14 @@ def plan_epoch(
     if cost_model is not None:
         per_token, per_square = cost_model.whole_weights(capacity, num_ranks * steps_together)
     costs = (per_token * takes[:, 0] + per_square * squares)[numbers]
+    if isinstance(lengths, Units) or budgets:
+        # Larger units have smaller kinds, where the size of a unit is the largest share of a row that it takes.
+        sizes = (-(-takes * capacity // limits)).max(axis=1, initial=0)
+        columns = np.stack([-sizes, -takes[:, 0], squares, *takes.T[1:]])
+        kinds = np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)[numbers]
+    else:
+        kinds = capacity - takes[numbers, 0]
     takes = takes[numbers]
-    # Larger units have smaller kinds, where the size of a unit is the largest share of a row that it takes.
-    kinds = capacity - (-(-takes * capacity // limits)).max(axis=1, initial=0)
     if not len(takes):
         return Plan(numbers, np.zeros(1, dtype=np.int64), num_ranks, capacity)
     from tritonpack.packing.heuristics import group_by_bin
