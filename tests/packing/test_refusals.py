@@ -137,10 +137,10 @@ REFUSED: dict[str, list[Any]] = {
         ({"per_token": ["labels"]}, "per_token names 'labels', which PackingCollator knows already"),
     ],
     "dataloader": [
-        ({"batch_size": 4}, "no option 'batch_size': tokens decides"),
+        ({"batch_size": 4}, "no option 'batch_size'. .* use DataLoader itself with tritonpack.PackingCollator"),
         ({"collate_fn": 5}, "collate_fn must be a function of a list of examples.*; got 5"),
         ({"collate_fn": list, "pad_token_id": 0},
-         "in place of PackingCollator and of its options; got .* and pad_token_id"),
+         "of its options: give pad_token_id=0 to the collator itself"),
         ({"num_wokers": 4}, "no option 'num_wokers'.*num_workers"),
         ({"objective": "tokens"}, "objective must be one of 'quadratic'"),
         ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),
@@ -188,7 +188,7 @@ REFUSED: dict[str, list[Any]] = {
          "or pass overlong='drop', which leaves them out"),
     ],
     "collate_fn": [
-        ({"max_document_length": 5}, "in place of PackingCollator and of its options; got .* and max_document_length"),
+        ({"max_document_length": 5}, "of its options: give max_document_length=5 to the collator itself"),
         ({"dataset": [{"text": "a"}]}, "document 0 must be a row of tokens .*; got the keys"),
     ],
     "pack_dataset of a table": [

@@ -91,7 +91,7 @@ ENTRIES = {
     "check_batches": ("check_batches must be True or False; got str 'x'", make_model, {"check_batches": "x"}),
     "gather_outputs": ("gather_outputs must be True or False; got str 'no'", make_model, {"gather_outputs": "no"}),
     "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got", make_model, {"grad_reduce": "avg"}),
-    "unknown layout": ("layout must be one of 'contiguous'.*got 'balanced'", make_model, {"layout": "balanced"}),
+    "unknown layout": ("layout must be one of 'contiguous'.*got 'spiral'", make_model, {"layout": "spiral"}),
     "unknown exchange": ("exchange must be one of 'auto', 'all_gather', .*'p2p'", make_model, {"exchange": "p2p"}),
     "list of exchanges": (r"exchange must be one of .* got \['ring'\]", make_model, {"exchange": ["ring"]}),
     "axolotl's name": ("stands for exchange='ring' with layout='zigzag'", make_model, {"exchange": "batch_zigzag"}),

@@ -284,11 +284,12 @@ def dataloader(
         else:
             defaults = inspect.signature(dataloader).parameters
             changed = [name for name, value in packing.items() if value != defaults[name].default]
-            if changed or not callable(collate_fn):
+            if not callable(collate_fn):
+                raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
+            if changed:
                 raise ValueError(
-                    "collate_fn must be a function of a list of examples. It comes in place of PackingCollator and of "
-                    f"its options, so give {changed[0] if changed else 'options'} to the collator itself; got "
-                    f"{type(collate_fn).__name__}{f' and {changed[0]}={packing[changed[0]]!r:.50}' if changed else ''}."
+                    "collate_fn comes in place of PackingCollator and of its options: give "
+                    f"{changed[0]}={packing[changed[0]]!r:.50} to the collator itself."
                 )
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
