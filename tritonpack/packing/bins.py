@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
-from tritonpack.packing.lengths import MAX_INT32, Overlong, OverlongReport, check_integer, check_limit, fit_lengths
+from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
 from tritonpack.packing.units import Units
 
 Algorithm = Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
@@ -105,14 +105,10 @@ class Packing(Bins):
         """The share of the capacity of all bins that holds tokens, above 0 and at most 1."""
         return self.num_tokens / (self.num_bins * self.capacity)
 
-    @property
+    @cached_property
     def lower_bound(self) -> int:
-        """A number of bins that no packing of these entries can go below.
-
-        Tokens need as many bins as they fill, entries above half the capacity one each, and bins hold `max_items`.
-        """
-        halves = int((2 * self.lengths.astype(np.int64) > self.capacity).sum())
-        return max(-(-self.num_tokens // self.capacity), halves, -(-len(self.lengths) // (self.max_items or MAX_INT32)))
+        """A number of bins that no packing of these entries can go below, see the function `lower_bound`."""
+        return lower_bound(self.lengths, self.capacity, self.max_items)
 
     def spans(self, bin_index: int) -> list[tuple[int, int, int]]:
         """(document, start, stop) of each entry of a bin; the bin holds `tokens[document][start:stop]`."""
@@ -196,6 +192,43 @@ def pack(
         max_items=max_items,
         report=fitted.report,
     )
+
+
+def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None = None) -> int:
+    """Martello and Toth's bound L2, in O(documents + capacity); with `max_items`, at least documents / max_items.
+
+    A document above half the capacity is large and needs a bin of its own. For a threshold of at most half the
+    capacity, consider the other documents of at least the threshold. They don't fit beside large documents above
+    capacity - threshold. They fill the room beside the remaining large ones, and the rest of their tokens needs more
+    bins. L2 is the largest number of bins over all thresholds; threshold 0 gives at least tokens / capacity.
+
+    26 tokens would fit into three bins of 10. But a 4 doesn't fit beside a 7, so two bins hold the 7s, and the three 4s
+    need two more:
+
+    >>> lower_bound([4, 4, 4, 7, 7], capacity=10)
+    4
+
+    Args:
+        lengths: (documents,) integers, each from 1 to `capacity`.
+        capacity: tokens per bin.
+        max_items: documents per bin, or None.
+
+    Source: Martello and Toth, Lower bounds and reduction procedures for the bin packing problem, Discrete Applied
+    Mathematics 28 (1990).
+    """
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    tokens_up_to = np.cumsum(counts * np.arange(capacity + 1))  # at i: the tokens of documents of at most i tokens
+    documents_up_to = np.cumsum(counts)
+    half = capacity // 2
+    large = len(lengths) - int(documents_up_to[half])
+
+    thresholds = np.arange(half + 1)
+    shared = documents_up_to[capacity - thresholds] - documents_up_to[half]  # large ones with room for the threshold
+    room = shared * capacity - (tokens_up_to[capacity - thresholds] - tokens_up_to[half])
+    below = np.concatenate([[0], tokens_up_to[:half]])  # at a threshold: tokens of documents shorter than it
+    excess = int((tokens_up_to[half] - below - room).max())
+    bins = large + max(0, -(-excess // capacity))
+    return bins if max_items is None else max(bins, -(-len(lengths) // max_items))
 
 
 def divide_bins(lengths: NDArray[Any], offsets: NDArray[np.int64], num_bins: int, first: int = 0) -> NDArray[np.int64]:
