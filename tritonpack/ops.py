@@ -119,10 +119,11 @@ def _backward(backend: BackendModule, *arguments: Any) -> tuple[Tensor, Tensor, 
 
 
 def _without_autocast(function: Callable[..., T], x: Tensor, *others: Any) -> T:
-    """Call a function of a backend, which chooses the precision of each product itself."""
-    if not torch._C._is_any_autocast_enabled():
+    """Call a function of a backend with autocast off: the backend chooses the precision of each product."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return function(x, *others)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
         return function(x, *others)
 
 

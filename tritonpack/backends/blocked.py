@@ -7,8 +7,8 @@ of up to `BLOCK_ROWS` rows, and a tile is computed in blocks of up to `BLOCK_KEY
 rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for the plan,
 so on an accelerator this backend waits.
 
-Shapes: T tokens, H heads, n key heads, d head dimension; r rows, of which each token has one for each query head that
-shares a key head; m rows and k keys of a block.
+Shapes: T tokens, H heads, n key heads, d head dimension. A token has a row for each query head of a group, the heads
+that share a key head: r rows in all, m rows and k keys in a block.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Layout:
 
 
 def check_layout_name(name: object) -> None:
-    """Raise ValueError unless this is the name of a layout."""
+    """Raise ValueError for a name that isn't one of `LayoutName`."""
     if name == "balanced":
         raise ValueError("layout='balanced' was removed: layout='documents' is as even and sends fewer keys.")
     check_choice(name, get_args(LayoutName), "layout")
