@@ -99,8 +99,7 @@ class IntervalMask(TensorLike):
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
             options |= {"sinks": sinks, "dropout_p": dropout_p, "backend": self.serving.backend}
             return varlen_attention(q, k, v, mask, **options)
-        if torch._C._is_any_autocast_enabled():
-            q, k, v = autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
         checked = self._checked  # read once: threads of backward may recompute layers on several devices
         if checked is None or checked[0] != like:
