@@ -17,10 +17,10 @@ from tritonpack.parallel.rotary import following_longest, rotary_of_longest
 from tritonpack.parallel.router_loss import wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import between_graphs, outside_of_graphs
 from tritonpack.patches.applied_patch import base_of
+from tritonpack.patches.configurations import layer_windows
 from tritonpack.patches.interface import takes_tokens
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
 from tritonpack.patches.parts import InstanceForward, PackingContext
-from tritonpack.patches.report import layer_windows
 
 
 class ShardedForward(InstanceForward):

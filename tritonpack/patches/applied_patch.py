@@ -30,7 +30,6 @@ from tritonpack.patches.report import make_report
 
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
-
 REPLICA = (
     "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own "
     "instance, which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
@@ -146,21 +145,20 @@ class AppliedPatch(parts.Part):
 
 def applied_to(model: nn.Module) -> list[AppliedPatch]:
     """The patches that are in force somewhere in a model."""
-    found: list[AppliedPatch] = []
-    for module in models_in(model):
-        found += [patch for patch in _guarding(module) if not any(patch is other for other in found)]
-    return found
+    found = (_guarding(module) for module in models_in(model))
+    return list({id(patch): patch for patch in found if patch is not None}.values())
 
 
 def base_of(module: nn.Module) -> BaseForward | None:
     """The forward that a patch has given to a module that makes masks; None for any other module."""
-    bases = [base for patch in _guarding(module) for base in patch.bases]
+    patch = _guarding(module)
+    bases = [] if patch is None else patch.bases
     return next((base for base in bases if base.module is module), None)
 
 
-def _guarding(module: nn.Module) -> list[AppliedPatch]:
+def _guarding(module: nn.Module) -> AppliedPatch | None:
     guard = module.__dict__.get(REPLICATE)
-    return [guard.patch] if isinstance(guard, Guard) else []
+    return guard.patch if isinstance(guard, Guard) else None
 
 
 def to_the_end(action: Callable[[], None]) -> None:
@@ -212,28 +210,20 @@ def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = F
             applied.leases.append(lease)
             return applied
         except BaseException:
-            to_the_end(lambda: _roll_back(applied, found))
+            to_the_end(lambda: _apply_all(found) if applied is None else applied.restore_below())
             raise
 
 
-def leave(applied: AppliedPatch, lease: object) -> None:
-    """Give up a lease. A patch without leases is taken away, and the patches below it with leases come back.
+def leave(applied: AppliedPatch, lease: object = None) -> None:
+    """Give up a lease, or all. A patch without leases is taken away, and the patches below it with leases come back.
 
     Leases end in any order, because several threads may patch one model. A second call does nothing.
     """
     with LOCK:
-        if lease not in applied.leases:
-            return
-        if len(applied.leases) > 1 or not applied.in_force:
+        if lease is None or (applied.leases == [lease] and applied.in_force):
+            to_the_end(applied.restore_below)
+        elif lease in applied.leases:
             applied.leases.remove(lease)
-        else:
-            restore(applied)
-
-
-def restore(applied: AppliedPatch) -> None:
-    """Take a patch away with all of its leases, and put back the patches that were there before."""
-    with LOCK:
-        to_the_end(applied.restore_below)
 
 
 def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> None:
@@ -243,7 +233,7 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
-            part = next(m for m in models_in(model) if applied in _guarding(m))
+            part = next(m for m in models_in(model) if _guarding(m) is applied)
             name, other = type(model).__name__, type(applied.model).__name__
             raise UnsupportedModelError(
                 f"the {type(part).__name__} in this {name} belongs to {other}, which is patched. First unpatch the "
@@ -251,9 +241,6 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
             )
 
 
-def _roll_back(applied: AppliedPatch | None, found: list[AppliedPatch]) -> None:
-    if applied is not None:
-        applied.revert()
-        applied.leases.clear()
-    for other in found:
-        other.apply()
+def _apply_all(found: list[AppliedPatch]) -> None:
+    for applied in found:
+        applied.apply()

@@ -15,10 +15,9 @@ from tritonpack.patches.configurations import is_bidirectional
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention, FalconAttention
-from tritonpack.patches.layers.embeddings import EsmEmbeddings, MobileBertEmbeddings
+from tritonpack.patches.layers.embeddings import EsmEmbeddings, Trigrams
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.positions import LocalPositions
-from tritonpack.patches.layers.routers import NllbMoeRouter, SwitchRouter
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.proof import refuse_layers_in_trees
@@ -58,15 +57,6 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
         if why := families.REFUSED_LAYERS.get(kind):
             (path,) = paths_of([layer], model)
             raise UnsupportedModelError(f"{path} ({kind}) can't be packed exactly: {why}. {ON_PADDED_ROWS}")
-        if kind in REWRITTEN:
-            forwards = type(layer).forward, REWRITTEN[kind].call
-            theirs, ours = (list(inspect.signature(forward).parameters) for forward in forwards)
-            if theirs != ours:
-                (path,) = paths_of([layer], model)
-                raise UnsupportedModelError(
-                    f"{path} ({kind}) takes other arguments in this version of transformers than in the version that "
-                    "its forward was rewritten for."
-                )
     if asked.share_prefixes:
         refuse_layers_in_trees(model)
     return modules
@@ -151,16 +141,14 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     return modules
 
 
-# Layers whose forward is rewritten. Its arguments must have the names that they have in transformers.
+# Layers that get a forward of their own.
 REWRITTEN: dict[str, type[InstanceForward]] = {
     "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,
     "FalconFlashAttention2": FalconAttention,
     "LayoutLMSelfAttention": EncoderAttention,
     "MarkupLMSelfAttention": EncoderAttention,
-    "MobileBertEmbeddings": MobileBertEmbeddings,
-    "NllbMoeTop2Router": NllbMoeRouter,
-    "SwitchTransformersTop1Router": SwitchRouter,
+    "MobileBertEmbeddings": Trigrams,
 }
 
 

@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import measuring
-from tritonpack.patches.configurations import rope_limits, text_config
+from tritonpack.patches.configurations import layer_windows, rope_limits, text_config
 from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
 from tritonpack.patches.forwards import (
     foreign_modules,
@@ -33,7 +33,6 @@ from tritonpack.patches.forwards import (
 from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parse_inputs import TREE, tokens_of
-from tritonpack.patches.report import layer_windows
 from tritonpack.patches.targets import IGNORED, shifts_labels
 
 SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
@@ -241,7 +240,7 @@ class _Trial:
         alone, rows = self.alone(b), self.parts(_rows, [x, b, y])
         for form in (_padded,) if self.head.one_result else (_packed, _numbered):
             found, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
-            if _moved(found, self.parts(form, changed))[0]:
+            if _difference(found, self.parts(form, changed), 1, 1)[0]:
                 self.require_unmoved(form, [a, b, c], found, [c, b, a], self.moves_in_rows(b, exchanged=True))
                 self.require_unmoved(form, [a, b, c], found, changed, self.moves_in_rows(b, exchanged=False))
             self.require_close(alone, rows, found, form)
@@ -265,7 +264,7 @@ class _Trial:
             x, y, other_x, other_y = self.draw(*[document.shape[1]] * 4, seed=seed)
             after = (y, x) if exchanged else (other_x, other_y)
             pair = [self.parts(_rows, [before, document, behind]) for before, behind in ((x, y), after)]
-            yield _moved(*pair)[0]
+            yield _difference(*pair, 1, 1)[0]
 
     def alone(self, document: Tensor) -> Parts:
         """The outputs of a document alone, if they are those of the unpatched model."""
@@ -296,7 +295,7 @@ class _Trial:
         They may move by rounding in float32, because the products of an expert depend on the order of its tokens, and
         as far as they move where the document has a row of its own.
         """
-        moved, name = _moved(found, self.parts(form, changed))
+        moved, name = _difference(found, self.parts(form, changed), 1, 1)
         if moved > ROUNDING and not any(moved <= 4 * in_rows for in_rows in moves_in_rows):
             layer = measuring.first_moved(
                 self.model, self.call, self.lay(form, documents), self.lay(form, changed), [1]
@@ -343,10 +342,8 @@ class _Trial:
         batch = self.lay(form, documents)
         labels = torch.full_like(batch.ids, IGNORED)
         for number, ((row, place), document) in enumerate(zip(batch.spans, documents, strict=True)):
-            labels[row, place] = document[0] % main.shape[-1]
-            labels[row, place.start] = IGNORED
-            if number == 1:
-                labels[row, (place.start + place.stop) // 2 : place.stop] = IGNORED
+            count = document.shape[1] // (2 if number == 1 else 1)
+            labels[row, place.start + 1 : place.start + count] = document[0, 1:count] % main.shape[-1]
         if main.ndim < 2:
             labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
         with measuring.logits_of_head(self.model) as logits:
@@ -436,8 +433,9 @@ def one_line(error: BaseException) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
 
 
-def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
-    """How far the parts of one document are from those of a call of its own. Values for no document must be constant.
+def _difference(expected: Parts, found: Parts, place: int, own: int = 0) -> tuple[float, str]:
+    """How far the parts of a document at `place` are from those at its `own` place in another call, and of which output
+    most. 0.0 means that all bits are equal. Values for no document must be constant.
 
     Raises:
         LeakError: an output has no part for each document.
@@ -448,17 +446,11 @@ def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
         if not isinstance(parts, list):
             continue
         if isinstance(got, list):
-            worst = max(worst, (measuring.apart(parts[:1], got[place : place + 1]), name))
-        elif got is None or not torch.equal(got.flatten(), parts[0].flatten()):
+            worst = max(worst, (measuring.apart([parts[own]], [got[place]]), name))
+        elif got is None or not torch.equal(got.flatten(), parts[own].flatten()):
             shape = "is missing" if got is None else f"has shape {tuple(got.shape)}"
             raise LeakError(f"{name} {shape} for several documents in a row")
     return worst
-
-
-def _moved(before: Parts, after: Parts) -> tuple[float, str]:
-    """How far the outputs of the second document are apart in two calls; 0.0 means that all bits are equal."""
-    sizes = ((measuring.apart([x[1]], [after[name][1]]), name) for name, x in before.items() if isinstance(x, list))
-    return max(sizes, default=(0.0, ""))
 
 
 def _dtype(parts: Parts) -> torch.dtype:
