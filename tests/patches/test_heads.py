@@ -115,24 +115,22 @@ SCORING = {
     "BartForSequenceClassification": "bart", "BigBirdPegasusForSequenceClassification": "bigbird_pegasus",
     "MBartForSequenceClassification": "mbart", "MvpForSequenceClassification": "mvp",
     "PLBartForSequenceClassification": "plbart", "T5ForSequenceClassification": "t5",
-    "T5GemmaForSequenceClassification": "t5gemma", "T5Gemma2ForSequenceClassification": "t5gemma2",
 }  # fmt: skip
-# Without a patch they read one token later if a row is padded on the right; on the left XLNet expects padding.
-PAD_LEFT = ("T5Gemma", "XLNet")
+# Without a patch it expects padding on the left.
+PAD_LEFT = ("XLNet",)
 
 
 @pytest.mark.parametrize("name", SCORING)
 @pytest.mark.fast(
     "BertForNextSentencePrediction", "MistralForSequenceClassification", "XLNetForSequenceClassification",
-    "BartForSequenceClassification", "T5GemmaForSequenceClassification",
+    "BartForSequenceClassification",
 )  # fmt: skip
 def test_one_score_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, loss and gradients of padded rows equal those of documents alone. Packed rows are refused."""
     model, pieces = head(name, SCORING[name]), documents()
     for piece in pieces:  # encoders with decoders score the end-of-sequence token
         piece[:, -1] = model.config.eos_token_id if model.config.is_encoder_decoder else piece[:, -1]
-    if "T5Gemma" not in name:
-        monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)  # the proof accepts the class, too
+    monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)  # the proof accepts the class, too
     labels, call = torch.tensor([1, 0, 0, 1]), padded(pieces, left=name.startswith(PAD_LEFT))
     expected = torch.cat([model(ids).logits for ids in pieces])
     with tritonpack.patch(model):
@@ -143,9 +141,6 @@ def test_one_score_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for form in TOLD:
             with pytest.raises(ValueError, match=rf"{name} gives one result for each row.*padded rows.*unpad=True"):
                 model(**call_of(form, pieces))
-        if "T5Gemma" in name:
-            with pytest.raises(ValueError, match=rf"{name} scores a row behind its last token.* Pad on the left"):
-                model(**padded(pieces))
 
 
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "attention_mask", "left"])

@@ -222,6 +222,11 @@ UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lambda: nn.Linear(2, 2), {}, "expected a transformers model; got Linear"),
     (lazily("prophetnet"), {}, r"'prophetnet'.* masks and position buckets of its own"),
+    (
+        lambda: of_class("T5GemmaForSequenceClassification/t5gemma"),
+        {},
+        "scores a row by the decoder's state behind its",
+    ),
     (lambda: tiny_pair_model("nllb-moe"), {}, r"'nllb-moe'.* documents of a row compete"),
     (lambda: tiny_pair_model("switch_transformers"), {}, r"'switch_transformers'.* take the first tokens of a row"),
     (lazily("llama"), {"backend": "cuda"}, "got 'cuda'"),

@@ -161,7 +161,7 @@ def _guarding(module: nn.Module) -> AppliedPatch | None:
     return guard.patch if isinstance(guard, Guard) else None
 
 
-def to_the_end(action: Callable[[], None]) -> None:
+def to_the_end(action: Callable[[], object]) -> None:
     """Run an action that may be called twice. If an interrupt ends it early, run it again, then raise the interrupt."""
     try:
         action()
@@ -210,7 +210,7 @@ def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = F
             applied.leases.append(lease)
             return applied
         except BaseException:
-            to_the_end(lambda: _apply_all(found) if applied is None else applied.restore_below())
+            to_the_end(lambda: [other.apply() for other in found] if applied is None else applied.restore_below())
             raise
 
 
@@ -239,8 +239,3 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
                 f"the {type(part).__name__} in this {name} belongs to {other}, which is patched. First unpatch the "
                 f"{other}, then build the {name} around its part, and patch the whole that you train."
             )
-
-
-def _apply_all(found: list[AppliedPatch]) -> None:
-    for applied in found:
-        applied.apply()

@@ -47,7 +47,7 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
         UnsupportedModelError: documents can't be packed; the message says why.
     """
     for module in models_in(model):
-        if why := families.REFUSED.get(module.config.model_type):
+        if why := families.REFUSED.get(type(module).__name__) or families.REFUSED.get(module.config.model_type):
             raise UnsupportedModelError(f"{_named(module)} can't be packed exactly: {why}. {ON_PADDED_ROWS}")
     modules = _modules(model)
     for module in modules:
@@ -89,19 +89,16 @@ def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], a
         raise UnsupportedModelError(f"{_named(module)} doesn't support {what}; use attention='eager' or 'tritonpack'.")
     if not (asked.unpad or asked.share_prefixes):
         return
-    one_row = "unpad and share_prefixes would put all tokens of a batch into one row; leave both out."
-    if dense:
-        why = f"takes a dense mask, which grows with the square of a row. {one_row}"
-    elif module.config.is_encoder_decoder:
-        why = (
-            "is an encoder with a decoder, whose rows belong together in pairs. unpad and share_prefixes take no such "
-            "pairs apart; leave both out."
-        )
-    elif families.ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__):
-        why = f"makes one vector of each row. {one_row}"
-    else:
-        return
-    raise UnsupportedModelError(f"{_named(module)} {why}")
+    for found, why in (
+        (dense, "takes a dense mask, which grows with the square of a row"),
+        (module.config.is_encoder_decoder, "is an encoder with a decoder, whose rows belong together in pairs"),
+        (families.ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__), "makes one vector of each row"),
+    ):
+        if found:
+            raise UnsupportedModelError(
+                f"{_named(module)} {why}. unpad and share_prefixes would put all tokens of a batch into one row; leave "
+                "both out."
+            )
 
 
 def _named(module: PreTrainedModel) -> str:
@@ -110,11 +107,8 @@ def _named(module: PreTrainedModel) -> str:
 
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
-    ids = {"input_ids", "decoder_input_ids"}
-    return any(
-        takes_tokens_and_mask(one) or not ids.isdisjoint(inspect.signature(type(one).forward).parameters)
-        for one in models_in(model)
-    )
+    ids, models = {"input_ids", "decoder_input_ids"}, models_in(model)
+    return any(takes_tokens_and_mask(one) or ids & {*inspect.signature(type(one).forward).parameters} for one in models)
 
 
 def _modules(model: nn.Module) -> list[PreTrainedModel]:

@@ -18,7 +18,7 @@ from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.configurations import codebooks_of, pad_token_of
-from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
 from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
@@ -95,13 +95,6 @@ class EncoderDecoderForward(Pipeline):
         found = make_packed_batch({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self.pad_token)
         if not found.tells_documents:
             return None
-        if self.one_result and self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
-            full = found.not_padding()[:, -1].all()
-            message = f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
-            if torch.compiler.is_compiling():
-                torch._assert_async(full, message)
-            else:
-                require(full, message)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = found
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
@@ -145,13 +138,14 @@ def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
     """Refuse offsets that list different documents on the two sides, for example one that is empty on one side."""
     if cu_q is None or cu_k is None or cu_q is cu_k:
         return
-    if cu_q.shape != cu_k.shape:
+    count, other = cu_q.shape[0] - 1, cu_k.shape[0] - 1
+    if count != other:
         raise ValueError(
-            f"cu_seq_lens_q lists {cu_q.shape[0] - 1} documents of the decoder and cu_seq_lens_k {cu_k.shape[0] - 1} "
-            "of the encoder; list as many of both."
+            f"cu_seq_lens_q lists {count} documents of the decoder and cu_seq_lens_k {other} of the encoder; list as "
+            "many of both."
         )
     require(
-        ((cu_q[1:] == cu_q[:-1]) == (cu_k[1:] == cu_k[:-1]).to(cu_q.device)).all(),
+        ((cu_q.diff() == 0) == (cu_k.diff() == 0).to(cu_q.device)).all(),
         "a document is empty by cu_seq_lens_q and not by cu_seq_lens_k, or the other way round; leave out pairs with "
         "an empty document.",
     )

@@ -21,7 +21,7 @@ DENSE = _names("big_bird bloom git gpt_neo gpt_neox_japanese megatron-bert mpt m
 # The same in transformers before these versions.
 DENSE_BEFORE = {"codegen": (5, 24), "gptj": (5, 24)}
 
-# Model types that can't be packed exactly, and why.
+# Model types and classes that can't be packed exactly, and why.
 REFUSED = {
     "blt": "its patches and its hashes of preceding bytes run across documents",
     "cpmant": "its attention makes masks and position buckets of its own from segments and spans",
@@ -34,6 +34,8 @@ REFUSED = {
     "switch_transformers": "its experts take the first tokens of a row until they are full",
     "xlstm": "its recurrent blocks run over the whole row, in pieces of their own",
     "reformer": "its attention sorts the tokens of a row into buckets",
+    "T5GemmaForSequenceClassification": "it scores a row by the decoder's state behind its last token",
+    "T5Gemma2ForSequenceClassification": "it scores a row by the decoder's state behind its last token",
     "voxtral_realtime": "its encoder hears a row's sounds, as long as its tokens, as one",
 }
 
@@ -118,9 +120,6 @@ SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
 # Ends of the names of classes that do the same, whatever their model type.
 HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
-
-# Of these, model types whose heads score a row by the decoder's state behind its last token.
-SCORES_BEHIND_LAST_TOKEN = _names("t5gemma t5gemma2")
 
 
 # Classes whose results belong to a whole row: scores of it, a vector at its last special token, tokens up to its first
