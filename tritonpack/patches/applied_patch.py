@@ -30,17 +30,17 @@ from tritonpack.patches.report import make_report
 
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
-REPLICA = (
-    "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own "
-    "instance, which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
-)
-
 
 class Guard(parts.Refusal):
     """What marks a module of a patch: its replicas, which would share the forwards of the patch, are refused."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
-        super().__init__(module, patch.context, REPLICA.format(type(module).__name__), REPLICATE)
+        why = (
+            f"{type(module).__name__} would run as a replica of torch.nn.DataParallel, but layers of this model have a "
+            "forward of their own instance, which would run with the weights of the original. Use "
+            "torch.nn.parallel.DistributedDataParallel."
+        )
+        super().__init__(module, patch.context, why, REPLICATE)
         self.patch = patch
 
 

@@ -24,7 +24,7 @@ from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans, warn_of_first_labels
+from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -73,8 +73,6 @@ class EncoderDecoderForward(Pipeline):
             return self.inner(**arguments)
         if unshifted is not None:
             shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, decoder)
-            if unshifted is not source:
-                warn_of_first_labels(self.module, {"labels": unshifted}, decoder)
             if decoder.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
                 real = (shifted != self.module.config.pad_token_id).int()
                 arguments["decoder_attention_mask"] = decoder.replace(attention_mask=real)
@@ -181,13 +179,10 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
 def cross_attention_mask(
     arguments: dict[str, Any], packed_batch: PackedBatch | None, names: list[str], serving: Serving
 ) -> IntervalMask:
-    """The mask of a decoder's cross-attention.
+    """The mask of cross-attention, from the arguments of a decoder's forward and the `names` of those that it takes.
 
-    Args:
-        arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
-            integers, 0 for padding, that may number documents.
-        packed_batch: the packing of the decoder's tokens; None if these continue a cache.
-        names: the names of the arguments that the decoder takes.
+    `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of integers, 0 for padding, that may number
+    documents. The packing of the decoder's tokens is None if these continue a cache.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
     if isinstance(mask, IntervalMask):  # of the module around this one

@@ -26,7 +26,6 @@ from tritonpack.patches.placement import Documents, require_one_document_a_row
 
 IGNORED = -100
 KEY = "first-label"
-KEY_LOST = "first-label-lost"
 KEY_PADDING = "padding-label"
 
 # Ends of the names of classes, besides encoder-decoder models, that predict each token at its own place.
@@ -34,48 +33,33 @@ OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree."""
-    if packed_batch.tree_ends is not None and shifts_labels(model, arguments):
+    """Warn once if a causal loss predicts the first label of a document, or labels from padding, and refuse labels that
+    it would shift along a tree.
+
+    Labels on an accelerator are not checked, because reading them would wait for it.
+    """
+    shifts = shifts_labels(model, arguments)
+    if packed_batch.tree_ends is not None and shifts:
         raise ValueError(
             "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
             "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
         )
-    warn_of_first_labels(model, arguments, packed_batch)
-    check_padding_labels(model, arguments, packed_batch)
-
-
-def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Warn once if a loss that shifts labels gets an unmasked first label of a document, and once if a loss that does
-    not shift labels gets all labels but the first ones.
-
-    Labels on an accelerator are not checked, because reading them would wait for it.
-    """
-    labels, name, shifts = arguments.get("labels"), type(model).__name__, shifts_labels(model, arguments)
-    if notices.is_said(KEY if shifts else KEY_LOST) or not _can_read(labels, packed_batch):
-        return
-    tokens, ignored = packed_batch.not_padding(), labels == IGNORED
-    first = packed_batch.runs()[0] & tokens
-    if shifts:
+    labels = arguments.get("labels")
+    if shifts and not notices.is_said(KEY) and _can_read(labels, packed_batch):
+        tokens = packed_batch.not_padding()
+        first = packed_batch.runs()[0] & tokens & (labels != IGNORED)
         # Nothing predicts the first token of a row, and padding before a document is no other document.
-        unmasked = first[:, 1:] & ~ignored[:, 1:] & tokens[:, :-1]
+        unmasked = first[:, 1:] & tokens[:, :-1]
         if bool(unmasked.any()):
             row, place = unmasked.nonzero()[0].tolist()
             notices.say_once(
                 KEY,
                 f"a document begins at token {place + 1} of row {row}, and its first label is "
-                f"{int(labels[row, place + 1])}. {name} then learns to predict that token from the document before. "
-                f"Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
+                f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the "
+                f"document before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator "
+                "does.",
             )
-    elif predicts_own_tokens(model):
-        # A collator for causal models leaves out only the first labels. Those for masked language modelling lack more.
-        only_first = bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all())
-        if only_first and (documents := int(first.sum())) > 1:
-            notices.say_once(
-                KEY_LOST,
-                f"the first label of each of the {documents} documents is {IGNORED}. {name} predicts each token itself "
-                "and not the next one, so these labels are lost to its loss. Use "
-                "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
-            )
+    check_padding_labels(model, arguments, packed_batch)
 
 
 def check_padding_labels(
@@ -173,14 +157,13 @@ def take_spans(
     as 0.
 
     Args:
-        arguments: the call's arguments by name; changed in place.
         packed_batch: the packing of the tokens that have logits.
         forward: the patched forward of the model that is called.
 
     Returns:
-        The function that adds the loss to the output: the mean, over documents, of the loss of each document in a call
-        of its own. None if the head computes the loss itself: the call has no positions, or its rows hold one document
-        each and either no padding or a head whose loss is not known.
+        The function that adds the loss to the output: the mean of the losses of all documents. None if the head
+        computes it: the call has no positions, or its rows hold one document each and no padding, or the head's loss is
+        not known.
     """
     given = {name: x for name in PLACES if (x := arguments.get(name)) is not None}
     head, name = forward.module, forward.name
