@@ -135,12 +135,17 @@ class AppliedPatch(parts.Part):
         """Take this patch away, and put back those that were there before and still have leases."""
         if self.in_force:
             self.revert()
-        for other in self.below:
-            if other.leases:
-                other.apply()
-            else:
-                other.restore_below()
+        restore(self.below)
         self.leases.clear()
+
+
+def restore(patches: list[AppliedPatch]) -> None:
+    """Put back those patches that have leases, and below the others those that have."""
+    for patch in patches:
+        if patch.leases:
+            patch.apply()
+        else:
+            patch.restore_below()
 
 
 def applied_to(model: nn.Module) -> list[AppliedPatch]:
@@ -161,7 +166,7 @@ def _guarding(module: nn.Module) -> AppliedPatch | None:
     return guard.patch if isinstance(guard, Guard) else None
 
 
-def to_the_end(action: Callable[[], object]) -> None:
+def to_the_end(action: Callable[[], None]) -> None:
     """Run an action that may be called twice. If an interrupt ends it early, run it again, then raise the interrupt."""
     try:
         action()
@@ -210,7 +215,7 @@ def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = F
             applied.leases.append(lease)
             return applied
         except BaseException:
-            to_the_end(lambda: [other.apply() for other in found] if applied is None else applied.restore_below())
+            to_the_end(lambda: restore(found) if applied is None else applied.restore_below())
             raise
 
 

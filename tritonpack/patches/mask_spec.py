@@ -121,4 +121,5 @@ def overlay_intervals(
             "images differently, or unpatch the model.",
         )
         bounds.append(torch.cat([start, stop], dim=-1))
-    return torch.cat(bounds, dim=1).unbind(-1)
+    start, stop = torch.cat(bounds, dim=1).unbind(-1)
+    return start, stop

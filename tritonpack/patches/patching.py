@@ -140,10 +140,15 @@ def patch(
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
     lease = object()
+
+    def give_up() -> None:
+        for applied in applied_to(model):
+            leave(applied, lease)
+
     try:
         return Patch(model, put_on(model, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out
-        to_the_end(lambda: [leave(applied, lease) for applied in applied_to(model)])
+        to_the_end(give_up)
         raise
 
 

@@ -289,7 +289,8 @@ class _Trial:
         for seed in range(2, 2 + MOST_ROWS):
             x, y, other_x, other_y = self.draw(*[document.shape[1]] * 4, seed=seed)
             pairs = (x, y), (y, x) if exchanged else (other_x, other_y)
-            if moved <= 4 * _difference(*(self.parts("rows", [one, document, two]) for one, two in pairs), 1, 1)[0]:
+            was, moves = (self.parts("rows", [one, document, two]) for one, two in pairs)
+            if moved <= 4 * _difference(was, moves, 1, 1)[0]:
                 return
         layer = measuring.first_moved(self.model, self.call, before, after, [1]) or "no layer's output alone"
         raise LeakError(f"{name} of a document{FORMS[form]} moves by {moved:.0e} with another one, first in {layer}")
@@ -349,10 +350,9 @@ def lay_out(form: str, documents: Sequence[Tensor]) -> measuring.Batch:
     if form == "tree":
         return _tree(*documents)
     count = len(documents)
-    rows = {"packed": [range(count)], "numbered": [range(count - 1), [count - 1]]}.get(
-        form, [[i] for i in range(count)]
-    )
-    batch = measuring.lay_out(rows, documents, more=PADDING if form == "numbered" else 0)
+    rows: dict[str, Any] = {"packed": [range(count)], "numbered": [range(count - 1), [count - 1]]}
+    single = [[i] for i in range(count)]
+    batch = measuring.lay_out(rows.get(form, single), documents, more=PADDING if form == "numbered" else 0)
     for number, place in enumerate(batch.spans, 1):
         if form == "numbered":
             batch.arguments["attention_mask"][place] = number
