@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from tritonpack.backends import BackendModule, load
+from tritonpack.backends import BackendModule, load, loaded
 from tritonpack.backends.tile_table import TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
@@ -89,11 +89,24 @@ def run_attention(
     if not _is_plain_call(*inputs):
         return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
     mask.check_unwritten()
-    module = load(backend)
+    module = loaded.get(backend) or load(backend)
     tiles = module.plan_tiles(q, k, v, mask, options, backward=backward)
     if backward:
         return _Attention.apply(q, k, v, options.sinks, mask, options, tiles, module, backend)
     return _forward(module, q, k, v, mask, options, tiles)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors of one device to autocast's dtype if autocast is on; float64 stays, as in torch."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return tuple(cast(x) for x in tensors)
 
 
 def _is_plain_call(*tensors: Tensor) -> bool:

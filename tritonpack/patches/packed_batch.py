@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.attention import autocast, check_inputs, varlen_attention
+from tritonpack.attention import check_inputs, varlen_attention
 from tritonpack.backends import Backend, resolve_backend
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
@@ -26,8 +26,8 @@ from tritonpack.masks.block_diagonal import (
     mask_from_tree_ends,
 )
 from tritonpack.masks.intervals import visible_keys
-from tritonpack.ops import run_attention
-from tritonpack.options import make_options
+from tritonpack.ops import autocast, run_attention
+from tritonpack.options import AttentionOptions, make_options
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -43,11 +43,14 @@ class Serving:
             attention, or "dense" for layers outside of its interface, which take dense masks.
         backend: of the kernels.
         require_in_force: raises after the model was unpatched.
+        checked: the options and the backend of each form of q, k and v that passed the checks. Layers and calls are
+            alike, so few are made.
     """
 
     attention: str
     backend: Backend
     require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    checked: dict[Any, tuple[AttentionOptions, str]] = field(default_factory=dict, compare=False, repr=False)
 
 
 class IntervalMask(TensorLike):
@@ -73,7 +76,8 @@ class IntervalMask(TensorLike):
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
         self.device = mask.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
-        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
+        self._lengths = mask.num_queries, mask.num_keys, mask.num_keys
+        self._moved: BlockDiagonalMask | None = None  # to the device of the last layer that lies elsewhere
 
     def for_keys(self, num_keys: int) -> IntervalMask:
         """This mask, or the mask of one new token that sees `num_keys` keys of a row.
@@ -87,27 +91,32 @@ class IntervalMask(TensorLike):
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
-    ) -> Tensor:
-        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`.
-
-        Layers of a model are alike, so their arguments are checked once, and the mask is moved to their device once.
-        """
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float, sinks: Tensor | None,
+        dropout_p: float,
+    ) -> Tensor:  # fmt: skip
+        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`."""
         if sinks is not None or dropout_p or torch.compiler.is_compiling():
             mask = self.mask if self.device == q.device else self.mask.to(q.device)
             if self.packed_batch is not None and self.packed_batch.recomputed:
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
-            options |= {"sinks": sinks, "dropout_p": dropout_p, "backend": self.serving.backend}
-            return varlen_attention(q, k, v, mask, **options)
+            options = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
+            return varlen_attention(q, k, v, mask, **options, backend=self.serving.backend)
         q, k, v = autocast(q, k, v)
-        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
-        checked = self._checked  # read once: threads of backward may recompute layers on several devices
-        if checked is None or checked[0] != like:
-            mask = self.mask if self.device == q.device else self.mask.to(q.device)
+        mask = self.mask
+        if self.device != q.device:
+            moved = self._moved  # read once: threads of backward may recompute layers on several devices
+            mask = moved if moved is not None and moved.device == q.device else self.mask.to(q.device)
+            self._moved = mask
+        form = (
+            q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
+            softcap,
+        )  # fmt: skip
+        checked = self.serving.checked.get(form)
+        if checked is None or (q.shape[0], k.shape[0], v.shape[0]) != self._lengths:
             check_inputs(q, k, v, mask)
-            backend = resolve_backend(self.serving.backend, q)
-            self._checked = checked = like, mask, make_options(q, mask, **options), backend
-        return run_attention(q, k, v, *checked[1:])[0]
+            checked = make_options(q, mask, scale=scale, softcap=softcap), resolve_backend(self.serving.backend, q)
+            self.serving.checked[form] = checked
+        return run_attention(q, k, v, mask, *checked)[0]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
