@@ -101,18 +101,11 @@ class BlockDiagonalMask(Bounds):
         """
         cu_seqlens = checks.offsets_from_lengths(seqlens, "seqlens")
         cu_seqlens_k = cu_seqlens if seqlens_k is None else checks.offsets_from_lengths(seqlens_k, "seqlens_k")
-        total_q, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
-        for name, total in (("seqlens", total_q), ("seqlens_k", total_k)):
-            if total >= 2**31:
-                raise ValueError(
-                    f"the lengths of {name} must sum to at most 2**31 - 1; got {total}. Make several masks."
-                )
-        checks.check_documents(cu_seqlens, cu_seqlens_k)
         target = checks.check_device("cpu" if device is None else device)
         cu_q, cu_k = (cu.to(target, non_blocking=True) for cu in (cu_seqlens, cu_seqlens_k))
         return cls.from_cu_seqlens(
             cu_q, None if seqlens_k is None else cu_k, causal=causal, window=window, chunk_size=chunk_size,
-            spans=spans, total_q=total_q, total_k=total_k,
+            spans=spans, total_q=int(cu_seqlens[-1]), total_k=int(cu_seqlens_k[-1]),
         )  # fmt: skip
 
     @classmethod
@@ -205,7 +198,6 @@ class BlockDiagonalMask(Bounds):
         """
         reach = checks.check_reach(window, causal, chunk_size)
         ids = checks.check_rows(segment_ids, "segment_ids")
-        intervals.check_segments(ids)
         return _mask(partial(intervals.from_segment_ids, ids), reach, spans)
 
     @classmethod
@@ -224,9 +216,8 @@ class BlockDiagonalMask(Bounds):
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
         reach = checks.check_reach(window, causal, chunk_size)
-        attention_mask = checks.check_rows(attention_mask, "attention_mask", mask=True)
-        intervals.check_padding(attention_mask)
-        return _mask(partial(intervals.from_padding_mask, attention_mask), reach, spans)
+        rows = checks.check_rows(attention_mask, "attention_mask", mask=True)
+        return _mask(partial(intervals.from_padding_mask, rows), reach, spans)
 
     @classmethod
     def from_tree(
@@ -257,7 +248,7 @@ class BlockDiagonalMask(Bounds):
         Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
         reach = checks.check_reach(window, True, chunk_size)
-        return _tree_mask(partial(tree.from_parents, parents, reach))
+        return _tree_mask(partial(tree.forest_bounds, parents, "parents", reach))
 
     @classmethod
     def from_tree_ends(
@@ -330,7 +321,7 @@ def mask_from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> BlockDi
 
 def mask_from_tree_ends(ends: Lengths, reach: Reach) -> BlockDiagonalMask:
     """The mask of `BlockDiagonalMask.from_tree_ends`."""
-    return _tree_mask(partial(tree.from_ends, ends, reach))
+    return _tree_mask(partial(tree.forest_bounds, ends, "ends", reach))
 
 
 def _mask(
