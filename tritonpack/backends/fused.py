@@ -92,9 +92,9 @@ def _operators() -> tuple[Any, ...]:
 
 def documents_of(mask: BlockDiagonalMask) -> Tensor:
     """(documents, 5) int64: row, row_end, key, key_end and what is seen, of each document that sees a key."""
-    begins = document_begins(mask)[: mask.num_queries].nonzero().flatten()
-    ends = torch.cat([begins, begins.new_full((1,), mask.num_queries)])[1:]
     start, stop = mask.key_start.long(), mask.key_stop.long()
+    begins = document_begins(mask)[: len(start)].nonzero().flatten()
+    ends = torch.cat([begins, begins.new_full((1,), len(start))])[1:]
     live = start[begins] < stop[begins]
     begins, ends = begins[live], ends[live]
     last = ends - 1

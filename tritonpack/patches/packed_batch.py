@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from tritonpack.masks.block_diagonal import (
     BlockDiagonalMask,
     changes,
     document_starts,
-    mask_from_runs,
+    mask_from_intervals,
     mask_from_tree_ends,
 )
-from tritonpack.masks.intervals import visible_keys
+from tritonpack.masks.intervals import from_runs, visible_keys
 from tritonpack.ops import autocast, run_attention
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
@@ -74,9 +75,9 @@ class IntervalMask(TensorLike):
         spec: MaskSpec = CAUSAL,
     ) -> None:
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
-        self.device = mask.device
+        self.device = mask.key_start.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
-        self._lengths = mask.num_queries, mask.num_keys, mask.num_keys
+        self._lengths = shape[0] * shape[2], shape[0] * shape[3], shape[0] * shape[3]  # of q, k and v
         self._moved: BlockDiagonalMask | None = None  # to the device of the last layer that lies elsewhere
 
     def for_keys(self, num_keys: int) -> IntervalMask:
@@ -91,16 +92,18 @@ class IntervalMask(TensorLike):
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float, sinks: Tensor | None,
-        dropout_p: float,
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float, sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`."""
         if sinks is not None or dropout_p or torch.compiler.is_compiling():
             mask = self.mask if self.device == q.device else self.mask.to(q.device)
             if self.packed_batch is not None and self.packed_batch.recomputed:
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
-            options = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p}
-            return varlen_attention(q, k, v, mask, **options, backend=self.serving.backend)
+            return varlen_attention(
+                q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
+                backend=self.serving.backend,
+            )  # fmt: skip
         q, k, v = autocast(q, k, v)
         mask = self.mask
         if self.device != q.device:
@@ -279,7 +282,7 @@ class PackedBatch(TensorLike):
         elif spec.overlay is not None:
             mask = self._overlaid(spec.overlay)
         else:
-            mask = mask_from_runs(*self.runs(), spec.reach)
+            mask = mask_from_intervals(partial(from_runs, *self.runs()), spec.reach)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
         interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, spec)
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
@@ -291,7 +294,7 @@ class PackedBatch(TensorLike):
         return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
     def _overlaid(self, overlay: MaskFunction) -> BlockDiagonalMask:
-        whole = mask_from_runs(*self.runs(), WHOLE_DOCUMENT.reach)
+        whole = mask_from_intervals(partial(from_runs, *self.runs()), WHOLE_DOCUMENT.reach)
         base = self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
         bounds = overlay_intervals(overlay, self._rows(0), begin.long(), end.long(), self.tokens[1])
@@ -316,7 +319,7 @@ class PackedBatch(TensorLike):
                 live = self.not_padding()
                 starts = changes(live) | (live & (self.positions() == 0))
             elif starts is None and self.position_ids is not None:
-                starts = self.position_starts()
+                starts = document_starts(self.position_ids).expand(self.tokens)
             elif starts is None:
                 starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
                 starts[:, :1] = True
@@ -416,7 +419,7 @@ class PackedBatch(TensorLike):
         rows = self._rows(query_offset)  # counted with the cache
         begin = begin.expand_as(rows)
         if self.position_ids is not None:
-            starts = self.position_starts().clone()
+            starts = document_starts(self.position_ids).expand(self.tokens).clone()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
@@ -437,17 +440,6 @@ class PackedBatch(TensorLike):
 
     def _base(self, num_keys: int) -> Tensor:
         return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
-
-    def position_starts(self) -> Tensor:
-        """(B, T) bool: where the position ids of the call, which it must have, don't ascend by one."""
-        assert self.position_ids is not None
-        starts = document_starts(self.position_ids)
-        if starts.shape[1] != self.tokens[1] or starts.shape[0] not in (1, self.tokens[0]):
-            raise ValueError(
-                f"position_ids of shape {tuple(self.position_ids.shape)} don't fit tokens of shape "
-                f"{tuple(self.tokens)}."
-            )
-        return starts.expand(self.tokens)
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
