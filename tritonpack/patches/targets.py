@@ -45,7 +45,7 @@ def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_ba
             "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
         )
     labels = arguments.get("labels")
-    if shifts and not notices.is_said(KEY) and _can_read(labels, packed_batch):
+    if shifts and KEY not in notices.said and _can_read(labels, packed_batch):
         tokens = packed_batch.not_padding()
         first = packed_batch.runs()[0] & tokens & (labels != IGNORED)
         # Nothing predicts the first token of a row, and padding before a document is no other document.
@@ -78,7 +78,7 @@ def check_padding_labels(
     if not _can_read(labels, packed_batch) or mask is None or mask.shape != packed_batch.tokens:
         return
     numbered = not packed_batch.causal and bool((mask > 1).any())
-    if notices.is_said(KEY_PADDING) and not numbered and not refuse:
+    if KEY_PADDING in notices.said and not numbered and not refuse:
         return
     live, wanted = mask != 0, arguments.get("shift_labels")
     if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:
