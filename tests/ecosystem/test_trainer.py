@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
 import tritonpack
-from tests.ecosystem.training import EXACT, LENGTHS, Outcome, Padded, arguments, distance, features, pad, trained
+from tests.ecosystem.training import EXACT, Outcome, Padded, arguments, distance, features, pad, trained
 from tests.patches.models import tiny_model
 
 pytest.importorskip("accelerate")
@@ -96,47 +96,6 @@ def test_other_ways_to_train(way: str, padded: Padded, tmp_path: Path) -> None:
     tritonpack.register()
     prepare(model)
     assert distance(expected, trained(make_trainer(model, PACKERS[packer](), tmp_path, **options))) < EXACT
-
-
-@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
-def test_masks_of_what_is_learned_need_unused_columns(mask: str, tmp_path: Path) -> None:
-    """Trainer removes columns that the model's forward doesn't name before the collator sees them."""
-    documents = [{"input_ids": [1, 2, 3, 4, 5], mask: [0, 0, 0, 1, 1]}, {"input_ids": [6, 7, 8, 9], mask: [0, 0, 1, 1]}]
-    with_labels = [
-        {"input_ids": ids, "labels": labels}
-        for ids, labels in (([1, 2, 3, 4, 5], [-100, -100, -100, 4, 5]), ([6, 7, 8, 9], [-100, -100, 8, 9]))
-    ]
-
-    def labels(dataset: Any, *, remove: bool) -> list[int]:
-        options = arguments(tmp_path, remove_unused_columns=remove)
-        settings = {"train_dataset": dataset, "data_collator": tritonpack.PackingCollator()}
-        trainer = Trainer(tiny_model("llama"), TrainingArguments(**options), **settings)
-        (batch,) = trainer.get_train_dataloader()
-        return sorted(batch["labels"][0].tolist())
-
-    learned = [-100] * 5 + [4, 5, 8, 9]
-    assert labels(documents, remove=False) == learned
-    assert labels(with_labels, remove=True) == learned
-    assert labels(documents, remove=True) == [-100] * 2 + [2, 3, 4, 5, 7, 8, 9], "the masks have no effect"
-
-
-@pytest.mark.slow
-def test_every_predicted_token_counts_once(tmp_path: Path) -> None:
-    """num_items_in_batch: each document predicts all of its tokens but the first."""
-    counted: dict[str, list[int]] = {}
-
-    class Counting(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            counted[self.args.run_name].append(int(kwargs["num_items_in_batch"]))
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    for name, collator in {"padded": pad, **{name: make() for name, make in PACKERS.items()}}.items():
-        counted[name] = []
-        model = tiny_model("llama")
-        tritonpack.patch(model)
-        options = arguments(tmp_path, run_name=name, max_steps=1, gradient_accumulation_steps=4)
-        Counting(model, TrainingArguments(**options), train_dataset=features(), data_collator=collator).train()
-    assert counted == dict.fromkeys(counted, [sum(LENGTHS) - len(LENGTHS)] * 4)
 
 
 @pytest.mark.parametrize("collator", [pad, tritonpack.PackingCollator()], ids=["padded", "packed"])

@@ -94,19 +94,6 @@ def on_disk(folder: Path) -> Any:
     return datasets.load_from_disk(str(folder / "rows"))
 
 
-def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
-    """TRL's collator reads seq_lengths as PackingCollator does."""
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    rows = list(on_disk(tmp_path))
-    theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
-    with tritonpack.patch(tiny_model("mistral")):  # without a patched model PackingCollator warns
-        ours = tritonpack.PackingCollator()(rows)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
-
-
 @pytest.mark.slow
 def test_training_on_rows_on_disk_is_padded_training(padded: Padded, tmp_path: Path) -> None:
     rows, model = on_disk(tmp_path), tiny_model("mistral")
