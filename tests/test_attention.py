@@ -93,15 +93,9 @@ class TestExactness:
         torch.testing.assert_close(lse, torch.tensor([[0.0, math.log(4)]]))
 
     @pytest.mark.fast(
-        "slack",
-        "window-right-open",
-        "head-dim-16",
-        "head-dim-160",
-        "head-dim-320",
-        "softcap-window",
-        "alibi-cross",
+        "slack", "window-right-open", "head-dim-16", "head-dim-160", "head-dim-320", "softcap-window", "alibi-cross",
         "tree-head-dim-96-16",
-    )
+    )  # fmt: skip
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_reference_gradients_equal_autograd(self, case: Case) -> None:
         """The formulas of the backward pass against autograd through the forward pass, in float64."""
@@ -208,9 +202,6 @@ def rows_first(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.T if name == "lse" else x for name, x in outputs.items()}
 
 
-PADDINGS = ([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40], [[0] * 33 + [1] * 64 + [0] * 31])
-
-
 class TestIsolation:
     @pytest.mark.parametrize(("dtype", "backend"), IN_DTYPES)
     def test_a_change_in_a_document_changes_no_other_bit(self, dtype: torch.dtype, backend: str) -> None:
@@ -228,8 +219,11 @@ class TestIsolation:
                 assert not length or not torch.equal(before[name][rows], after[name][rows]), name
             begin += length
 
-    @AND_TRITON
-    @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+    @pytest.mark.parametrize(
+        ("value", "backend"),
+        [*((x, name) for x in (NAN, INF, -INF) for name in ON_CPU),
+         pytest.param(NAN, "triton", marks=pytest.mark.interpreter)],
+    )  # fmt: skip
     @pytest.mark.usefixtures("poisoned_memory")
     def test_slack_is_inert(self, value: float, backend: str) -> None:
         clean, poisoned = (run(make_inputs(ISOLATION, slack_value=x), backend) for x in (0.0, value))
@@ -241,8 +235,12 @@ class TestIsolation:
             assert not rows.any(), name
 
     @AND_TRITON
-    @pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=["", "dropout"])
-    @pytest.mark.parametrize("padding", PADDINGS, ids=["in-tiles", "around-tiles"])
+    @pytest.mark.parametrize(
+        ("padding", "dropout"),
+        [([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40], {"dropout_p": 0.3, "dropout_seed": 1}),
+         ([[0] * 33 + [1] * 64 + [0] * 31], {})],
+        ids=["in-tiles-dropout", "around-tiles"],
+    )  # fmt: skip
     @pytest.mark.usefixtures("poisoned_memory")
     def test_padding_between_documents_is_inert(
         self, padding: list[list[int]], dropout: dict[str, Any], backend: str
