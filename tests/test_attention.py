@@ -237,9 +237,9 @@ class TestIsolation:
     @AND_TRITON
     @pytest.mark.parametrize(
         ("padding", "dropout"),
-        [([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40], {"dropout_p": 0.3, "dropout_seed": 1}),
-         ([[0] * 33 + [1] * 64 + [0] * 31], {})],
-        ids=["in-tiles-dropout", "around-tiles"],
+        [([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40], {}),
+         ([[0] * 33 + [1] * 64 + [0] * 31], {"dropout_p": 0.3, "dropout_seed": 1})],
+        ids=["in-tiles", "around-tiles-dropout"],
     )  # fmt: skip
     @pytest.mark.usefixtures("poisoned_memory")
     def test_padding_between_documents_is_inert(
