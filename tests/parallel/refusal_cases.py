@@ -240,9 +240,10 @@ def changed_inside():
             patch(model, unpad=True)
         assert state_of(model) == before
         close(logits_of(model), wanted, "with the patch of the context")
-        unpatch(model)
-        with pytest.raises(ValueError, match="unpatched inside of SequenceParallel"):
-            model(**packed())
+        with pytest.raises(ValueError, match=r"can't be unpatched inside of SequenceParallel\. Leave the context"):
+            unpatch(model)
+        close(logits_of(model), wanted, "after that")
+    assert state_of(model) != before
 
 
 def unchecked_batches():

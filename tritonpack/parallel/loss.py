@@ -21,7 +21,6 @@ PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 # Packages whose forwards compute a fused loss by `shift_labels` and `num_items_in_batch`, as a loss function would.
 FUSED = frozenset({"liger_kernel"})
 
-
 REMEDY = (
     "Pass no labels, and compute the loss from the logits of the whole batch, which SequenceParallel(..., "
     "gather_outputs=True) returns."
@@ -78,8 +77,8 @@ class ShardedLoss:
         result: the loss that it returned, without what the model adds to it; None until the model calls it.
     """
 
-    def __init__(self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
-        self.own, self.fused = model.loss_function, fuses_loss(model)
+    def __init__(self, own: Any, fused: bool, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
+        self.own, self.fused = own, fused
         self.sharding, self.targets, self.whole = sharding, targets, whole
         self.result: Tensor | None = None
 
@@ -102,7 +101,7 @@ class ShardedLoss:
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
             )
         items = self._items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
-        if shifts(self.own):
+        if getattr(self.own, "__name__", "") not in PER_TOKEN:
             kwargs["shift_labels"] = self.targets
         self.result = self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
         return self.result.clone()  # models add the loss of routers in place

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
+from tritonpack.attention import autocast
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.attention import attend
-from tritonpack.parallel.dimensions import dimensions_of
+from tritonpack.parallel.attention import check_call, run_shared
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
@@ -35,14 +35,21 @@ class ShardedMask(IntervalMask):
         self.sharding = sharding
 
     @outside_of_graphs
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    ) -> Tensor:
+        """As of `IntervalMask`. Arguments of layers that are alike are checked once."""
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
-        sharding = self.sharding
-        return attend(
-            q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
-            backend=self.serving.backend, **options,
-        )  # fmt: skip
+        whole = self.mask, self.sharding.layout, self.sharding.dimensions
+        q, k, v = autocast(q, k, v)
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
+        checked = self._checked  # read once: threads of backward may recompute layers on several devices
+        if checked is None or checked[0] != like or sinks is not None or dropout_p:
+            self._checked = checked = like, *check_call(
+                q, k, v, *whole, self.serving.backend, dropout_p, sinks=sinks, **options
+            )  # fmt: skip
+        return run_shared(q, k, v, *whole, *checked[1:])
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -136,8 +143,8 @@ def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], shared: Any) -> S
     columns = max(-(-MIN_ROWS * shared.ranks.size // batch) - length, 0)
     padded = _pad_rows(whole, columns)
     masks = [padded.interval_mask(length + columns, 0, 0, spec).mask for spec in specs]
-    layout = dimensions_of(shared.ranks, shared.exchange).make_layout(shared.layout, masks)
-    sharding = Sharding(shared.ranks, layout, whole.tokens, columns, shared.exchange, shared.grad_reduce)
+    layout = shared.dimensions.make_layout(shared.layout, masks)
+    sharding = Sharding(shared.ranks, layout, whole.tokens, columns, shared.dimensions, shared.grad_reduce)
     mask = whole.to_tensor() if columns and whole.attention_mask is None else whole.attention_mask
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
 from tritonpack.parallel.comm import Ranks, sum_over
-from tritonpack.parallel.dimensions import Exchanges
+from tritonpack.parallel.dimensions import Dimensions
 from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
@@ -36,7 +36,7 @@ class Sharding:
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
         columns: the number of padding tokens at the end of each row, so that every rank of a short batch has rows.
-        exchange: as in `attend`.
+        dimensions: how ranks share attention.
         grad_reduce: "mean" or "sum".
     """
 
@@ -44,7 +44,7 @@ class Sharding:
     layout: Layout
     tokens: torch.Size
     columns: int
-    exchange: Exchanges
+    dimensions: Dimensions
     grad_reduce: GradReduce
 
     @property

@@ -9,12 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
-from tritonpack.patches.applied_patch import base_of
-from tritonpack.patches.base_forward import BaseForward
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
 from tritonpack.patches.layers.embeddings import DocumentEmbeddings
 from tritonpack.patches.report import Report
@@ -49,26 +46,6 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         raise UnsupportedModelError(
             f"{path} ({name}, model type {model_type!r}) {reason}. Train it without SequenceParallel."
         )
-
-
-def find_base(model: nn.Module) -> BaseForward | None:
-    """The forward of the outermost patched module in a model; None if nothing is patched."""
-    return next((base for module in model.modules() if (base := base_of(module)) is not None), None)
-
-
-def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a module that may be called with a batch, outermost first.
-
-    They are the outermost ones, and the patched ones in them, which trainers call to compute a loss without logits.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not models:
-        raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
-    return [one for one in models if id(one) not in inner or base_of(one) is not None]
 
 
 def require_reduction(model: nn.Module, ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
     return own, tuple(slice(span.start // group, (span.stop - 1) // group + 1) for span in own)
 
 
-def divides_key_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+def has_unlike_groups(heads: int, kv_heads: int, ranks: int) -> bool:
     """Whether a rank has unlike numbers of query heads for its key heads."""
     group = heads // kv_heads
     spans = zip(*divide_heads(heads, kv_heads, ranks), strict=True)
@@ -55,7 +55,7 @@ def attend_to_heads(
     queries, keys = divide_heads(q.shape[1], k.shape[1], ranks.size)
     trade = Trade(ranks, layout)
     group, own, first = q.shape[1] // k.shape[1], queries[ranks.rank], keys[ranks.rank].start
-    copies = divides_key_heads(q.shape[1], k.shape[1], ranks.size)
+    copies = has_unlike_groups(q.shape[1], k.shape[1], ranks.size)
     q, k, v = _ToHeads.apply(trade, (queries, keys, keys), q, k, v)
     if copies:  # so that each query head has a key head of its own
         places = torch.arange(own.start, own.stop, device=k.device) // group - first
