@@ -109,7 +109,7 @@ def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int, layers: in
     _even_out(items, held, loads)
     rows = _rows(items, held)
     for rank in range(ranks):  # of a very short batch
-        longest = max(range(ranks), key=lambda one: len(rows[one]))
+        longest = int(np.argmax(list(map(len, rows))))
         if not len(rows[rank]) and len(rows[longest]) > 1:
             rows[rank], rows[longest] = rows[longest][-1:], rows[longest][:-1]
     return rows

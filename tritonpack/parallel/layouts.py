@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from tritonpack.checks import check_choice, describe, is_int, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.document_layout import divide_documents
-from tritonpack.parallel.seen_keys import Runs, host_bounds, seen_runs
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "documents"]
 
@@ -78,12 +76,12 @@ class Layout:
     @cached_property
     def rows_on_host(self) -> tuple[Tensor, ...]:
         """`rows` in host memory; waits for the device once."""
-        return tuple(rows.cpu() for rows in self.rows)
+        return tuple(map(Tensor.cpu, self.rows))
 
     @cached_property
     def lengths(self) -> list[int]:
         """How many rows each rank has."""
-        return [rows.shape[0] for rows in self.rows]
+        return list(map(len, self.rows))
 
     @property
     def num_rows(self) -> int:
@@ -136,8 +134,8 @@ class Layout:
 
         1.0 means that all ranks have equal work.
         """
-        work = host_bounds(mask).counts
-        shares = [int(work[rows].sum()) for rows in self.rows_on_host]
+        start, stop = host_bounds(mask)
+        shares = [int((stop - start)[rows].sum()) for rows in self.rows_on_host]
         return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
 
     def remote_keys(self, mask: BlockDiagonalMask) -> list[int]:
@@ -150,8 +148,12 @@ class Layout:
 
     def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
         """For each rank the keys that its rows see, in host memory; cached on the mask."""
-        bounds = host_bounds(mask)
-        return mask.cached(("seen", self), lambda: [seen_runs(bounds, rows) for rows in self.rows_on_host])
+        start, stop = host_bounds(mask)
+
+        def seen() -> list[Runs]:
+            return [Runs.of(start[rows], stop[rows]) for rows in self.rows_on_host]
+
+        return mask.cached(("seen", self), seen)
 
     def _check(self, x: Tensor, dim: int) -> None:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_rows:
@@ -159,6 +161,45 @@ class Layout:
                 f"the layout has {self.num_rows} rows, which the tensor must have along dim={dim}; got shape "
                 f"{tuple(x.shape)}."
             )
+
+
+class Runs(NamedTuple):
+    """Ascending runs of keys: their first keys, and one past their last ones; each (runs,) int64."""
+
+    begin: Tensor
+    end: Tensor
+
+    @classmethod
+    def of(cls, start: Tensor, stop: Tensor) -> Runs:
+        """The keys that lie between at least one pair of bounds, which ascend."""
+        ahead = torch.cat([start[:1] - 1, stop[:-1]])  # the largest stop before each row
+        begins = start > ahead
+        return cls(start[begins], torch.cat([ahead[1:][begins[1:]], stop[-1:]]))
+
+    def size(self) -> int:
+        """How many keys lie in the runs."""
+        return int((self.end - self.begin).sum())
+
+    def among(self, keys: Tensor) -> Tensor:
+        """The places of those of the given ascending keys that lie in a run, int64."""
+        first, last = torch.searchsorted(keys, self.begin), torch.searchsorted(keys, self.end)
+        counts = last - first
+        before = counts.cumsum(0) - counts
+        return torch.arange(int(counts.sum()), device="cpu") + torch.repeat_interleave(first - before, counts)
+
+
+def host_bounds(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
+    """The first key that each row sees, and one past the last one, int64, in host memory; waits for the device once.
+
+    Raises:
+        ValueError: a mask of trees, whose rows don't see all keys between their bounds.
+    """
+    if mask.is_tree:
+        raise ValueError(
+            "the keys that rows of trees see can't be counted here. For a mask of trees use the layout 'contiguous', "
+            "'zigzag' or 'stripe', and exchange='auto', 'all_gather', 'ring' or 'ulysses'."
+        )
+    return mask.cached("bounds on the host", lambda: (mask.key_start.cpu().long(), mask.key_stop.cpu().long()))
 
 
 def check_layout_name(name: object) -> None:
@@ -200,15 +241,15 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
     if name == "stripe":
         return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
     runs = ranks if name == "contiguous" else 2 * ranks
-    bounds = [total * run // runs for run in range(runs + 1)]
-    found = [every[first:stop].clone() for first, stop in pairwise(bounds)]
+    found = [every[total * run // runs : total * (run + 1) // runs].clone() for run in range(runs)]
     if name == "zigzag":
-        found = [torch.cat([found[rank], found[runs - 1 - rank]]) for rank in range(ranks)]
+        found = [torch.cat([found[rank], found[-1 - rank]]) for rank in range(ranks)]
     return Layout(tuple(found))
 
 
 def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
     """The number of rows of all masks, and their device."""
+    found = set()
     for mask in masks:
         if not isinstance(mask, BlockDiagonalMask):
             raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(mask)}.")
@@ -217,7 +258,7 @@ def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
                 f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
                 f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
             )
-    found = {(mask.num_queries, mask.device) for mask in masks}
+        found.add((mask.num_queries, mask.device))
     if len(found) != 1:
         given = "; ".join(map(repr, masks))
         raise ValueError(f"the masks of a batch's layers must have equally many rows, on one device; got [{given}].")
@@ -229,9 +270,9 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     start = torch.arange(masks[0].num_queries, device="cpu")
     stop, work = start, torch.zeros_like(start)
     for mask, times in Counter(masks).items():  # by identity
-        bounds = host_bounds(mask)
-        live = bounds.start < bounds.stop
-        start = torch.where(live, torch.minimum(start, bounds.start), start)
-        stop = torch.where(live, torch.maximum(stop, bounds.stop), stop)
-        work = work + bounds.counts * times
+        first, last = host_bounds(mask)
+        live = first < last
+        start = torch.where(live, torch.minimum(start, first), start)
+        stop = torch.where(live, torch.maximum(stop, last), stop)
+        work = work + (last - first) * times
     return divide_documents(start.numpy(), stop.numpy(), work.numpy(), ranks, len(masks))

@@ -83,8 +83,9 @@ def _travel(call: Call, k: Tensor, v: Tensor, order: Sequence[tuple[slice, Part]
     (heads, part), *rest = order
     coming = part.send(k[:, heads], v[:, heads], call.ranks)
     for heads, part in rest:
-        keys, coming = coming, part.send(k[:, heads], v[:, heads], call.ranks)
-        yield keys()
+        keys = coming()
+        coming = part.send(k[:, heads], v[:, heads], call.ranks)
+        yield keys
     yield coming()
 
 
