@@ -141,8 +141,8 @@ class SequenceParallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.sharding is not None and _names_rows(str(error), self.sharding):
-            self.explain(error)
+        if error is not None and self.sharding is not None and not self.gather_outputs:
+            _explain(error, self.sharding)
         self._restore()
 
     @contextmanager
@@ -204,19 +204,6 @@ class SequenceParallel:
                 cover.install()
                 cover.shard = ShardStage(self, number, cover.module)
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an error of a head or a loss outside of the models how it gets the rows of the whole batch."""
-        message = str(error)
-        if self.sharding is None or self.gather_outputs or error.args != (message,) or "gather_outputs" in message:
-            return
-        error.args = (
-            f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, "
-            f"{self.sharding.rows}, ...) of a batch of {tuple(self.sharding.tokens)} tokens. A head or a loss outside "
-            "of the given model gets all rows with SequenceParallel(..., gather_outputs=True). Or pass the whole model "
-            "with its head, call the model itself (not a `forward` that was read from it before the context was "
-            "entered), and shard labels with `context.shard`.",
-        )
-
     def _last(self) -> Sharding:
         if self.sharding is None:
             raise ValueError("no batch has been shared yet: run a model's forward inside of the context first.")
@@ -271,11 +258,19 @@ def _configured(modules: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def _names_rows(message: str, sharding: Sharding) -> bool:
-    """Whether an error, such as torch's, names the rows of this rank and those of the batch.
+def _explain(error: BaseException, sharding: Sharding) -> None:
+    """Add the remedy to an error, such as torch's, that names the numbers of rows of this rank and of the batch.
 
     The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
     """
-    named, rows, (batch, length) = set(map(int, re.findall(r"\d+", message))), sharding.rows, sharding.tokens
-    own = {rows, rows - 1}  # without the last row if a loss has shifted them
-    return bool(own & named and {length, length - 1, batch * length, batch * (length - 1)} & named)
+    message, rows, (batch, length) = str(error), sharding.rows, sharding.tokens
+    named = set(map(int, re.findall(r"\d+", message)))
+    whole = {length, length - 1, batch * length, batch * (length - 1)}  # without the last ones if a loss shifts
+    if error.args == (message,) and {rows, rows - 1} & named and whole & named and "gather_outputs" not in message:
+        error.args = (
+            f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of "
+            f"a batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows "
+            "with SequenceParallel(..., gather_outputs=True). Or pass the whole model with its head, call the model "
+            "itself (not a `forward` that was read from it before the context was entered), and shard labels with "
+            "`context.shard`.",
+        )

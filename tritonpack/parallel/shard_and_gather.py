@@ -61,6 +61,10 @@ class Sharding:
             )
         if self.columns:
             x = pad(x, [0, 0] * (x.ndim - dim - 2) + [0, self.columns], value=fill)
+        return self.take(x, dim)
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """`shard` of a tensor that has the padding."""
         return self.layout.shard(x.flatten(dim, dim + 1), self.ranks.rank, dim).unsqueeze(dim)
 
     @outside_of_graphs
