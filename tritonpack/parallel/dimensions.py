@@ -56,9 +56,11 @@ class Dimensions:
 
         Each rank of a set gets a run of its rows: these ranks divide heads, so their work is even in any case.
         """
+        parts = len(self.owners[0])
+        if self.exchange is None or parts == 1:
+            return make_layout(name, masks, self.ranks.size)
         ranks = [rank for owners in self.owners for rank in owners]
-        parts = 1 if self.exchange is None else len(self.owners[0])
-        layout = make_layout(name, masks, len(ranks) // parts).divide(parts)
+        layout = make_layout(name, masks, len(self.owners)).divide(parts)
         if ranks == sorted(ranks):
             return layout
         return Layout(tuple(layout.rows[ranks.index(rank)] for rank in range(len(ranks))))

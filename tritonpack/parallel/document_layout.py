@@ -10,6 +10,8 @@ coarse, until pairs and rows are even. Every rank computes the same division, in
 
 from __future__ import annotations
 
+from itertools import starmap
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -93,8 +95,10 @@ class Items:
             cost = (before + excess).max() + (keys.max() + keys.mean()) / 2 * self._cost_of_keys
             if cost < cheapest:
                 cheapest, best = cost, (pieces, excess)
-        pieces, excess = best
-        return [np.concatenate([np.arange(*piece) for piece in pieces[:, rank]]) for rank in range(ranks)], excess
+        rows, (pieces, excess) = [], best
+        for rank in range(ranks):
+            rows.append(np.concatenate(list(starmap(np.arange, pieces[:, rank]))))
+        return rows, excess
 
 
 def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int, layers: int) -> list[Ints]:
@@ -213,4 +217,4 @@ def _rows(items: Items, held: Floats) -> list[Ints]:
         excess[ranks] += more
         for rank, rows in zip(ranks.tolist(), parts, strict=True):
             found[rank].append(rows)
-    return [np.concatenate(one) for one in found]
+    return list(map(np.concatenate, found))

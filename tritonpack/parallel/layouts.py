@@ -143,8 +143,10 @@ class Layout:
 
         The exchange "group_cast" receives as many rows of keys and values in each layer with this mask.
         """
-        seen = self.seen_by_ranks(mask)
-        return [runs.size() - runs.among(rows).shape[0] for runs, rows in zip(seen, self.rows_on_host, strict=True)]
+        found = []
+        for runs, rows in zip(self.seen_by_ranks(mask), self.rows_on_host, strict=True):
+            found.append(int((runs.end - runs.begin).sum()) - runs.among(rows).shape[0])
+        return found
 
     def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
         """For each rank the keys that its rows see, in host memory; cached on the mask."""
@@ -175,10 +177,6 @@ class Runs(NamedTuple):
         ahead = torch.cat([start[:1] - 1, stop[:-1]])  # the largest stop before each row
         begins = start > ahead
         return cls(start[begins], torch.cat([ahead[1:][begins[1:]], stop[-1:]]))
-
-    def size(self) -> int:
-        """How many keys lie in the runs."""
-        return int((self.end - self.begin).sum())
 
     def among(self, keys: Tensor) -> Tensor:
         """The places of those of the given ascending keys that lie in a run, int64."""
@@ -232,37 +230,33 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
     """
     check_layout_name(name)
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
-    total, device = _check_masks(masks)
+    found = set()
+    for one in masks:
+        if not isinstance(one, BlockDiagonalMask):
+            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(one)}.")
+        if one.num_queries != one.num_keys:
+            raise ValueError(
+                f"a layout divides rows that are queries and keys alike; the mask has {one.num_queries} queries and "
+                f"{one.num_keys} keys. Cross-attention can't be sharded this way."
+            )
+        found.add((one.num_queries, one.device))
+    if len(found) != 1:
+        given = "; ".join(map(repr, masks))
+        raise ValueError(f"the masks of a batch's layers must have equally many rows, on one device; got [{given}].")
+    ((total, device),) = found
     if not is_int(ranks) or ranks < 1:
         raise ValueError(f"ranks must be an integer of at least 1; got {ranks!r}.")
     if name == "documents":
-        return Layout(tuple(torch.from_numpy(rows).to(device) for rows in _documents(masks, ranks)))
+        rows = _documents(masks, ranks)
+        return Layout(torch.from_numpy(np.concatenate(rows)).to(device).split(list(map(len, rows))))
     every = torch.arange(total, device=device)
     if name == "stripe":
         return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
     runs = ranks if name == "contiguous" else 2 * ranks
-    found = [every[total * run // runs : total * (run + 1) // runs].clone() for run in range(runs)]
+    parts = [every[total * run // runs : total * (run + 1) // runs].clone() for run in range(runs)]
     if name == "zigzag":
-        found = [torch.cat([found[rank], found[-1 - rank]]) for rank in range(ranks)]
-    return Layout(tuple(found))
-
-
-def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
-    """The number of rows of all masks, and their device."""
-    found = set()
-    for mask in masks:
-        if not isinstance(mask, BlockDiagonalMask):
-            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(mask)}.")
-        if mask.num_queries != mask.num_keys:
-            raise ValueError(
-                f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
-                f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
-            )
-        found.add((mask.num_queries, mask.device))
-    if len(found) != 1:
-        given = "; ".join(map(repr, masks))
-        raise ValueError(f"the masks of a batch's layers must have equally many rows, on one device; got [{given}].")
-    return found.pop()
+        parts = [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(ranks)]
+    return Layout(tuple(parts))
 
 
 def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
@@ -25,11 +25,6 @@ REMEDY = (
     "Pass no labels, and compute the loss from the logits of the whole batch, which SequenceParallel(..., "
     "gather_outputs=True) returns."
 )
-
-
-def shift(labels: Tensor, ignored: int) -> Tensor:
-    """The target of each token of (B, T) labels: the label of the next token in its row, `ignored` for the last."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
 def shifts(loss_function: Any) -> bool:
@@ -82,10 +77,8 @@ class ShardedLoss:
         self.sharding, self.targets, self.whole = sharding, targets, whole
         self.result: Tensor | None = None
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the model's forward that have to do with the loss, instead of those that were `given`."""
-        if not self.fused:
-            return {"labels": self.targets}
+    def of_fused(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a fused loss, instead of those that were `given` to the model."""
         items = self._items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
         return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": items}
 

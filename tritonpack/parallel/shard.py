@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -15,7 +15,7 @@ from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.fused_head import FUSED_HEAD, OWN_ARGUMENTS, FusedHead
-from tritonpack.parallel.loss import ShardedLoss, computing_loss, fuses_loss, shift, shifts
+from tritonpack.parallel.loss import ShardedLoss, computing_loss, fuses_loss, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.rotary import following_longest, rotary_of_longest
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss, with_router_loss
@@ -74,6 +74,8 @@ class ShardStage:
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
         self.has_routers = hasattr(module.config.get_text_config(), "output_router_logits")
         self.fuses_loss = fuses_loss(module)
+        self._loss_function: Any = self  # of the last call, and whether it compares each token with the next label
+        self._shifts = True
 
     @between_graphs
     def __call__(self, forward: Pipeline, arguments: dict[str, Any]) -> Any:
@@ -115,7 +117,7 @@ class ShardStage:
             whole = _read(forward, arguments)
             if routers:
                 require_known_loss(module)
-            targets = _targets(arguments, whole.tokens, module)
+            targets = self._targets(arguments, whole.tokens, module)
         except Exception as problem:
             error = problem
         if context.check_batches:
@@ -130,7 +132,10 @@ class ShardStage:
             raise error
         batch = shard_batch(whole, self.specs, context)
         sharding = context.sharding = batch.sharding
-        sharded = {name: _own_rows(x, sharding) for name, x in arguments.items() if name not in REPLACED}
+        sharded: dict[str, Any] = {}
+        for name, x in arguments.items():
+            if name not in REPLACED:
+                sharded[name] = _own_rows(x, sharding)
         if whole.position_ids is not None:
             sharded["position_ids"] = batch.position_ids
         if forward.base.takes_cache or "use_cache" in forward.names:
@@ -144,8 +149,26 @@ class ShardStage:
                 sharded |= {FUSED_HEAD: True, "shift_labels": own}
             else:
                 loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, targets)
-                sharded |= loss.arguments(arguments)
+                sharded |= loss.of_fused(arguments) if self.fuses_loss else {"labels": own}
         return Shard(batch, sharded, loss, head, routers)
+
+    def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
+        """The target of each token, of the shape `tokens`; None without labels."""
+        labels, targets = arguments.get("labels"), arguments.get("shift_labels")
+        own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
+        if labels is None and (targets is None or not own_head):
+            return None
+        if not own_head and module.loss_function is not self._loss_function:
+            self._shifts, self._loss_function = shifts(module.loss_function), module.loss_function
+        for name, given in (("labels", labels), ("shift_labels", targets)):
+            if given is not None and given.shape != tokens:
+                raise ValueError(
+                    f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}."
+                )
+        if targets is not None or not (own_head or self._shifts):
+            return labels if targets is None else targets
+        ignored = arguments.get("ignore_index", IGNORED)
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
 
     def _require_heads_in_place(self, module: PreTrainedModel) -> None:
         """Refuse a call by a forward that has replaced the forward of a head around this module since.
@@ -292,21 +315,6 @@ def _own_rows(x: Any, sharding: Sharding) -> Any:
         parts = [_own_rows(part, sharding) for part in x]
         return tuple(parts) if isinstance(x, tuple) else parts
     return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
-
-
-def _targets(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
-    """The target of each token, of the shape `tokens`; None without labels."""
-    labels, targets = arguments.get("labels"), arguments.get("shift_labels")
-    own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
-    if labels is None and (targets is None or not own_head):
-        return None
-    shifting = own_head or shifts(module.loss_function)
-    for name, given in (("labels", labels), ("shift_labels", targets)):
-        if given is not None and given.shape != tokens:
-            raise ValueError(f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}.")
-    if targets is not None or labels is None:
-        return targets
-    return shift(labels, arguments.get("ignore_index", IGNORED)) if shifting else labels
 
 
 def layer_specs(module: PreTrainedModel) -> tuple[MaskSpec, ...]:

@@ -74,8 +74,8 @@ class ByHeads:
 
 def _steps(k: Tensor) -> list[slice]:
     """The key heads of each step."""
-    stride = -(-k.shape[1] // STEPS)
-    return [slice(first, first + stride) for first in range(0, k.shape[1], stride)]
+    heads, stride = k.shape[1], -(-k.shape[1] // STEPS)
+    return list(map(slice, range(0, heads, stride), range(stride, heads + stride, stride)))
 
 
 def _travel(call: Call, k: Tensor, v: Tensor, order: Sequence[tuple[slice, Part]]) -> Iterator[tuple[Tensor, Tensor]]:
