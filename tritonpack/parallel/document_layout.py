@@ -4,8 +4,8 @@ An *item* is a stretch of rows that no visible pair leaves: a document, a chunk 
 short ones that follow each other. Each rank holds whole items and fractions of items. A fraction of an item is that
 fraction of its rows, and nearly of its visible pairs (`Items.cut`). So a rank's shares are sums, and the division is
 vector bin packing in two dimensions, visible pairs and rows. First each item goes to the rank with most room for it;
-items larger than a rank's share are cut. Then ranks trade items, and fractions of items where whole ones are too
-coarse, until pairs and rows are even. Every rank computes the same division, in host memory.
+items larger than a rank's share are cut. Then ranks trade items, and fractions of items, until pairs and rows are even.
+Every rank computes the same division, in host memory.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def _even_out(items: Items, held: Floats, loads: Floats) -> None:
         other = int(np.where(stuck[busiest], 0, relief).argmax())
         if stuck[busiest, other] or relief[other] <= 0:
             return
-        both = [busiest, other]
-        if _swap(items, held, loads, both) or _cut(items, held, loads, both):
+        if _trade(items, held, loads, busiest, other):
+            both = [busiest, other]
             loads[both] = (held[:, both, None] * items.shares[:, None]).sum(0)
             stuck[both] = stuck[:, both] = False
             np.fill_diagonal(stuck, True)
@@ -163,28 +163,8 @@ def _even_out(items: Items, held: Floats, loads: Floats) -> None:
             stuck[busiest, other] = stuck[other, busiest] = True
 
 
-def _swap(items: Items, held: Floats, loads: Floats, both: list[int]) -> bool:
-    """Move all that one rank holds of an item to the other, or back, or both, if it halves their difference."""
-    one, other = both
-    wanted = (loads[one] - loads[other]) / 2
-    # Row 0 stands for moving nothing.
-    given, taken = np.append(-1, held[:, one].nonzero()[0]), np.append(-1, held[:, other].nonzero()[0])
-    parts, back = (held[given, one, None] * items.shares[given]), (held[taken, other, None] * items.shares[taken])
-    parts[0] = back[0] = 0
-    rest = ((wanted - parts[:, None] + back) ** 2).sum(-1)
-    give, take = divmod(int(rest.argmin()), len(taken))
-    if rest[give, take] >= (wanted**2).sum() / 4:
-        return False
-    for item, source, target in ((given[give], one, other), (taken[take], other, one)):
-        if item >= 0:
-            held[item, target] += held[item, source]
-            held[item, source] = 0.0
-    return True
-
-
-def _cut(items: Items, held: Floats, loads: Floats, both: list[int]) -> bool:
-    """Move a fraction of an item from one rank to the other or back, with most gain for the keys it brings."""
-    one, other = both
+def _trade(items: Items, held: Floats, loads: Floats, one: int, other: int) -> bool:
+    """Move an item, or a fraction of one, from one rank to the other or back, with most gain for the keys it brings."""
     wanted = (loads[one] - loads[other]) / 2
     given, taken = held[:, one].nonzero()[0], held[:, other].nonzero()[0]
     where, there = np.append(given, taken), np.arange(len(given) + len(taken)) < len(given)
