@@ -226,7 +226,7 @@ class SequenceParallel:
                         "pause it to run whole batches."
                     )
                 applied.proof.settle()
-                require_shardable(model, applied.report)
+                require_shardable(model, applied)
                 for head in applied.heads:
                     if not head.gone:
                         head.shard = ShardStage(self, len(self.heads), head.module)

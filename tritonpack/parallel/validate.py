@@ -12,18 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
+from tritonpack.patches.applied_patch import AppliedPatch
+from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
 from tritonpack.patches.layers.embeddings import DocumentEmbeddings
-from tritonpack.patches.report import Report
 
 
-def require_shardable(model: nn.Module, report: Report) -> None:
+def require_shardable(model: nn.Module, applied: AppliedPatch) -> None:
     """Refuse a patched model whose layers need more of other ranks than their keys and values.
 
     Raises:
         UnsupportedModelError: with the reason.
     """
-    model_type = report.model_type
+    report, model_type = applied.report, applied.report.model_type
+    for head in applied.heads:
+        if isinstance(head, EncoderDecoderForward):
+            raise UnsupportedModelError(
+                f"{head.name} holds an encoder and a decoder, each with tokens of its own, and ranks divide one batch "
+                "of tokens. Train it without SequenceParallel."
+            )
     if report.attention != "tritonpack":
         raise UnsupportedModelError(
             f"model type {model_type!r} attends by {report.attention!r} with a dense mask, which needs all keys on "
