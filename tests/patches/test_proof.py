@@ -61,8 +61,7 @@ from tests.patches.foreign import (
     wrap,
     wrap_linears,
 )
-from tests.patches.pairs import tiny_pair_model
-from tests.patches.zoo import spread
+from tests.patches.zoo import spread, tiny_pair_model
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import choose_modules, families, proof
 from tritonpack.patches.layers import positions

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import call_of, documents
+from tests.patches.calls import call_of, documents, in_threads
 from tests.patches.foreign import (
     DTYPES,
     Convolution,
@@ -34,7 +34,6 @@ from tests.patches.foreign import (
     mixes_states,
 )
 from tests.patches.models import VOCAB, Graphs, tiny_model
-from tests.patches.test_lifecycle import in_threads
 from tritonpack import UnsupportedModelError
 from tritonpack.patches import forwards, proof
 

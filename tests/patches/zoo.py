@@ -15,12 +15,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from tests.patches.zoo_rows import (
     CAUSAL,
     COMMON,
     FLOAT32_ONLY,
+    PAIRS,
     UNBUILT,
     VARIANTS,
     VOCAB,
@@ -127,29 +131,38 @@ def without_timm() -> Iterator[None]:
 
 
 def tiny_model(
-    name: str, *, dtype: torch.dtype = torch.float32, attn_implementation: str | None = None, seed: int = 0,
-    **overrides: Any,
+    name: str, *, kind: str | None = None, dtype: torch.dtype = torch.float32, attention: str | None = None,
+    seed: int = 0, **overrides: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """A random model in evaluation mode.
 
     Args:
-        name: A model type of `MODEL_TYPES` or a key of `VARIANTS`.
+        name: A model type or a key of `VARIANTS`.
+        kind: The name of the class; the causal language model by default.
         dtype: The types in `FLOAT32_ONLY` compute in float32 alone and fail in any other.
-        attn_implementation: transformers' own choice if None.
+        attention: Its `attn_implementation`; transformers' own choice if None.
         seed: Of the weights.
         overrides: Replace keys of the configuration.
     """
     torch.manual_seed(seed)  # a few parts draw their constants at construction
     config = tiny_config(name, **overrides)
     # The fused experts don't support float64.
-    options = {"experts_implementation": "eager", "attn_implementation": attn_implementation}
-    if config.model_type in PARTS:
-        model = AutoModelForCausalLM._model_mapping[type(config)]._from_config(part_of(config), **options)
-    else:
-        with without_timm():
+    options = {"experts_implementation": "eager", "attn_implementation": attention}
+    with without_timm():
+        if kind:
+            model = getattr(transformers, kind)._from_config(config, **options)
+        elif config.model_type in PARTS:
+            model = AutoModelForCausalLM._model_mapping[type(config)]._from_config(part_of(config), **options)
+        else:
             model = AutoModelForCausalLM.from_config(config, **options)
     spread(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval()
+
+
+def tiny_pair_model(name: str, **options: Any) -> PreTrainedModel:
+    """A random encoder with a decoder, one of `PAIRS`, in float64 unless `options` say otherwise."""
+    kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[name]
+    return tiny_model(name, **{"kind": kind, "dtype": torch.float64, **PAIRS[name], **options})
 
 
 def build(name: str) -> PreTrainedModel:

@@ -240,3 +240,15 @@ UNBUILT: dict[str, str] = {
     "gemma4_assistant": "its configuration demands layers without inputs of their own that all share another model's "
     "keys, and in transformers 5.24 Gemma4TextModel fails to cut the missing inputs",
 }
+
+# Encoders with decoders that are packed exactly, and what their language models are given beside the row of their type.
+PAIRS = _rows(
+    ("bart bigbird_pegasus encoder-decoder blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp pegasus plbart "
+     "seamless_m4t seamless_m4t_v2 t5 t5gemma t5gemma2 umt5",
+     {}),
+    ("nllb-moe",
+     {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "num_experts": 2, "moe_token_dropout": 0.0}),
+    ("switch_transformers",
+     {"expert_capacity": 3, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+      "router_jitter_noise": 0.0}),
+)
