@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from examples.demo.drawing import DOCUMENT_COLORS, INK, PADDING_COLOR, document_color, letters, make_panels
 from tritonpack import BlockDiagonalMask
-from tritonpack.cli.figures import DOCUMENT_COLORS, INK, PADDING_COLOR, document_color, letters, make_panels
 from tritonpack.testing.cases import Nodes, parents_of
 
 # A prompt A; its first turn B with the branches C, D and E; another answer F.
