@@ -42,11 +42,11 @@ def saved(folder, cls=transformers.LlamaForCausalLM, kind="llama", **values):
 @pytest.mark.parametrize(
     ("kind", "named", "values", "code", "words"),
     [
-        ("llama", "", {}, 0, r"class +LlamaForCausalLM in float32 *\npatch +llama: 32 layers; backend auto, in pl"),
+        ("llama", "", {}, 0, r"class +LlamaForCausalLM in float32 *\npatch +llama: backend auto, in pl"),
         ("llama", "", {}, 0, r"\ntritonpack +exact: shown by tritonpack's tests with transformers \S+\. *\n$"),
-        ("gemma2", "", {}, 0, r"26 layers, 13 with a sliding window of \[4096\], softcap 50; backend auto"),
+        ("gemma2", "", {}, 0, "gemma2: backend auto, in place of"),
         ("qwen3_next", "", {}, 0, r"run document by document: model\.layers\.0\.linear_attn, "),
-        ("deepseek_v3", "", {}, 0, r"deepseek_v3: 61 layers"),  # which fits in no memory
+        ("deepseek_v3", "", {}, 0, r"deepseek_v3: backend auto"),  # which fits in no memory
         ("t5", "T5ForConditionalGeneration", {}, 0, "T5ForConditionalGeneration in float32 *\n"),
         ("bert", "BertForTokenClassification", {}, 0, "BertForTokenClassification in float32 *\n"),
         ("llama", "LlamaModel", {}, 0, "LlamaModel in float32 *\n"),
