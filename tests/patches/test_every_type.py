@@ -131,53 +131,7 @@ def test_transformers_own_attention(name: str) -> None:
         require_exact(model, expected, "two_rows", "padded_left")
 
 
-<<<<<<< HEAD
-@every_type("bert", "roformer", "encoder-decoder+", "switch_transformers+")
-=======
-build_for_both = functools.lru_cache(maxsize=1)(build)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.fast("bart+-dynamic", "encoder-decoder+-static", "gpt_oss-static", "qwen3_next-dynamic", "t5+-dynamic")
-@pytest.mark.parametrize("name", NAMES)
-def test_generate(name: str, cache: str) -> None:
-    """Two rows, one of them padded, unless padding changes what stock generates."""
-    if name in GENERATE_DIFFERS:
-        pytest.skip("stock transformers is at odds with itself")
-    model, ids = build_for_both(name), torch.cat(documents((9, 9)))
-    padding = -4 if name.endswith(PAIR) else 0 if name in READS_PADDING else 4
-    options: dict[str, Any] = {"cache": cache, "padding": padding, "tokens": 3}
-    try:
-        expected, want = generate(model, ids, **options)
-    except Exception as error:  # stock transformers fails, too
-        pytest.skip(f"stock can't: {error}")
-    if want.isnan().any():
-        pytest.skip("stock makes NaN of padding in float64")
-    with tritonpack.patch(model):
-        got, have = generate(model, ids, **options)
-    assert torch.equal(expected, got)
-    assert relative(want, have) < tolerance(model.dtype)
-
-
-@pytest.mark.filterwarnings("ignore")
-@every_type("encoder-decoder+", "mamba2", "mvp+", "t5+")
-def test_gradient_checkpointing(name: str) -> None:
-    if name in RANDOM_IN_TRAINING:
-        pytest.skip("stock transformers differs from itself")
-    model = without_dropout(build(name))
-    if not model.supports_gradient_checkpointing:
-        pytest.skip("can't be checkpointed")
-    expected = alone(model)
-    model.train().enable_input_require_grads()
-    for reentrant in (False,) if name in REENTRANT_IS_WRONG else (False, True):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with tritonpack.patch(model):
-            require_exact(model, expected, "without_cache")
-
-
 @every_type("bert", "roformer", "encoder-decoder+", "t5+")
->>>>>>> patches2
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model = build(name)
     before, keys = state(model), list(model.state_dict())

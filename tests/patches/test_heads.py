@@ -114,59 +114,23 @@ def test_results_of_rows_in_heads_of_users_are_refused(kind: Any, labels: Any, w
 
 # One result a document
 
-<<<<<<< HEAD
 SCORING = {"MistralForSequenceClassification": "mistral", "BertForNextSentencePrediction": "bert",
-           "BartForSequenceClassification": "bart", "T5GemmaForSequenceClassification": "t5gemma"}  # fmt: skip
+           "BartForSequenceClassification": "bart"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCORING)
 def test_one_score_a_row(name: str) -> None:
     """Padded rows have the scores of documents alone. Packed rows are refused."""
-    model, pieces, left = head(name, SCORING[name]), documents(), "T5Gemma" in name
-    for piece in pieces:  # encoders with decoders score the end-of-sequence token
-        piece[:, -1] = model.config.eos_token_id if model.config.is_encoder_decoder else piece[:, -1]
-    call, expected = padded(pieces, left), torch.cat([model(ids).logits for ids in pieces])
-=======
-SCORING = {
-    "LlamaForSequenceClassification": "llama", "GPT2ForSequenceClassification": "gpt2",
-    "MistralForSequenceClassification": "mistral", "BloomForSequenceClassification": "bloom",
-    "JambaForSequenceClassification": "jamba", "BertForSequenceClassification": "bert",
-    "RobertaForSequenceClassification": "roberta", "BertForNextSentencePrediction": "bert",
-    "XLMForSequenceClassification": "xlm", "XLNetForSequenceClassification": "xlnet",
-    "BartForSequenceClassification": "bart", "BigBirdPegasusForSequenceClassification": "bigbird_pegasus",
-    "MBartForSequenceClassification": "mbart", "MvpForSequenceClassification": "mvp",
-    "PLBartForSequenceClassification": "plbart", "T5ForSequenceClassification": "t5",
-}  # fmt: skip
-# Without a patch it expects padding on the left.
-PAD_LEFT = ("XLNet",)
-
-
-@pytest.mark.parametrize("name", SCORING)
-@pytest.mark.fast(
-    "BertForNextSentencePrediction", "MistralForSequenceClassification", "XLNetForSequenceClassification",
-    "BartForSequenceClassification",
-)  # fmt: skip
-def test_one_score_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, loss and gradients of padded rows equal those of documents alone. Packed rows are refused."""
     model, pieces = head(name, SCORING[name]), documents()
     for piece in pieces:  # encoders with decoders score the end-of-sequence token
         piece[:, -1] = model.config.eos_token_id if model.config.is_encoder_decoder else piece[:, -1]
-    monkeypatch.setattr(proof, "is_shown", lambda kind, **_: False)  # the proof accepts the class, too
-    labels, call = torch.tensor([1, 0, 0, 1]), padded(pieces, left=name.startswith(PAD_LEFT))
-    expected = torch.cat([model(ids).logits for ids in pieces])
->>>>>>> patches2
+    call, expected = padded(pieces), torch.cat([model(ids).logits for ids in pieces])
     with tritonpack.patch(model):
         assert relative(expected, model(**call).logits) < EXACT
         assert relative(expected, model(**call, return_dict=False)[0]) < EXACT
         for form in TOLD:
             with pytest.raises(ValueError, match=rf"{name} gives one result for each row.*padded rows.*unpad=True"):
                 model(**call_of(form, pieces))
-<<<<<<< HEAD
-        if left:  # without a patch it reads one token later if a row is padded on the right
-            with pytest.raises(ValueError, match=rf"{name} scores a row behind its last token.* Pad on the left"):
-                model(**padded(pieces))
-=======
->>>>>>> patches2
 
 
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "attention_mask", "left"])

@@ -159,18 +159,7 @@ def applied_to(model: nn.Module) -> list[AppliedPatch]:
     return list({id(patch): patch for patch in found if patch is not None}.values())
 
 
-<<<<<<< HEAD
-def _guarding(module: nn.Module) -> list[AppliedPatch]:
-=======
-def base_of(module: nn.Module) -> BaseForward | None:
-    """The forward that a patch has given to a module that makes masks; None for any other module."""
-    patch = _guarding(module)
-    bases = [] if patch is None else patch.bases
-    return next((base for base in bases if base.module is module), None)
-
-
 def _guarding(module: nn.Module) -> AppliedPatch | None:
->>>>>>> patches2
     guard = module.__dict__.get(REPLICATE)
     return guard.patch if isinstance(guard, Guard) else None
 
@@ -237,20 +226,14 @@ def leave(applied: AppliedPatch, lease: object = None) -> None:
         ValueError: the model would lose its patch inside of SequenceParallel.
     """
     with LOCK:
-<<<<<<< HEAD
-        if lease not in applied.leases:
-            return
-        if len(applied.leases) == 1 and applied.shares_batches:
-            raise ValueError(
-                "the model can't be unpatched inside of SequenceParallel. Leave the context first; it restores a model "
-                "that it has patched itself."
-            )
-        if len(applied.leases) > 1 or not applied.in_force:
-=======
         if lease is None or (applied.leases == [lease] and applied.in_force):
+            if applied.shares_batches:
+                raise ValueError(
+                    "the model can't be unpatched inside of SequenceParallel. Leave the context first; it restores a "
+                    "model that it has patched itself."
+                )
             to_the_end(applied.restore_below)
         elif lease in applied.leases:
->>>>>>> patches2
             applied.leases.remove(lease)
 
 
