@@ -26,10 +26,10 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents, relative, told
 from tests.patches.models import COMMON, VOCAB, tiny_model
-from tests.patches.pairs import tiny_pair_model
 from tests.patches.sweep.build import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import tiny_pair_model
 from tritonpack import UnsupportedModelError
 from tritonpack.patches.parse_inputs import TELLING, meant_by
 
@@ -412,7 +412,7 @@ def test_other_calls_of_pairs() -> None:
 @pytest.mark.parametrize("kind", ["xlstm", "cpmant", "blt", "deepseek_v4", "prophetnet"])
 def test_models_by_name(kind: str) -> None:
     """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
-    model = zoo.tiny_model(kind, attn_implementation="tritonpack")
+    model = zoo.tiny_model(kind, attention="tritonpack")
     for call in (model, model.forward, model.base_model):
         with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*was given attn_implementation"):
             call(torch.arange(6, 10)[None])

@@ -114,6 +114,11 @@ class AppliedPatch(parts.Part):
         self.parts: list[parts.Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
 
+    @property
+    def shares_batches(self) -> bool:
+        """Whether the model is in a `SequenceParallel` that was entered."""
+        return any(head.shard is not None and head.shard.context.entered for head in self.heads)
+
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
         self.in_force = self.context.in_force = True
@@ -152,13 +157,6 @@ def applied_to(model: nn.Module) -> list[AppliedPatch]:
     """The patches that are in force somewhere in a model."""
     found = (_guarding(module) for module in models_in(model))
     return list({id(patch): patch for patch in found if patch is not None}.values())
-
-
-def base_of(module: nn.Module) -> BaseForward | None:
-    """The forward that a patch has given to a module that makes masks; None for any other module."""
-    patch = _guarding(module)
-    bases = [] if patch is None else patch.bases
-    return next((base for base in bases if base.module is module), None)
 
 
 def _guarding(module: nn.Module) -> AppliedPatch | None:
@@ -201,7 +199,7 @@ def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = F
             raise ValueError(
                 f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
             )
-        if any(base.sharded for other in found for base in other.bases):
+        if any(other.shares_batches for other in found):
             raise ValueError(
                 f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
                 "had on entry. Leave the context, call patch or setup there, and enter the context again."
@@ -223,9 +221,17 @@ def leave(applied: AppliedPatch, lease: object = None) -> None:
     """Give up a lease, or all. A patch without leases is taken away, and the patches below it with leases come back.
 
     Leases end in any order, because several threads may patch one model. A second call does nothing.
+
+    Raises:
+        ValueError: the model would lose its patch inside of SequenceParallel.
     """
     with LOCK:
         if lease is None or (applied.leases == [lease] and applied.in_force):
+            if applied.shares_batches:
+                raise ValueError(
+                    "the model can't be unpatched inside of SequenceParallel. Leave the context first; it restores a "
+                    "model that it has patched itself."
+                )
             to_the_end(applied.restore_below)
         elif lease in applied.leases:
             applied.leases.remove(lease)

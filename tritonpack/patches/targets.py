@@ -59,7 +59,8 @@ def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_ba
                 f"document before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator "
                 "does.",
             )
-    check_padding_labels(model, arguments, packed_batch)
+    if packed_batch.attention_mask is not None:
+        check_padding_labels(model, arguments, packed_batch)
 
 
 def check_padding_labels(
