@@ -30,7 +30,7 @@ from tritonpack.patches.forwards import (
     is_shown,
     without_wrappers,
 )
-from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
+from tritonpack.patches.interface import NAMES, use_eager_if_sdpa_differs
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parse_inputs import TREE, tokens_of
 from tritonpack.patches.targets import IGNORED, shifts_labels
@@ -385,7 +385,7 @@ def unpatched(applied: Any) -> Iterator[None]:
     try:
         for module, name in names:
             if name in (None, *NAMES.values()):
-                module.config._attn_implementation_internal = "sdpa" if takes_sdpa(module) else "eager"
+                module.config._attn_implementation_internal = "sdpa"
         use_eager_if_sdpa_differs(applied.model)
         yield
     finally:
