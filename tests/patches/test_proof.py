@@ -369,6 +369,7 @@ WRONG = {
     "second token": with_loss(lambda x, y: entropy(x, y, 1, "sum") + entropy(x, y, 2, "sum")),
     "smooth": with_loss(lambda x, y: entropy(x, y) + 0.1 * (x[:, 1:] - x[:, :-1]).square().mean()),
     "mean of rows": with_loss(mean_of_rows),
+    "centred in the batch": with_loss(lambda x, y: entropy(x - x.mean((0, 1)), y)),
     "shifted twice": type("ShiftedTwice", (LlamaForCausalLM,), {"forward": shifted_twice}),
 }
 
