@@ -65,6 +65,7 @@ SILENT = {
     "none": lambda: heard(batch_of(labels=None)),
     "shifted": lambda: heard(batch_of(shift_labels=torch.zeros(1, 6, dtype=torch.int64))),
     "collator": lambda: heard(PackingCollator()(DOCUMENTS)) + heard(PackingCollator(8, 0)(DOCUMENTS)),
+    "left": lambda: heard({"input_ids": IDS, "labels": IDS.where(LEFT > 0, -100), "attention_mask": LEFT}),
     "rows": lambda: heard(ROWS | {"labels": ROWS["input_ids"].masked_fill(ROWS["attention_mask"] == 0, -100)}),
 }
 
@@ -93,6 +94,7 @@ def test_which_losses_shift(name: str, options: dict[str, Any], shifted: bool) -
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 4, 4]])
 ONES = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+LEFT = ONES.flip(1)
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
 MASKED = torch.tensor([[-100, 6, 7, -100, 9, -100, 4, 4]])  # labels on padding; the first of each document has none
 # Layouts with padding, and the token from which a label on padding is predicted first; None if none is.
