@@ -106,8 +106,6 @@ class BaseForward(Pipeline):
         placements: list[Placement] = []
         of_layers = None
         if packed_batch is not None:
-            if self.padding is not None:
-                packed_batch = self._without_padding(packed_batch, arguments)
             row = packed_batch.row
             if packed_batch.tree_ends is not None and row is None:
                 if arguments.get("use_cache"):
@@ -226,7 +224,8 @@ class BaseForward(Pipeline):
         told = mask if isinstance(mask, PackedBatch) else outer
         if told is not None and told.tells_documents:
             if told.tokens == shape:
-                return told if told.serving == self.serving else told.replace(serving=self.serving)
+                told = told if told.serving == self.serving else told.replace(serving=self.serving)
+                return told if self.padding is None else self._without_padding(told, arguments)
             require_one_document_a_row(
                 told,
                 f"{self.name} runs on {tuple(shape)} tokens where the model around it was given "
@@ -245,7 +244,7 @@ class BaseForward(Pipeline):
                 "attention_mask is a mask of pairs, from which documents of whole rows are read, but the cache already "
                 "holds tokens. Pass a two-dimensional mask that covers these tokens, too, or no cache."
             )
-        return packed_batch
+        return packed_batch if self.padding is None else self._without_padding(packed_batch, arguments)
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""

@@ -52,11 +52,6 @@ class Saved:
     tokens_given: int = 0
     tokens_computed: int = 0
 
-    def add(self, given: int, computed: int) -> None:
-        with LOCK:
-            self.tokens_given += given
-            self.tokens_computed += computed
-
     def __str__(self) -> str:
         share = 1 - self.tokens_computed / self.tokens_given if self.tokens_given else 0.0
         return f"{self.tokens_computed:,} of {self.tokens_given:,} tokens computed, {share:.1%} saved"
@@ -93,7 +88,9 @@ class Compaction:
         may_replace = self._may_replace(packed_batch, arguments, shifts is not None)
         row = self._row(packed_batch, arguments, shifts, labels) if may_replace else None
         total = packed_batch.tokens.numel()
-        self.saved.add(total, total if row is None else (row.shared or row.placement).source.shape[0])
+        with LOCK:
+            self.saved.tokens_given += total
+            self.saved.tokens_computed += total if row is None else (row.shared or row.placement).source.shape[0]
         if row is None:
             return packed_batch
         starts, live = packed_batch.runs()
@@ -187,7 +184,8 @@ def lay_back_head(output: Any, row: Row, later: bool) -> Any:
     Logits are laid back `later`, when they are read, in a training step, which doesn't read them.
     """
     assert row.logits is not None
-    kind, values = type(output), dict(output)
+    kind: Any = type(output)
+    values = dict(output)
     logits = values.pop("logits", None)
     row.placement.lay_back_all(values)
     if logits is not None and later:

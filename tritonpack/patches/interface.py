@@ -190,9 +190,7 @@ def _chosen(indices: Tensor, mask: Tensor) -> Tensor:
 
 def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> tuple[Tensor, Tensor | None]:
     """Queries, and the bias that belongs to them, scaled by their place in the document instead of the row."""
-    if not isinstance(mask, IntervalMask):
-        return query, bias
-    tuning = temperature(module, mask)
+    tuning = temperature(module, mask) if isinstance(mask, IntervalMask) else None
     if tuning is None:
         return query, bias
     return (query * tuning).to(query.dtype), None if bias is None else (bias * tuning).to(bias.dtype)
@@ -221,7 +219,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
             "call the model, not its layers."
         )
     elif takes_tokens(module) and mask.claimed is None:
-        raise OpenMaskError(f"{type(module).__name__}: this {NOT_PATCHED}")
+        raise OpenMaskError(f"the attention of {type(module).__name__} {NOT_PATCHED}")
     else:
         found = mask.claim(arguments, Serving("tritonpack", "auto"))
     if found.shape[3] != key.shape[2]:

@@ -153,9 +153,8 @@ class IntervalMask(TensorLike):
         if queries == keys:
             own = torch.arange(keys, device=self.device, dtype=torch.int32)
             start, stop = torch.where(start < stop, start, own), torch.where(start < stop, stop, own + 1)
-        start, stop = start.flatten(), stop.flatten()
         # One row for each query. Its keys are those of its own row of the batch.
-        rows = BlockDiagonalMask(start, stop, keys, trusted=True)
+        rows = BlockDiagonalMask(start.flatten(), stop.flatten(), keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
 
 
@@ -182,8 +181,8 @@ class PackedBatch(TensorLike):
     """
 
     arguments: tuple[str, ...] = (
-        "attention_mask", "position_ids", "boundaries", "tokens", "device",
-        "serving", "by_document", "cached", "filler", "tree_ends", "row", "causal", "counted",
+        "attention_mask", "position_ids", "boundaries", "tokens", "device", "serving", "by_document", "cached",
+        "filler", "tree_ends", "row", "causal", "counted",
     )  # fmt: skip
     dtype, ndim = torch.int64, 2
 

@@ -74,22 +74,20 @@ def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | No
     return embeds, torch.Size() if embeds is None else embeds.shape[:-1]
 
 
-def in_form(arguments: dict[str, Any], model: str = "", known: Collection[str] | None = None) -> dict[str, Any]:
-    """The arguments of a call, with position ids (T,) as one row (1, T).
-
-    Arguments that tell documents apart in another form than `FORMS` says are refused.
+def in_form(arguments: dict[str, Any], model: str, known: Collection[str]) -> None:
+    """Make position ids (T,) one row (1, T), and refuse arguments that nothing reads, or in another form than `FORMS`.
 
     Args:
-        arguments: by name; those that are None are ignored.
+        arguments: those of a call, by name; those that are None are ignored.
         model: the name of the model's class.
-        known: the names in the model's own signature, if names that nothing reads are refused, too.
+        known: the names in the signatures of the model and of its patched module.
     """
     for name, value in list(arguments.items()):
         form = FORMS.get(name)
         if value is None:
             continue
         if form is None:
-            if known is not None and name not in known and (meant := meant_by(name)):
+            if name not in known and (meant := meant_by(name)):
                 raise ValueError(
                     f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by "
                     f"it. Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
@@ -106,18 +104,17 @@ def in_form(arguments: dict[str, Any], model: str = "", known: Collection[str] |
             fits = holds_numbers(value) and (name not in OFFSETS or value.ndim == 1)
         if not fits:
             raise ValueError(f"{name} must be {form}; got {describe(value)}.")
-    mask = arguments.get("attention_mask")
-    if known is not None and arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
+    if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
         raise ValueError(
             f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
             f"{FORMS['cu_seq_lens_q']}."
         )
-    if known is not None and isinstance(mask, dict) and not any(isinstance(x, TensorLike) for x in mask.values()):
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, dict) and not any(isinstance(x, TensorLike) for x in mask.values()):
         raise ValueError(
             f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
             f"masks of its layers itself. {REMEDY}"
         )
-    return arguments
 
 
 # Names that other libraries use, and misspellings: the argument to pass instead.
@@ -142,8 +139,8 @@ def meant_by(name: str) -> str | None:
 
 
 NOT_PATCHED = (
-    "attention has tritonpack's name but the model isn't patched, so packed documents would not be told apart. Its "
-    "configuration object may be shared with a patched model, which writes the name there: build this model from "
+    "has tritonpack's name but the model isn't patched, so packed documents would not be told apart. Its configuration "
+    "object may be shared with a patched model, which writes the name there: build this model from "
     "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model). "
     "Models that are loaded with attn_implementation='tritonpack' are patched when they are built, after "
     "tritonpack.register(); a name that is written into a configuration later has no effect."
@@ -176,7 +173,7 @@ class OpenMask(TensorLike):
         return self
 
     def to_tensor(self) -> Tensor:
-        raise OpenMaskError(f"this model's {NOT_PATCHED}")
+        raise OpenMaskError(f"this model's attention {NOT_PATCHED}")
 
     def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
         """The mask for a call with these arguments; one mask for all layers that claim it."""

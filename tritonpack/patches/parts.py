@@ -250,7 +250,7 @@ class AttentionName(Part):
     def remove(self) -> None:
         if self.config is None:
             return
-        others = _holders.get(id(self.config), set())  # without the parts of copies
+        others = _holders.get(id(self.config), weakref.WeakSet())  # without the parts of copies
         others.discard(self)
         if all(other.gone for other in others):
             self.config._attn_implementation_internal = self.before
