@@ -304,15 +304,15 @@ class Checkpoints(Part):
         if not torch.compiler.is_compiling():
             self.holders = self._find()
         for holder in self.holders:
-            for attribute in ATTRIBUTES & holder.__dict__.keys():
-                own = holder.__dict__[attribute]
+            for attribute in ATTRIBUTES:
+                own = holder.__dict__.get(attribute)
                 if own is not None and not isinstance(own, Checkpoint):
                     holder.__dict__[attribute] = Checkpoint(own, self.context)
 
     def remove(self) -> None:
         for module in modules_in(self.module):
-            for attribute in ATTRIBUTES & module.__dict__.keys():
-                if isinstance(held := module.__dict__[attribute], Checkpoint):
+            for attribute in ATTRIBUTES:
+                if isinstance(held := module.__dict__.get(attribute), Checkpoint):
                     module.__dict__[attribute] = held.own
 
     def _find(self) -> list[nn.Module]:
