@@ -31,8 +31,8 @@ from tests.parallel.recurrent_cases import in_float64, require_equal, several_do
 from tests.parallel.recurrent_cases import make as make_recurrent
 from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
-from tritonpack.parallel.shard import layer_specs
 from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.shard import layer_specs
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.parse_inputs import CACHES
 

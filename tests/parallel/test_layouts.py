@@ -12,7 +12,7 @@ from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
-from tritonpack.parallel.exchanges.keys import CastKeys, few_keys
+from tritonpack.parallel.exchanges.keys import CastKeys
 from tritonpack.parallel.layouts import LayoutName, host_bounds
 
 NAMES = get_args(LayoutName)
@@ -220,7 +220,7 @@ def test_refuses(call, message):
 
 
 def batches():
-    """The batches of the guide's tables."""
+    """The batches of the guide's table."""
     for name, lengths in packs(MILLION, 1):
         yield name, of(lengths)
     yield "one document, window 1,024", of([MILLION], window=(1023, 0))
@@ -230,7 +230,7 @@ def batches():
     yield "median 8,000, window 1,024", of(lengths, window=(1023, 0))
 
 
-def rows_of_tables():
+def rows_of_table():
     for name, mask in batches():
         layouts = {one: make_layout(one, mask, 8) for one in ("contiguous", "documents")}
         keys = {one: max(layout.remote_keys(mask)) for one, layout in layouts.items()}
@@ -239,28 +239,14 @@ def rows_of_tables():
             f"| {name} | {keys['contiguous']:,} (pairs {layouts['contiguous'].imbalance(mask):.2f}) | "
             f"{keys['documents']:,} | {documents.imbalance(mask):.2f} | {row_imbalance(documents):.2f} |"
         )
-        cells = []
-        for ranks in (8, 16):
-            layout = make_layout("documents", mask, ranks)
-            longest = max(layout.lengths)
-            cells += [f"{(ranks - 1) * longest:,}", f"{max(layout.remote_keys(mask)):,}"]
-            if ranks == 16:
-                nodes = [torch.cat(half).sort().values for half in (layout.rows[:8], layout.rows[8:])]
-                seen = layout.seen_by_ranks(mask)
-                into = [sum(seen[8 * n + r].among(nodes[1 - n]).shape[0] for r in range(8)) for n in range(2)]
-                cells += [f"{8 * longest:,}", f"{max(into):,}"]
-            cells.append("group cast" if few_keys(mask, layout) else "all-gather")
-        cells.append(f"{max(make_layout('documents', mask, 2).remote_keys(mask)):,}")  # nodes whose ranks divide heads
-        if name != "median 8,000, window 1,024":
-            yield f"| {name} | {' | '.join(cells)} |"
 
 
 @pytest.mark.slow
-def test_tables_of_the_guide():
-    """`python -m tests.parallel.test_layouts` prints their rows."""
+def test_table_of_the_guide():
+    """`python -m tests.parallel.test_layouts` prints its rows."""
     guide = GUIDE.read_text(encoding="utf-8")
-    assert [row for row in rows_of_tables() if row not in guide] == []
+    assert [row for row in rows_of_table() if row not in guide] == []
 
 
 if __name__ == "__main__":
-    print("\n".join(rows_of_tables()))
+    print("\n".join(rows_of_table()))
