@@ -114,8 +114,8 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
         within, across = ranks.dimensions[along], ranks.dimensions[1 - along]
         numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
         owners = tuple(map(tuple, numbers.tolist()))
-        some = (one if one.size > 1 else None for one in (within, across))
-        return Dimensions(ranks, *some, keys[0], owners)
+        heads, between = (one if one.size > 1 else None for one in (within, across))
+        return Dimensions(ranks, heads, between, keys[0], owners)
     if ranks.dimensions:
         raise ValueError(
             "a mesh of two dimensions needs an exchange for each, such as exchange=('group_cast', 'ulysses'); got "
