@@ -110,22 +110,6 @@ def test_work_is_even_on_other_numbers_of_ranks(ranks):
         assert row_imbalance(layout) <= 1.03
 
 
-@pytest.mark.parametrize("window", [1024, 4096])
-def test_windows_as_long_as_a_share_are_nearly_even(window):
-    mask = of(drawn(8000, tokens=32768), window=(window - 1, 0))
-    layout = make_layout("documents", mask, RANKS)
-    assert layout.imbalance(mask) <= 1.1
-    assert row_imbalance(layout) <= 1.06
-
-
-def test_padding_is_divided_evenly():
-    """Rows that see nothing are rows, too."""
-    mask = BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 5000, 9000]), total_q=20000)
-    layout = make_layout("documents", mask, 4)
-    assert row_imbalance(layout) <= 1.03
-    assert layout.imbalance(mask) <= 1.02
-
-
 def test_all_masks_of_the_layers_count():
     """A document of 60,000 tokens needs a zigzag for a full layer, and runs for layers with windows of 1,024."""
     full, windows = of([60000]), of([60000], window=(1023, 0))
@@ -143,13 +127,6 @@ def test_all_masks_of_the_layers_count():
     chunks, whole = of([4096] * 2, chunk_size=512), of([4096] * 2)
     assert make_layout("documents", [chunks], 2).remote_keys(whole) != [0, 0]
     assert make_layout("documents", [chunks, whole], 2).remote_keys(whole) == [0, 0]
-
-
-def test_pieces_follow_the_fractions_of_a_document():
-    """Three documents for eight ranks: each rank has rows of at most two documents, of each at most two runs."""
-    for rows in make_layout("documents", of([30000] * 3), 8).rows:
-        assert len(set((rows // 30000).tolist())) <= 2
-        assert int((rows.diff() != 1).sum()) + 1 <= 4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -295,27 +295,6 @@ def test_attention_is_computed_between_launch_and_wait(traffic, case):
         assert exchange == "ring" or travelling.max() <= 2
 
 
-@pytest.mark.parametrize(
-    ("layout", "lengths", "least", "most"),
-    [("documents", [TOKENS], 0.9 / RANKS, 1.2 / RANKS), ("documents", [50] * 80 + [96], 0.9, 1.0)],
-)
-def test_own_keys_are_computed_while_the_first_keys_travel(traffic, layout, lengths, least, most):
-    mask = of(lengths)
-    forward, backward = (
-        [number for what, number in traffic.events if what == "compute"]
-        for _ in run(traffic, mask, make_layout(layout, mask, RANKS), "group_cast", 8, 1)
-    )
-    assert least <= forward[0] / sum(forward) <= most
-    assert backward[0] + backward[-1] == forward[0]
-    assert backward[1:-1] == forward[1:]
-
-
-def test_whole_documents_need_one_call_of_attention(traffic):
-    mask = of([256] * RANKS)
-    for _ in run(traffic, mask, make_layout("documents", mask, RANKS), "group_cast", 8, 8):
-        assert [what for what, _ in traffic.events] == ["compute"]
-
-
 def test_without_a_group():
     with pytest.raises(ValueError, match=r"no process group; call torch.distributed.init_process_group"):
         AllGatherWithGrad()
