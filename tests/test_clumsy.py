@@ -69,7 +69,6 @@ ATTENTION = {
     "s_aux": "none tensor-floats", "backend": "",
 }  # fmt: skip
 SHORT = {name: ATTENTION[name] for name in ("softmax_scale", "causal", "softcap", "return_attn_probs")}
-LONGEST = "none np3 tensor0"
 
 
 def batch(*names: str) -> dict[str, Any]:
@@ -151,14 +150,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         flash_attn.flash_attn_varlen_func,
         {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
         {
-            **QKV, **ATTENTION, "cu_seqlens_q": "", "cu_seqlens_k": "", "max_seqlen_q": LONGEST,
-            "max_seqlen_k": LONGEST, "seqused_q": "none", "seqused_k": "none", "block_table": "none",
+            **QKV, **ATTENTION, "cu_seqlens_q": "", "cu_seqlens_k": "", "seqused_q": "none",
+            "seqused_k": "none", "block_table": "none",
         },
     ),
     "flash_attn_varlen_qkvpacked_func": (
         flash_attn.flash_attn_varlen_qkvpacked_func,
         {"qkv": torch.randn(5, 3, 2, 16), "cu_seqlens": OFFSETS},
-        {"qkv": "", "cu_seqlens": "", "max_seqlen": LONGEST},
+        {"qkv": "", "cu_seqlens": ""},
     ),
     "flash_attn_varlen_kvpacked_func": (
         flash_attn.flash_attn_varlen_kvpacked_func,
@@ -178,7 +177,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "fa3.flash_attn_varlen_func": (
         flash_attn.fa3.flash_attn_varlen_func,
         {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
-        {**QKV, **SHORT, "cu_seqlens_q": "", "cu_seqlens_k": "", "seqused_q": "none", "max_seqlen_q": LONGEST},
+        {**QKV, **SHORT, "cu_seqlens_q": "", "cu_seqlens_k": "", "seqused_q": "none"},
     ),
     "fa4.flash_attn_func": (
         flash_attn.fa4.flash_attn_func,
@@ -188,13 +187,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "fa4.flash_attn_varlen_func": (
         flash_attn.fa4.flash_attn_varlen_func,
         {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
-        {**QKV, "cu_seqlens_q": "", "cu_seqlens_k": "", "max_seqlen_q": LONGEST, "seqused_q": "none"},
+        {**QKV, "cu_seqlens_q": "", "cu_seqlens_k": "", "seqused_q": "none"},
     ),
     "torch_varlen_attn": (
         flash_attn.torch_varlen_attn,
         {**stream("query", "key", "value"), "cu_seq_q": OFFSETS, "cu_seq_k": OFFSETS},
         {
-            "query": "", "key": "", "value": "", "cu_seq_q": "", "cu_seq_k": "", "max_q": LONGEST, "is_causal": "true",
+            "query": "", "key": "", "value": "", "cu_seq_q": "", "cu_seq_k": "", "is_causal": "true",
             "return_aux": "none", "scale": "none half four.0 huge", "enable_gqa": "none true", "seqused_k": "none",
             "num_splits": "none minus1 zero huge", "window_size": "ints array objects",
         },

