@@ -26,7 +26,7 @@ from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, docum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs", "mask_from_tree_ends"]
+__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_intervals", "mask_from_tree_ends"]
 
 
 class BlockDiagonalMask(Bounds):
@@ -67,7 +67,7 @@ class BlockDiagonalMask(Bounds):
             holds the query, and bounds may decrease.
         key_places: (num_keys,) int32, the place of each key, counted as `diagonal` is; None if these are 0, 1, 2, ...,
             or in a tree `diagonal`. A mask restricted to some keys keeps their places.
-        trusted: whether to skip the check of the bounds' values.
+        trusted: whether to skip all checks and the copies of the tensors.
     """
 
     @classmethod
@@ -153,7 +153,7 @@ class BlockDiagonalMask(Bounds):
                 checks.check_sound(sound[1], cu_k, total_k, "total_k", key_name)
             return found
 
-        return _mask(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
+        return mask_from_intervals(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
 
     @classmethod
     def from_position_ids(
@@ -179,7 +179,7 @@ class BlockDiagonalMask(Bounds):
         [0, 0, 0, 3, 3, 5, 5, 7, 7, 7]
         """
         reach = checks.check_reach(window, causal, chunk_size)
-        return _mask(partial(intervals.from_position_ids, position_ids), reach, spans)
+        return mask_from_intervals(partial(intervals.from_position_ids, position_ids), reach, spans)
 
     @classmethod
     def from_segment_ids(
@@ -198,7 +198,7 @@ class BlockDiagonalMask(Bounds):
         """
         reach = checks.check_reach(window, causal, chunk_size)
         ids = checks.check_rows(segment_ids, "segment_ids")
-        return _mask(partial(intervals.from_segment_ids, ids), reach, spans)
+        return mask_from_intervals(partial(intervals.from_segment_ids, ids), reach, spans)
 
     @classmethod
     def from_padding_mask(
@@ -217,7 +217,7 @@ class BlockDiagonalMask(Bounds):
         """
         reach = checks.check_reach(window, causal, chunk_size)
         rows = checks.check_rows(attention_mask, "attention_mask", mask=True)
-        return _mask(partial(intervals.from_padding_mask, rows), reach, spans)
+        return mask_from_intervals(partial(intervals.from_padding_mask, rows), reach, spans)
 
     @classmethod
     def from_tree(
@@ -314,18 +314,13 @@ class BlockDiagonalMask(Bounds):
         return block_mask.block_mask(self, BLOCK_SIZE)
 
 
-def mask_from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> BlockDiagonalMask:
-    """The mask of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
-    return _mask(partial(intervals.from_runs, starts, live), reach, None)
-
-
 def mask_from_tree_ends(ends: Lengths, reach: Reach) -> BlockDiagonalMask:
     """The mask of `BlockDiagonalMask.from_tree_ends`."""
     return _tree_mask(partial(tree.forest_bounds, ends, "ends", reach))
 
 
-def _mask(
-    build: Callable[[Reach], Intervals], reach: Reach, spans: Tensor | None, num_keys: int | None = None,
+def mask_from_intervals(
+    build: Callable[[Reach], Intervals], reach: Reach, spans: Tensor | None = None, num_keys: int | None = None,
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:  # fmt: skip
     """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""

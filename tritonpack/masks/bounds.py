@@ -42,9 +42,11 @@ class Bounds:
     _versions: ClassVar[list[tuple[str, Tensor, int]]]
     _captured: ClassVar[bool]
     origin: ClassVar[Any]  # the mask that `to` made this one of, or None
+    is_tree: ClassVar[bool]  # whether the keys, too, have intervals of queries that may see them
 
     def __post_init__(self, trusted: bool) -> None:
-        self._check_fields()
+        if not trusted:
+            self._check_fields()
         compiling, versions = torch.compiler.is_compiling(), []
         for name in TENSORS:
             x = getattr(self, name)
@@ -60,7 +62,8 @@ class Bounds:
         for name, value in (
             ("_computed", {}),
             ("_versions", versions),
-            ("_captured", plain and is_capturing(self.device)),
+            ("_captured", plain and is_capturing(self.key_start.device)),
+            ("is_tree", self.query_stop is not None),
             ("origin", None),
         ):
             object.__setattr__(self, name, value)
@@ -113,11 +116,6 @@ class Bounds:
         return self.key_start.device
 
     @property
-    def is_tree(self) -> bool:
-        """Whether the keys, too, have intervals of queries that may see them."""
-        return self.query_stop is not None
-
-    @property
     def places(self) -> Tensor | None:
         """(num_keys,) int32, the place of each key, to which ALiBi counts distances; None if key j lies at place j."""
         return self.diagonal if self.key_places is None and self.is_tree else self.key_places
@@ -142,7 +140,8 @@ class Bounds:
         self.check_unwritten()
         if key not in self._computed:
             value = outside_inference_mode(build)
-            if (type(self.key_start) is Tensor and is_capturing(self.device)) != self._captured:
+            first = self.key_start
+            if (type(first) is Tensor and is_capturing(first.device)) != self._captured:
                 return value
             self._computed[key] = value
         return self._computed[key]
@@ -151,7 +150,11 @@ class Bounds:
         """Raise ValueError if tensors of the mask or of its transpose were overwritten, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        if written := [name for name, x, version in self._versions if x._version != version]:
+        written = []
+        for name, x, version in self._versions:  # a loop, because every layer comes here
+            if x._version != version:
+                written.append(name)
+        if written:
             raise ValueError(
                 f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
                 "made. Its transpose, tile tables and documents belong to the old values. Make a new mask for new "
@@ -188,25 +191,26 @@ class Bounds:
         return self.cached("transpose", self._transpose)
 
     def _transpose(self) -> Self:
+        num_queries = self.key_start.shape[0]
         # Not `self`, which would be a reference cycle.
         source = self._computed.get("document", self.document_source)
         # The bounds of the transpose, (num_keys,) int32, if they were computed along with the mask.
         start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
-        if (start is None or stop is None) and kernels.serve(self.key_start):
+        if (start is None or stop is None) and self.key_start.is_cuda and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
             start, stop = transposed_intervals(self.key_start, self.key_stop, self.num_keys)
         elif start is None or stop is None:
-            keys = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+            keys = torch.arange(self.num_keys, device=self.key_start.device, dtype=torch.int32)
             start = torch.searchsorted(self.key_stop, keys, right=True, out_int32=True)
             stop = torch.searchsorted(self.key_start, keys, right=True, out_int32=True)
         if source is not None:
-            source = partial(_document_of_keys, source, start) if self.num_queries else None
+            source = partial(_document_of_keys, source, start) if num_queries else None
         return replace(
             self,
             key_start=start,
             key_stop=stop,
-            num_keys=self.num_queries,
+            num_keys=num_queries,
             diagonal=None,
             document_source=source,
             query_start=self.key_start if self.is_tree else None,

@@ -123,7 +123,7 @@ def _require_in_one_piece(ids: Tensor, values: Tensor, rule: str, remedy: str) -
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
     """The intervals of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
     live = torch.ones_like(starts) if live is None else live
-    if kernels.serve(starts):
+    if starts.is_cuda and kernels.serve(starts):
         codes = starts.to(torch.uint8) + 2 * live
         return _by_kernel(codes.reshape(1, -1), "codes", reach)
     starts, live = starts.reshape(-1), live.reshape(-1)
