@@ -25,24 +25,6 @@ def _on_a_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-@pytest.mark.slow
-def test_every_check_that_runs_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("transformers")
-    knobs = pytest.importorskip("triton").knobs
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    assert run("doctor", "--json", str(tmp_path / "report.json")) == 0
-    output = capsys.readouterr().out
-    assert re.search(r"attention: triton +│ not here │ .*needs tensors on a GPU.*TRITON_INTERPRET=1", output)
-    for what in ("attention: blocked", "attention: reference", "patched models", "packing"):
-        assert re.search(rf"│ {what} +│ right +│", output)
-    assert re.search(rf"python +{re.escape(sys.version.split()[0])}", output)
-    assert "backend='auto' uses blocked here, and blocked for float64" in output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["passed"] is True
-    assert [finding["what"] for finding in report["findings"]][-len(doctor.CHECKS) :] == list(doctor.CHECKS)
-    assert report["facts"]["torch"] in output
-
-
 def test_outcomes_of_checks_and_exit_codes(capsys, monkeypatch):
     def broken():
         raise RuntimeError("no [such] symbol")
