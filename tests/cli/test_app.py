@@ -31,7 +31,6 @@ WRONG = [
     ("plan a.json --capacity 8 --seed -1", "Invalid value for '--seed'"),
     ("plan a.json --capacity 8 --tail wag", "Invalid value for '--tail'"),
     ("plan a.json --capacity 8 --model /nowhere/config.json", "there is no file or folder /nowhere/config.json"),
-    ("plan a.json --capacity 8 --lookahead 1",),
     ("pack a.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
     ("pack nowhere.jsonl --capacity 8 --out x", "there is no file or folder nowhere.jsonl"),
 ]
