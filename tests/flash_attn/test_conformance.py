@@ -15,25 +15,12 @@ KINDS = {"fa3": ("dropout/*", "*/alibi*"), "fa4": ("dropout/*", "*/alibi*"),
 
 FUNCTIONS = {"fa2": fa2.flash_attn_varlen_func, "fa3": fa3.flash_attn_varlen_func, "fa4": fa4.flash_attn_varlen_func,
              "torch": torch_varlen_attn}  # fmt: skip
-FAST = [
-    "fa2-forward/*",
-    "fa2-backward/causal",
-    "fa2-backward/softcap",
-    "fa2-backward/alibi-documents",
-    "fa2-backward/sinks",
-    "fa3-forward/window-left",
-    "fa3-backward/cross",
-    "fa4-backward/window-both",
-    "fa4-backward/sinks",
-    "torch-backward/window-self",
-    "torch-forward/scale",
-    "fa2-inputs/unchanged",
-    "fa2-empty/keys",
-    "fa2-slack/zeros",
-    "fa2-lse/*",
-    "fa3-lse/empty-rows",
-    "fa2-dropout/*",
-]
+FAST = (
+    "fa2-forward/*", "fa2-backward/causal", "fa2-backward/softcap", "fa2-backward/alibi-documents",
+    "fa2-backward/sinks", "fa3-forward/window-left", "fa3-backward/cross", "fa4-backward/window-both",
+    "fa4-backward/sinks", "torch-backward/window-self", "torch-forward/scale", "fa2-inputs/unchanged",
+    "fa2-empty/keys", "fa2-slack/zeros", "fa2-lse/*", "fa3-lse/empty-rows", "fa2-dropout/*",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
