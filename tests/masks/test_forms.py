@@ -322,6 +322,7 @@ def test_documents_depths_and_names() -> None:
         moved = made.to("meta")
         assert repr(moved) == f"BlockDiagonalMask(num_queries=7, num_keys=7{kind}, device=meta)"
         assert moved.origin is made
+        assert moved.document.device == moved.device
         assert len({made, moved, made}) == 2
 
 
