@@ -128,21 +128,3 @@ def test_wrong_configuration(name, content, message, tmp_path, capsys):
     if content and content != "folder":
         (path if name else path / "config.json").write_text(content)
     assert re.search(message, refused(capsys, "check", path).strip())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("config.json --device cuda", "--device is for --weights"),
-        (
-            "config.json --json config.json",
-            "--json config.json can't be written: the command reads config.json, which would be lost",
-        ),
-        ("config.json --weights", r"config\.json has no weights; name its folder, or leave out --weights"),
-        (". --weights", r"can't be loaded: OSError: Error no file named model\.safetensors"),
-    ],
-)
-def test_wrong_options(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config_of("llama", **TINY).save_pretrained(tmp_path)
-    assert re.search(message, refused(capsys, "check", *arguments.split()))

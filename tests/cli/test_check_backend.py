@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tests.cli.command import refused, run
+from tests.cli.command import run
 
 RIGHT, WRONG = "tests.testing.backends:attention", "tests.testing.backends:softcap_ignored"
 
@@ -60,18 +60,3 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     assert run("check-backend", "my_backend:Ours.f", "--device", "cpu", "--only", "empty/all") == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", r"name the function as module:function, .*; got ''"),
-        ("no_such_module:f", "no_such_module:f can't be imported: ModuleNotFoundError"),
-        ("tritonpack.packing.bins:__doc__", r"tritonpack\.packing\.bins:__doc__ is not a function but str"),
-        ("os.path:isfile", "isfile has no parameter for q, k, v, cu_seqlens_q, cu_seqlens_k; it has path"),
-        (f"{RIGHT} --only nothing", "no check matches"),
-        (f"{RIGHT} --device cpu --only empty/all --json /proc/nowhere/x", "--json /proc/nowhere/x can't be written: "),
-    ],
-)
-def test_wrong_usage(arguments, message, capsys):
-    assert re.search(message, refused(capsys, "check-backend", *arguments.split()))

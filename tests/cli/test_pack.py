@@ -131,42 +131,12 @@ def test_changed_documents_are_packed_again(tmp_path):
         assert datasets.load_from_disk(str(out))[0]["input_ids"] == tokens
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--capacity 10", "Raise the capacity to at least 12, or say what to do with them: --overlong truncate, split"),
-        ("--capacity 12 --columns input_ids,b", "names 'b', which isn't there, or which rows don't keep"),
-        ("--capacity 12 --split train", "has no splits; leave out --split train"),
-        ("--capacity 12 --out .", "isn't empty; name another folder, or remove it"),
-    ],
-)
-def test_wrong_command_line(tmp_path, lines, capsys, monkeypatch, options, message):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "a").touch()
-    monkeypatch.chdir(tmp_path / "here")
-    assert message in refused(capsys, "pack", lines, "--out", tmp_path / "rows", *options.split())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_place_in_files(tmp_path, error, kind):
     given = documents()
     given[7]["labels"] = [1]  # in the second of three files, which begins with document 4
     path = write_files(tmp_path / "in", kind, given)
     assert f"document 3 of {path / f'1.{kind}'} has 4 input_ids but 1 labels; give" in error(path)
-
-
-def test_wrong_json_lines(tmp_path, error):
-    path = tmp_path / "a.jsonl"
-    for bad, message in [
-        ({"input_ids": [1.5]}, "document 0 of {path} needs a row of integers as input_ids"),
-        ({"input_ids": [1], "labels": [7, 8]}, "document 1 of {path} has 1 input_ids but 2 labels; give"),
-        ({"input_ids": [1] * 11}, "1 of 2 documents is longer than the capacity of 10 tokens (the first: document 1, "),
-        ({"input_ids": [1], "text": "a"}, "Name the columns that rows keep, such as --columns input_ids, or remove"),
-        ([1, 2], "{path} can't be read: JSON parse error"),
-    ]:
-        good = {"input_ids": [1, 2]} | ({"labels": [1, 2]} if "labels" in bad else {})
-        path.write_text("".join(json.dumps(one) + "\n" for one in (good, bad)))
-        assert message.format(path=path) in error(path)
 
 
 def test_damaged_folder_of_save_to_disk(tmp_path, error):
