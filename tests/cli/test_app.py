@@ -17,7 +17,7 @@ from tritonpack.cli.machine import require_writable
 from tritonpack.errors import OutputError
 
 RIGHT = "tests.testing.backends:attention"
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 # Command lines, in a folder with documents and a configuration, and words of the message.
 WRONG = [
     ("nonsense", "No such command 'nonsense'"),

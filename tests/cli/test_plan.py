@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -162,5 +163,5 @@ def test_rows_of_each_strategy():
     assert padded_rows(np.full(9, 10), 40, 2).num_steps == 1
     plan = next_fit_rows(lengths, 100, 1, seed=5)
     rows = [found.tolist() for found in plan.rows_of_rank(0)]
-    assert all(lengths[row].sum() + lengths[after[0]] > 100 for row, after in zip(rows, rows[1:], strict=False))
+    assert all(lengths[row].sum() + lengths[after[0]] > 100 for row, after in pairwise(rows))
     assert len(plan.items) == len(lengths)
