@@ -53,7 +53,7 @@ WRONG = [
     ("pack lines.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
     ("pack nowhere.jsonl --capacity 8 --out x", "there is no file or folder nowhere.jsonl"),
     ("pack lines.jsonl --capacity 1 --out x", "or say what to do with them: --overlong truncate, split"),
-    ("pack lines.jsonl --capacity 12 --out x --columns input_ids,b", "names 'b', which isn't there, or which rows don't keep"),
+    ("pack lines.jsonl --capacity 12 --out x --columns input_ids,b", "names 'b', which isn't there"),
     ("pack lines.jsonl --capacity 12 --out x --split train", "has no splits; leave out --split train"),
     ("pack lines.jsonl --capacity 12 --out .", "isn't empty; name another folder, or remove it"),
 ]  # fmt: skip
