@@ -37,7 +37,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu.compile_ahead import compile_only
-from benchmarks.gpu.ledger import ABOUT, CONTINUE, Budget, Rows, environment
+from benchmarks.harness.ledger import ABOUT, CONTINUE, Budget, Rows, environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend

@@ -155,12 +155,14 @@ def mask_calls() -> list[Call]:
             )
             for rule in ("positions", "segments", "padding", "codes")
         ),
-        Call("transpose", mask, BlockDiagonalMask.transpose, frozenset({"transpose_kernel"})),
-        Call(
-            "bounds",
-            mask,
-            lambda mask: intervals.transposed_intervals(mask.key_start, mask.key_stop, mask.num_keys, checked=True),
-            frozenset({"transpose_kernel"}),
+        *(
+            Call(
+                name,
+                mask,
+                partial(_transposed, checked=checked),
+                frozenset({"transpose_kernel"}),
+            )
+            for name, checked in (("transpose", False), ("bounds", True))
         ),
         write("dense-bool", partial(_dense, torch.bool)),
         write("dense-bf16", partial(_dense, torch.bfloat16)),
@@ -203,6 +205,10 @@ def mask_calls() -> list[Call]:
 
 def _intervals(rule: str, reach: tuple[int, int, int], ids: Tensor) -> object:
     return intervals.intervals_of_ids(ids, rule, *reach)
+
+
+def _transposed(mask: BlockDiagonalMask, *, checked: bool) -> object:
+    return intervals.transposed_intervals(mask.key_start, mask.key_stop, mask.num_keys, checked=checked)
 
 
 def _check_tree(mask: BlockDiagonalMask) -> None:

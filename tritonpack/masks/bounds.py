@@ -196,7 +196,7 @@ class Bounds:
         source = self._computed.get("document", self.document_source)
         # The bounds of the transpose, (num_keys,) int32, if they were computed along with the mask.
         start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
-        if (start is None or stop is None) and kernels.serve(self.key_start):
+        if (start is None or stop is None) and self.key_start.is_cuda and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
             start, stop = transposed_intervals(self.key_start, self.key_stop, self.num_keys)
