@@ -116,17 +116,8 @@ def times_of(table: Rows, kernel: Kernel, block_d: int, choice: Iterable[TileSha
 def try_in_process(candidate: Candidate, tokens: int, lock: Path) -> tuple[str, float | None]:
     """The status of a candidate, "ok" or why it has no time, and its milliseconds, from a process of its own."""
     sizes = json.dumps([candidate.kernel, candidate.block_d, asdict(candidate.tile)])
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.tune",
-        "--candidate",
-        sizes,
-        "--tokens",
-        str(tokens),
-        "--out",
-        str(lock),
-    ]
+    options = {"--candidate": sizes, "--tokens": str(tokens), "--out": str(lock)}
+    command = [sys.executable, "-m", "benchmarks.tune", *(part for option in options.items() for part in option)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
