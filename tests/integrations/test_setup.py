@@ -363,7 +363,7 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     later = {name: given.pop(name) for name in ("args._n_gpu", "model_accepts_loss_kwargs") if name in given}
     trainer = make_trainer(tmp_path, **given)
     for name, value in later.items():
-        setattr(trainer.args if "args" in name else trainer, name.split(".")[-1], value)
+        setattr(trainer.args if name.startswith("args.") else trainer, name.split(".")[-1], value)
     before = snapshot(trainer)[1:]
     with pytest.raises(ValueError, match=message):
         tritonpack.setup(trainer, **{"tokens": TOKENS, **of_setup})
