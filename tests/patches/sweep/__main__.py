@@ -22,8 +22,8 @@ from tests.patches.sweep.running import hows_of, run
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.patches.sweep", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="REGEX", help="classes with all of these in"
-                        " a line such as 'LlamaForCausalLM/llama CAUSAL_LM exact', with the verdicts so far")  # fmt: skip
+    line = "'LlamaForCausalLM/llama CAUSAL_LM exact', with the verdicts so far"
+    parser.add_argument("--only", nargs="+", default=[], metavar="REGEX", help=f"all found in a line such as {line}")
     parser.add_argument("--how", nargs="+", choices=HOWS, default=HOWS)
     parser.add_argument("--again", action="store_true", help="forget the rows of the chosen classes first")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
