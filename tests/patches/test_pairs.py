@@ -80,8 +80,6 @@ def test_decoder_called_with_states_of_an_encoder() -> None:
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
     """Some types treat padding tokens as padding, others as tokens after all others."""
-    if use_cache and name == "switch_transformers":
-        pytest.skip("stock transformers can't")
     model = tiny_pair_model(name, dtype=torch.float32).requires_grad_(False)
     call = {**call_of(model, "padded_right"), "use_cache": use_cache}
     for told in ("decoder_attention_mask", "decoder_position_ids", "position_ids"):

@@ -399,12 +399,5 @@ def means(handle: Any) -> str:
     report = getattr(handle, "report", None)
     if report is None:
         return ""
-    words = [report.attention] if report.attention == "dense" else []
-    if windows := {window for window in report.windows if window}:
-        words.append(f"window{'s' if len(windows) > 1 else ''}")
-    words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]
-    if report.by_document:
-        words.append("by document")
-    if report.positions:
-        words.append("positions")
-    return ", ".join(words)
+    told = {"dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions}
+    return ", ".join(word for word, is_told in told.items() if is_told)
