@@ -222,12 +222,14 @@ TOLD = ("position_ids", "segments_alone", "offsets_alone", "all_ones_mask", "two
 @pytest.mark.fast(*(f"{name}-tritonpack" for name in MODELS), "gemma3-sdpa", "gemma3-eager", "qwen3_vl-eager")
 def test_documents_with_images_and_sounds(name: str, attention: Any) -> None:
     """In rows told by positions, offsets or numbers, and in padded rows; the model makes positions of images itself."""
+    if (name, attention) == ("paligemma2", "sdpa"):
+        pytest.skip("Gemma 2 doesn't support sdpa")
     model, calls = MODELS[name]()
     expected = alone(model, calls)
     gradients = gradients_of(model, expected) if "pali" in name else None
     for form in TOLD:
         batch, call = call_in(form, calls)
-        if form == "position_ids" and name != "text":
+        if form == "position_ids" and name not in ("text", "side by side"):  # stock takes both for one image
             unmarked = {key: x for key, x in call.items() if key != "position_ids"}
             assert relative(expected, batch.gather(main_of(model(**unmarked)))) > 0.1
         with tritonpack.patch(model, attention=attention) as handle:
