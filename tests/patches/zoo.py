@@ -193,29 +193,19 @@ def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
     return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
 
 
-def call(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
-    """The keyword arguments that carry token ids `[b, t]` into a model: most types take them as they are."""
-    kind = model.config.model_type
-    if kind in ("gemma4_assistant", "gemma4_unified_assistant"):
-        # A drafter: hidden states of the model it drafts for, and that model's keys and values in place of its own.
-        generator = torch.Generator().manual_seed(2)
-        text, weight = model.config.text_config, model.pre_projection.weight
+def drafted(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
+    """The arguments of a drafter: hidden states of the model that it drafts for, whose keys and values it uses."""
+    generator = torch.Generator().manual_seed(2)
+    text, weight = model.config.text_config, model.pre_projection.weight
 
-        def states(*shape: int) -> Tensor:
-            return torch.randn(VOCAB, *shape, generator=generator).to(weight)[input_ids]
+    def states(*shape: int) -> Tensor:
+        return torch.randn(VOCAB, *shape, generator=generator).to(weight)[input_ids]
 
-        shared = {}
-        for layer, layer_type in enumerate(text.layer_types):
-            part = text.per_layer_config[layer]
-            heads = part.num_key_value_heads, part.head_dim
-            shared[layer_type] = tuple(states(*heads).transpose(1, 2) for _ in range(2))
-        return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
-    return {"input_ids": rows_for_codebooks(input_ids, codebooks_of(model.config), VOCAB)}
-
-
-def logits(model: PreTrainedModel, output: Any) -> Tensor:
-    """Logits `[b, t, n]` of a call; those of several codebooks lie side by side."""
-    return side_by_side(output.logits, codebooks_of(model.config))
+    shared = {}
+    for layer, layer_type in enumerate(text.layer_types):
+        part = text.per_layer_config[layer]
+        shared[layer_type] = tuple(states(part.num_key_value_heads, part.head_dim).transpose(1, 2) for _ in range(2))
+    return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
 
 
 def part_of(config: PreTrainedConfig) -> PreTrainedConfig:
