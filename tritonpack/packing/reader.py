@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import index, itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from tritonpack.packing.units import Units
 
 Length = Callable[[Any], int]
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
-Resource = str | Callable[[Any], int]
 
 LENGTH_COLUMNS = ("length", "lengths")
 _AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
@@ -213,10 +211,10 @@ class Reader(Dataset):
         columns: the columns of the first document that are used, and those that aren't.
 
     Args:
-        dataset, documents, resources, drop_columns, budgets: see `dataloader`.
+        dataset, documents, drop_columns: see `dataloader`.
         lengths: see `dataloader`; or a `Reader` of the same dataset, which isn't measured again.
         collate: PackingCollator, which checks the columns of the first document; None for a collator of the user's.
-        measure: the `measure` of a collator of the user's. It counts the resources in `budgets` that nothing else does.
+        measure: the `measure` of a collator of the user's.
     """
 
     units: Units
@@ -229,11 +227,9 @@ class Reader(Dataset):
         dataset: Any,
         lengths: Any = None,
         documents: DocumentsOf | None = None,
-        resources: Mapping[str, Resource] | None = None,
         drop_columns: Collection[str] = (),
         collate: Any = None,
         measure: Callable[[Any], Any] | None = None,
-        budgets: Any = None,
     ) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
@@ -247,41 +243,24 @@ class Reader(Dataset):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        if resources is not None and not (
-            isinstance(resources, Mapping)
-            and all(isinstance(n, str) and (isinstance(each, str) or callable(each)) for n, each in resources.items())
-        ):
-            raise ValueError(
-                "resources must be a mapping from names to columns of integers, or to functions of an example, such as "
-                f"{{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
-                "lengths=Units.of_documents(lengths, patches=...)."
-            )
-        resources = resources or {}
         self.dataset, self._documents, self._counts_lengths = dataset, documents, False
         self._measure: Callable[[Any], Any] | None = None
         self._unused: set[str] = set()
-        self._measured: list[str] = []  # the resources that `measure` counts
-        self._resources: dict[str, Callable[[Any], Any]] = {}
-        for name, resource in resources.items():
-            self._resources[name] = itemgetter(resource) if isinstance(resource, str) else resource
         (first,) = fetch(dataset, [0])
         (whole, *_), *_ = self._read(first, 0)
         self._unused = {*drop_columns, *(() if collate is None else LENGTH_COLUMNS)}
-        self._unused.update(name for name in resources.values() if isinstance(name, str))
         (document, *_), *_ = self._read(first, 0)
         self.columns = self._check_columns(whole, document, drop_columns, collate)
         if measure is not None:
             self._measure = measure
-            size = self._sizes([document], 0)[0]
-            self._measured = [name for name in (budgets if isinstance(budgets, Mapping) else ()) if hasattr(size, name)]
         if isinstance(lengths, Reader):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._measure_all(lengths, resources, drop_columns)
+            self._measure_all(lengths, drop_columns)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
         self._counts_lengths = collate is not None or self.source != _GIVEN
-        self._planned = {**self.units.resources, "tokens": self.units.tokens, "squared tokens": self.units.squares}
+        self._planned = {"tokens": self.units.tokens, "squared tokens": self.units.squares}
         self._checked(first, 0)
 
     def __len__(self) -> int:
@@ -306,7 +285,7 @@ class Reader(Dataset):
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
                 "the documents, and pass the units of what is left."
             )
-        return Units.of_counts(np.minimum(self.lengths, longest), self.counts, self.units.resources)
+        return Units.of_counts(np.minimum(self.lengths, longest), self.counts)
 
     def padded_tokens(self, numbers: NDArray[Any], longest: int | None) -> int:
         """The tokens of a padded batch of the documents of these examples, each cut to `longest` tokens."""
@@ -346,7 +325,7 @@ class Reader(Dataset):
             raise ValueError(f"{error}{hint}") from error
         return used, unused
 
-    def _measure_all(self, lengths: Any, resources: Mapping[str, Resource], drop_columns: Collection[str]) -> None:
+    def _measure_all(self, lengths: Any, drop_columns: Collection[str]) -> None:
         """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
         self.source = _GIVEN
         units = lengths if isinstance(lengths, Units) else None
@@ -363,59 +342,44 @@ class Reader(Dataset):
         elif lengths is None:
             lengths, self.source = table_lengths(self.dataset) if columns else None, TOKENS
         self._counts_lengths = lengths is None
-        known: dict[str, Any] = {} if units is None else dict(units.resources)
-        if both := sorted(known.keys() & resources.keys()):
-            raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
-        for name, resource in resources.items():
-            if isinstance(resource, str) and resource in columns:
-                known[name] = table_column(self.dataset, resource, f"the {name} of each example")
-        asked: dict[str, list[int]] = {}
-        for name in (*resources, *self._measured):
-            asked |= {} if name in known else {name: []}
         own: list[int] = []
         counts: list[int] = []
-        for number, example in examples_of(self.dataset) if lengths is None or asked else ():
-            _, _, tokens, amounts = self._read(example, number)
+        for number, example in examples_of(self.dataset) if lengths is None else ():
+            _, _, tokens = self._read(example, number)
             own += tokens
             counts.append(len(tokens))
-            found = dict(amounts)
-            for name, values in asked.items():
-                values.append(found[name])
-        known |= asked
         if units is not None:
-            self.lengths, self.counts = None, np.ones(len(units), dtype=np.int64)
-            self.units = Units(units.tokens, units.squares, known)
+            self.lengths, self.counts, self.units = None, np.ones(len(units), dtype=np.int64), units
         else:
             self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
             self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
-            self.units = Units.of_counts(self.lengths, self.counts, known)
+            self.units = Units.of_counts(self.lengths, self.counts)
         require_lengths(self.units, self.dataset)
 
     def _checked(self, example: Any, number: int) -> Any:
         """The document or documents of an example; ValueError unless it takes what was measured."""
-        documents, several, lengths, amounts = self._read(example, number)
+        documents, several, lengths = self._read(example, number)
+        amounts: list[tuple[str, int]] = []
         if lengths:
             amounts.append(("tokens", sum(lengths)))
         if lengths and self._counts_lengths:
             amounts.append(("squared tokens", int(np.square(lengths).sum())))
         for name, amount in amounts:
             if amount != self._planned[name][number]:
-                counted = f" by {_BY_COLLATOR}" if self._measure is not None and name not in self._resources else ""
-                by = self.source if "tokens" in name else "resources or Units"
+                counted = f" by {_BY_COLLATOR}" if self._measure is not None else ""
                 raise ValueError(
-                    f"example {number} has {amount} {name}{counted}, but {self._planned[name][number]} by {by}. An "
-                    "example must take the same whenever it is loaded. Functions must return the same each time, and "
-                    "lengths= must be the tokens of each document, of examples with several Units.of_sequences(...); "
-                    "without it they are counted."
+                    f"example {number} has {amount} {name}{counted}, but {self._planned[name][number]} by "
+                    f"{self.source}. An example must take the same whenever it is loaded. Functions must return the "
+                    "same each time, and lengths= must be the tokens of each document, of examples with several "
+                    "Units.of_sequences(...); without it they are counted."
                 )
         return documents if several else documents[0]
 
-    def _read(self, example: Any, number: int) -> tuple[list[Any], bool, list[int], list[tuple[str, int]]]:
+    def _read(self, example: Any, number: int) -> tuple[list[Any], bool, list[int]]:
         """The documents of an example, without unused columns, and what they take.
 
         Returns:
-            The documents; whether the example is a list of documents; the tokens of each, none if they aren't counted;
-            the amounts of resources.
+            The documents; whether the example is a list of documents; the tokens of each, none if they aren't counted.
         """
         found, made = example, f"example {number}"
         if self._documents is not None:
@@ -431,17 +395,12 @@ class Reader(Dataset):
             if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
                 documents[place] = {name: one[name] for name in one if name not in self._unused}
         lengths: list[int] = []
-        amounts: list[tuple[str, int]] = []
         if self._measure is not None:
-            sizes = self._sizes(documents, number)
-            lengths = [size.tokens for size in sizes]
-            amounts = [(name, sum(getattr(size, name) for size in sizes)) for name in self._measured]
+            lengths = [size.tokens for size in self._sizes(documents, number)]
         elif self._counts_lengths:
             for place, one in enumerate(documents):
                 lengths.append(document_length(one, f"{place} of example {number}" if several else number))
-        for name in self._resources:  # which count where `measure` counts, too
-            amounts.append((name, self._amount(example, number, name)))
-        return documents, several, lengths, amounts
+        return documents, several, lengths
 
     def _sizes(self, documents: list[Any], number: int) -> list[Any]:
         """What the collator's `measure` returns for each document of an example."""
@@ -455,17 +414,6 @@ class Reader(Dataset):
                     f"example {number} it returned {size!r:.100}."
                 )
         return sizes
-
-    def _amount(self, example: Any, number: int, name: str) -> int:
-        """The amount of a resource that an example takes, by its column or function."""
-        value = _called(self._resources[name], example, number, f"resources[{name!r}]")
-        try:
-            whole = index(value)
-        except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
-            whole = -1
-        if whole < 0 or isinstance(value, bool):
-            raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
-        return whole
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:
