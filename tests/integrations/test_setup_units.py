@@ -58,7 +58,7 @@ class Unreadable(list[Any]):
 def test_a_rank_that_fails_tells_the_others_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(ranks, "can_compare", lambda num_replicas: True)
-    monkeypatch.setattr(ranks, "compare", lambda subject, mine, find_fault: told.append(mine["fault"]))
+    monkeypatch.setattr(ranks, "compare", lambda subject, mine: told.append(mine["fault"]))
     for dataset, options in ((Unreadable(PAIRS), {}), (PAIRS, {"documents": lambda pair: pair["answer"]})):
         told.clear()
         with pytest.raises(ValueError, match=r"document 0 can't be read: OSError: no such|example 0.*KeyError"):

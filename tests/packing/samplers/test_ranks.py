@@ -213,7 +213,7 @@ def workers_compare_nothing(rank):
 def test_a_loader_that_fails_tells_the_other_ranks_once(monkeypatch, options, fault):
     told = []
     monkeypatch.setattr(ranks_module, "can_compare", lambda num_replicas: True)
-    monkeypatch.setattr(ranks_module, "compare", lambda subject, mine, find_fault: told.append(mine))
+    monkeypatch.setattr(ranks_module, "compare", lambda subject, mine: told.append(mine))
     with pytest.raises((ValueError, OSError)):
         dataloader(**{"dataset": [{"input_ids": [1]}], "tokens": 8, **options})
     assert len(told) == 1

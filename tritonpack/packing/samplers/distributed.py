@@ -21,9 +21,6 @@ from tritonpack.packing.samplers.ranks import (
     SUBJECT,
     can_compare,
     compare,
-    describe_differences,
-    find_raised,
-    name_ranks,
     place_among_processes,
     place_in_world,
     raise_faults_on_all_ranks,
@@ -151,8 +148,13 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             summary = f"{len(self.lengths)} {self._noun}s with {totals}, digest {digest(*amounts.values())}"
             self._lengths_summary = summary
         if can_compare(self._ranks_that_compare):
-            first = compare(SUBJECT, {"fault": "", **self._values_to_compare()}, _find_difference)
-            self.seed = first["torch.initial_seed()"] if seed is None else self.seed
+            number = place_among_processes()[1] if self.is_shared else self.rank
+            first = compare(
+                SUBJECT, self._values_to_compare(), {"rank": number, "seed": torch.initial_seed()},
+                "the samplers of the ranks differ", "Pass the same lengths in the same order and the same options on "
+                "every rank, make samplers in the same order, and call set_epoch on all ranks.",
+            )  # fmt: skip
+            self.seed = first["seed"] if seed is None else self.seed
         elif seed is None and shuffle and place_among_processes()[0] > 1:
             raise ValueError(
                 f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
@@ -248,8 +250,11 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         except ValueError as error:
             fault = error
         if can_compare(self._ranks_that_compare):
-            place = {} if found is None else {"epoch": found.epoch, "batches done": found.done, "before": found.before}
-            compare("loaded a state", {"fault": fault and str(fault), **place}, _find_other_state)
+            place = {"fault": f"can't load its state: {fault}"}
+            if found is not None:
+                place = {"epoch": found.epoch, "batches done": found.done, "before": found.before}
+            remedy = "Save the state of one rank, and load it on all."
+            compare("loaded a state", place, {}, "the ranks load different states", remedy)
         if found is None:
             assert fault is not None
             raise fault
@@ -344,8 +349,6 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     def _values_to_compare(self) -> dict[str, Any]:
         order = None if self._order is None else digest(epoch_order(len(self.lengths), 0, 0, order=self._order))
         return {
-            "rank": place_among_processes()[1] if self.is_shared else self.rank,
-            "torch.initial_seed()": torch.initial_seed(),
             **self._given(),
             "seed": self.seed if self._seed_is_given else None,
             "the lengths": self._lengths_summary,
@@ -378,39 +381,3 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
                 f"batches without losing or repeating some. Leave out {option} and pass shard=False, or don't let "
                 "accelerate prepare this DataLoader."
             )
-
-
-def _find_difference(values: Sequence[dict[str, Any]]) -> str:
-    """How the samplers of the ranks differ, an empty string if they don't."""
-    if raised := find_raised(values):
-        return raised
-    settings = [{**each, "rank": None, "torch.initial_seed()": None} for each in values]
-    differences = describe_differences(settings)
-    if differences:
-        return (
-            f"the samplers of the ranks differ: {differences}. Pass the same lengths in the same order and the same "
-            "options on every rank, make samplers in the same order, and call set_epoch on all ranks."
-        )
-    taken: dict[int, list[int]] = {}
-    for process, each in enumerate(values):
-        if each["rank"] is not None:
-            taken.setdefault(each["rank"], []).append(process)
-    for rank, processes in taken.items():
-        if len(processes) > 1:
-            return (
-                f"the samplers on {name_ranks(processes)} of the process group all have rank={rank}, so documents "
-                "would be seen twice and others never. Leave out num_replicas and rank, or pass rank="
-                "torch.distributed.get_rank(), which LOCAL_RANK isn't on several machines."
-            )
-    return ""
-
-
-def _find_other_state(values: Sequence[dict[str, Any]]) -> str:
-    """How the states that the ranks load differ, an empty string if they don't."""
-    for rank, each in enumerate(values):
-        if each["fault"]:
-            return f"rank {rank} can't load its state: {each['fault']}"
-    differences = describe_differences(values)
-    return differences and (
-        f"the ranks load different states: {differences}. Save the state of one rank, and load it on all."
-    )

@@ -50,13 +50,9 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
     `DataLoader(BinDataset(dataset), batch_sampler=batches, collate_fn=PackingCollator())` loads a batch as one row of
     at most batch_size x batch_max_len tokens.
 
-    Every process computes the same batches from the seed and the epoch, so accelerate may divide them among processes.
-    accelerate gives every process the same number of batches. What remains at the end of an epoch is left out under
-    `drop_last`, and `dropped_documents` counts it. To train on every document in several processes use
-    MultipackDistributedBatchSampler with `tail="spread"`.
-
-    `set_epoch` changes the order; accelerate and Trainer call it themselves. A second pass over one epoch causes a
-    warning.
+    Every process computes the same batches from the seed and the epoch, so accelerate may divide them. It gives every
+    process the same number of batches and leaves out the rest, which `dropped_documents` counts. accelerate and Trainer
+    call `set_epoch`, which changes the order. A second pass over one epoch causes a warning.
 
     Samplers with a `generator` (torch's random ones) get a new generator, seeded by `seed` and the epoch. Samplers
     with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
@@ -84,8 +80,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         num_replicas: the number of processes among which accelerate or Trainer divides the batches. None reads it from
             torch.distributed, or from the launcher's WORLD_SIZE; without them it is 1.
         packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect, and
-            of any value. Batches are counted, not estimated, and one thread packs a million documents in a tenth of a
-            second.
+            of any value, because batches are counted, not estimated.
 
     Raises:
         ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler); at the
@@ -126,8 +121,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             )
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
-        if num_replicas is None:
-            num_replicas, _ = place_among_processes()
+        num_replicas = place_among_processes()[0] if num_replicas is None else num_replicas
         self.num_replicas = check_integer(num_replicas, "num_replicas")
         if seed is None:
             generator = getattr(sampler, "generator", None)
@@ -283,9 +277,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         accelerate leaves out.
         """
         made, batches = self._current(), len(self)
-        if not self.drop_last:
-            return 0
-        return len(made.items) - int(made.offsets[batches // self.num_replicas * self.num_replicas * self.batch_size])
+        used = batches // self.num_replicas * self.num_replicas * self.batch_size
+        return len(made.items) - int(made.offsets[used]) if self.drop_last else 0
 
     def efficiency(self) -> float:
         """The share of the room in this epoch's batches that holds tokens, from 0 to 1."""
@@ -296,7 +289,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
 
 def _whole(lengths: Any) -> Any:
-    """The lengths, as integers if they are floats with whole values; the base class checks all others."""
+    """The lengths, as integers if they are floats with whole values; `Units` checks all others."""
     try:
         array = np.asarray(lengths)
     except ValueError:  # rows of different lengths
