@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from tritonpack.checks import check_choice, check_flag
+from tritonpack.checks import check_flag
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import TOKENS, Numbered
+from tritonpack.packing.columns import TOKENS, Numbered, check_objective
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.lengths import check_integer, count
 from tritonpack.packing.planning.cost import CostModel
@@ -219,22 +219,21 @@ def dataloader(
         dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
             takes, or lists of such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
-        lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
-            `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
-            no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
+        lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
+            `datasets.Dataset` it reads no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
         documents: a function of an example that returns its documents, a list of mappings. It is called to measure
             examples and again at each loading, and must return the same each time. Workers that are spawned need a
             function that pickle can send.
         resources: what else an example takes of a row, by name: the column of an integer, a function of the example
-            that returns an integer. Columns of a `datasets.Dataset` are read at once. The columns that are named aren't
-            packed, and don't reach `collate_fn`. For numbers of your own pass `lengths=Units(...)`.
+            that returns an integer. They are counted once. The columns that are named aren't packed, and don't reach
+            `collate_fn`. For numbers of your own pass `lengths=Units(...)`.
         budgets: the most that the examples of a row may take of a resource, by its name, from 0 to 2**30 each.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below.
             It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
             its documents together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an
             error. A method `measure` of it, as VisionPackingCollator has one, returns for a document an object with
             the attribute `tokens`, and with resources by name. It gives the `lengths` and the resources of `budgets`
-            that aren't passed, and checks each example again when it is loaded.
+            that aren't passed.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, cost_model, tail, lookahead, steps_together, shuffle, order: see MultipackDistributedBatchSampler.
             The default tail "spread" leaves out no document.
@@ -256,13 +255,13 @@ def dataloader(
     Raises:
         ValueError: a wrong option, lengths or resources that don't fit, a column that can't be packed, a function that
             fails, on every rank if it is so on one; while loading, a document with another number of tokens than its
-            length, an example with other resources than before, documents with other columns than the first.
+            length, documents with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
     with raise_faults_on_all_ranks("loader", num_replicas):
         require_map_style(dataset)
         tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-        check_choice(labels, get_args(LabelObjective), "labels")
+        check_objective(labels, "labels")
         check_flag(shard, "shard")
         if unknown := sorted(options.keys() - set(_PASSED_ON)):
             raise ValueError(
@@ -275,22 +274,13 @@ def dataloader(
                 f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. To train on the first tokens of long "
                 "documents pass max_document_length, to train on all of them split them first, as pack_dataset does."
             )
-        packing: dict[str, Any] = {
-            "labels": labels, "per_token": per_token, "max_document_length": max_document_length,
-            "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
-        }  # fmt: skip
+        packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
         if collate_fn is None:
-            collate_fn = PackingCollator(objective=packing.pop("labels"), **packing)
-        else:
-            defaults = inspect.signature(dataloader).parameters
-            changed = [name for name, value in packing.items() if value != defaults[name].default]
-            if not callable(collate_fn):
-                raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-            if changed:
-                raise ValueError(
-                    "collate_fn comes in place of PackingCollator and of its options: give "
-                    f"{changed[0]}={packing[changed[0]]!r:.50} to the collator itself."
-                )
+            collate_fn = packing
+        elif not callable(collate_fn):
+            raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
+        elif packing != PackingCollator():
+            raise ValueError(f"collate_fn comes in place of {packing}: give these options to the collator itself.")
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import index, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tritonpack.packing.columns import TAKEN, TOKENS, Numbered, is_unit, quote
+from tritonpack.packing.columns import TAKEN, TOKENS, Numbered, check_names, is_unit, quote
 from tritonpack.packing.lengths import count, whole_lengths
 from tritonpack.packing.units import Units
 
-Length = Callable[[Any], int]
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
 Resource = str | Callable[[Any], int]
 
-LENGTH_COLUMNS = ("length", "lengths")
 _AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
-_GIVEN, _BY_COLLATOR = "the argument lengths", "collate_fn.measure"  # where lengths come from
+# Where lengths come from, beside input_ids.
+_GIVEN, _BY_COLLATOR, _BY_FUNCTION = "the argument lengths", "collate_fn.measure", "the documents of each example"
 
 
 def require_map_style(dataset: Any) -> None:
@@ -35,20 +33,6 @@ def require_map_style(dataset: Any) -> None:
         raise ValueError(
             f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
         )
-
-
-def require_callable(length: Any) -> None:
-    """ValueError for a `length` that can't be called."""
-    if length is not None and not callable(length):
-        raise ValueError(
-            f"length must be a function that returns the number of a document's tokens, or None; got {length!r:.100}."
-        )
-
-
-def require_lengths(lengths: Any, dataset: Any) -> None:
-    """ValueError unless there is a length for each document of a dataset."""
-    if len(lengths) != len(dataset):
-        raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
 
 
 def unreadable(what: str, error: Exception) -> Exception:
@@ -68,7 +52,7 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     """
     at_once = getattr(dataset, "__getitems__", None)
     try:
-        documents = list(at_once(list(numbers))) if callable(at_once) else [dataset[number] for number in numbers]
+        documents = list(at_once(list(numbers)) if callable(at_once) else map(dataset.__getitem__, numbers))
     except Exception as error:
         for number in numbers:  # one of which fails alone, too
             try:
@@ -86,13 +70,13 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
 
 def examples_of(dataset: Any) -> Iterator[tuple[int, Any]]:
     """All examples with their numbers."""
-    numbers = range(len(dataset))
-    parts = (fetch(dataset, numbers[start : start + _AT_ONCE]) for start in range(0, len(dataset), _AT_ONCE))
-    return enumerate(chain.from_iterable(parts))
+    for start in range(0, len(dataset), _AT_ONCE):
+        numbers = range(start, min(start + _AT_ONCE, len(dataset)))
+        yield from zip(numbers, fetch(dataset, numbers), strict=True)
 
 
-def document_length(document: Any, name: int | str, length: Length | None = None) -> int:
-    """The number of tokens of a document: what `length` returns, or the length of the row or of its "input_ids".
+def document_length(document: Any, name: int | str) -> int:
+    """The number of tokens of a document: the length of the row or of its "input_ids".
 
     Args:
         name: the document's number, for messages.
@@ -101,61 +85,29 @@ def document_length(document: Any, name: int | str, length: Length | None = None
         ValueError: a document of another form, or with less than one token.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
-    if length is not None:
-        found = length(document)
-    elif (type(tokens) is list and tokens and type(tokens[0]) is int) or _is_row(tokens):  # most are plain lists
-        found = len(tokens)
-    else:
+    if not (type(tokens) is list and tokens and type(tokens[0]) is int) and not _is_row(tokens):  # most are plain lists
         given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
         if isinstance(document, Mapping):
             given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
         raise ValueError(
             f"document {name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. "
-            "Tokenize text first. For documents of another form pass the tokens of each: length=, a function that "
-            "counts them, or for dataloader lengths=, or a collate_fn with a method measure (VisionPackingCollator)."
+            "Tokenize text first. For documents of another form pass dataloader their lengths=, or a collate_fn with a "
+            "method measure (VisionPackingCollator)."
         )
-    if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 1:
-        raise ValueError(
-            f"every document needs at least one token, counted as an integer; document {name} has {found!r}. "
-            "Remove empty documents first."
-        )
-    return int(found)
+    if not len(tokens):
+        raise ValueError(f"document {name} is empty; every document needs at least one token. Remove it first.")
+    return len(tokens)
 
 
-def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
-    """(documents,) int64, the number of tokens of each document of a map-style dataset.
-
-    Without `length` the offsets in the table of a `datasets.Dataset` are read, and no tokens. Of other datasets each
-    document is read.
-
-    Raises:
-        ValueError: a dataset that can't be indexed, and see `document_length`.
-    """
-    require_map_style(dataset)
-    require_callable(length)
-    if length is None and (found := table_lengths(dataset)) is not None:
-        return found
-    return np.array([document_length(each, number, length) for number, each in examples_of(dataset)], dtype=np.int64)
-
-
-def table_columns(dataset: Any) -> Collection[str]:
-    """The columns of a `datasets.Dataset`; none of other datasets."""
-    return getattr(dataset, "column_names", None) or () if hasattr(dataset, "with_format") else ()
-
-
-def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDArray[Any]:
-    """A column of integers of a `datasets.Dataset`."""
-    column = np.asarray(dataset.with_format("numpy")[name][:])
-    if column.ndim != 1 or column.dtype.kind not in "iu":
-        raise ValueError(
-            f"the column {name!r} must hold {meaning}; got {column.dtype} of shape {column.shape}.{remedy}"
-        )
-    return column
+def is_table(dataset: Any) -> bool:
+    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
+    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """The lengths of documents by the offsets of a `datasets.Dataset`, if it is one and they tell them."""
-    if TOKENS not in table_columns(dataset):
+    """The lengths of documents by the offsets of a table, if the dataset is one and they tell them."""
+    if not is_table(dataset) or TOKENS not in dataset.column_names:
         return None
     tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
     chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
@@ -166,28 +118,21 @@ def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
-def is_table(dataset: Any) -> bool:
-    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
-    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
-
-
 def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
     """Tokens start to stop of a document of `tokens` tokens, in all of its columns.
 
     Raises:
         ValueError: a column that isn't a row of one value per token; the message has the document's number.
     """
-    is_mapping = isinstance(document, Mapping)
-    columns = {repr(name): document[name] for name in document} if is_mapping else {}
-    columns = columns or {f"a {type(document).__name__}": document}
-    if whole := sorted(name for name, values in columns.items() if not _is_row(values) or len(values) != tokens):
+    if not isinstance(document, Mapping):
+        return document[start:stop]
+    if whole := sorted(name for name in document if not _is_row(document[name]) or len(document[name]) != tokens):
         raise ValueError(
-            f"document {number} has {tokens} tokens and must be cut, but {', '.join(whole)} isn't a row of one value "
-            "per token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
+            f"document {number} has {tokens} tokens and must be cut, but {quote(whole)} isn't a row of one value per "
+            "token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
             "documents that are too long: overlong='drop'."
         )
-    return {name: document[name][start:stop] for name in document} if is_mapping else document[start:stop]
+    return {name: document[name][start:stop] for name in document}
 
 
 def _is_row(values: Any) -> bool:
@@ -200,7 +145,7 @@ def _is_row(values: Any) -> bool:
 
 
 class Reader(Dataset):
-    """The documents of each example of a dataset: measured once, and compared with that whenever they are loaded.
+    """The documents of each example of a dataset: measured once, and counted again whenever they are loaded.
 
     Item i is the document of example i, or the list of its documents.
 
@@ -235,54 +180,58 @@ class Reader(Dataset):
         measure: Callable[[Any], Any] | None = None,
         budgets: Any = None,
     ) -> None:
-        if not len(dataset):
-            raise ValueError("the dataset has no document to pack; it is empty.")
-        if isinstance(drop_columns, str) or not set(map(type, drop_columns)) <= {str}:
-            raise ValueError(
-                f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
-            )
+        check_names(drop_columns, "drop_columns")
         if TOKENS in drop_columns:
             raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
         if documents is not None and not callable(documents):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        if resources is not None and not (
-            isinstance(resources, Mapping)
-            and all(isinstance(n, str) and (isinstance(each, str) or callable(each)) for n, each in resources.items())
-        ):
-            raise ValueError(
-                "resources must be a mapping from names to columns of integers, or to functions of an example, such as "
-                f"{{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
-                "lengths=Units.of_documents(lengths, patches=...)."
-            )
-        resources = resources or {}
-        self.dataset, self._documents, self._counts_lengths = dataset, documents, False
-        self._measure: Callable[[Any], Any] | None = None
-        self._unused: set[str] = set()
-        self._measured: list[str] = []  # the resources that `measure` counts
-        self._resources: dict[str, Callable[[Any], Any]] = {}
-        for name, resource in resources.items():
-            self._resources[name] = itemgetter(resource) if isinstance(resource, str) else resource
+        resources = {} if resources is None else resources
+        for resource in resources.values() if isinstance(resources, Mapping) else [None]:
+            if not isinstance(resource, str) and not callable(resource):
+                raise ValueError(
+                    "resources must be a mapping from names to columns of integers, or to functions of an example, "
+                    f"such as {{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
+                    "lengths=Units.of_documents(lengths, patches=...)."
+                )
+        if not len(dataset):
+            raise ValueError("the dataset has no document to pack; it is empty.")
+        self.dataset, self._documents, self._unused = dataset, documents, set[str]()
         (first,) = fetch(dataset, [0])
-        (whole, *_), *_ = self._read(first, 0)
-        self._unused = {*drop_columns, *(() if collate is None else LENGTH_COLUMNS)}
-        self._unused.update(name for name in resources.values() if isinstance(name, str))
-        (document, *_), *_ = self._read(first, 0)
-        self.columns = self._check_columns(whole, document, drop_columns, collate)
-        if measure is not None:
-            self._measure = measure
-            size = self._sizes([document], 0)[0]
-            self._measured = [name for name in (budgets if isinstance(budgets, Mapping) else ()) if hasattr(size, name)]
+        whole = self._documents_of(first, 0)[0][0]
+        named = {one for one in resources.values() if isinstance(one, str)}
+        names, own = (set(map(str, each)) if isinstance(each, Mapping) else set[str]() for each in (whole, first))
+        for option, asked, there in (("resources", named, own), ("drop_columns", {*drop_columns}, names)):
+            if absent := sorted(asked - there):
+                raise ValueError(
+                    f"{option} names {quote(absent)}, which isn't there; the first example has the columns "
+                    f"{quote(sorted(there)) or 'none'}."
+                )
+        self._unused |= {*drop_columns, *named}
+        self.columns = sorted(names - self._unused), sorted(names & self._unused)
+        if collate is not None:
+            try:
+                collate([self._documents_of(first, 0)[0][0]])
+            except ValueError as error:
+                used, hint = self.columns[0], ""
+                refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
+                if TOKENS in used and refused:
+                    hint = f" To leave them out while loading, pass drop_columns={refused!r}."
+                elif refused and documents is None:
+                    hint = (
+                        " If examples have their tokens in other columns, as preference pairs do, pass documents=, a "
+                        "function of an example that returns its documents."
+                    )
+                raise ValueError(f"{error}{hint}") from error
         if isinstance(lengths, Reader):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._measure_all(lengths, resources, drop_columns)
+            self._measure_all(lengths, resources, measure, budgets)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
-        self._counts_lengths = collate is not None or self.source != _GIVEN
-        self._planned = {**self.units.resources, "tokens": self.units.tokens, "squared tokens": self.units.squares}
-        self._checked(first, 0)
+        self._counts = collate is not None or self.source in (TOKENS, _BY_FUNCTION)
+        self._load(first, 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -291,7 +240,9 @@ class Reader(Dataset):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        return Numbered(map(self._checked, fetch(self.dataset, numbers), numbers), numbers)
+        examples = Numbered(map(self._load, fetch(self.dataset, numbers), numbers))
+        examples.numbers = numbers
+        return examples
 
     def cut(self, longest: int | None) -> Units:
         """The units with at most `longest` tokens of each document.
@@ -316,107 +267,83 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _check_columns(
-        self, whole: Any, document: Any, drop_columns: Collection[str], collate: Any
-    ) -> tuple[list[str], list[str]]:
-        """The names of the first document's columns that are used, and of those that aren't.
-
-        Raises:
-            ValueError: it has a column that can't be packed, or not one that is to be dropped.
-        """
-        names = sorted(map(str, whole)) if isinstance(whole, Mapping) else []
-        if absent := sorted(set(drop_columns) - set(names)):
-            raise ValueError(
-                f"drop_columns names {quote(absent)}, but the first document has the columns "
-                f"{', '.join(names) or 'none'}."
-            )
-        used, unused = sorted(set(names) - self._unused), sorted(set(names) & self._unused)
-        try:
-            if collate is not None:
-                collate([document])
-        except ValueError as error:
-            hint, refused = "", tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
-            if names and TOKENS not in names and self._documents is None:
-                hint = (
-                    " If examples have their tokens in other columns, as preference pairs do, pass documents=, a "
-                    "function of an example that returns its documents."
-                )
-            elif refused and TOKENS in names:
-                hint = f" To leave them out while loading, pass drop_columns={refused!r}."
-            raise ValueError(f"{error}{hint}") from error
-        return used, unused
-
-    def _measure_all(self, lengths: Any, resources: Mapping[str, Resource], drop_columns: Collection[str]) -> None:
+    def _measure_all(
+        self,
+        lengths: Any,
+        resources: Mapping[str, Resource],
+        measure: Callable[[Any], Any] | None,
+        budgets: Any,
+    ) -> None:
         """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
         self.source = _GIVEN
-        units = lengths if isinstance(lengths, Units) else None
-        columns = table_columns(self.dataset)
-        for name in LENGTH_COLUMNS if self._documents is None else ():
-            if lengths is None and name in columns and name not in drop_columns:
-                remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
-                lengths = table_column(self.dataset, name, "the number of each document's tokens", remedy)
-                self.source = f"the column {name!r}"
-        if lengths is None and self._measure is not None:
+        if lengths is None and measure is not None:
             self.source = _BY_COLLATOR
         elif lengths is None and self._documents is not None:
-            self.source = "the documents of each example"
+            self.source = _BY_FUNCTION
         elif lengths is None:
-            lengths, self.source = table_lengths(self.dataset) if columns else None, TOKENS
-        self._counts_lengths = lengths is None
-        known: dict[str, Any] = {} if units is None else dict(units.resources)
-        if both := sorted(known.keys() & resources.keys()):
-            raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
+            self.source, lengths = TOKENS, table_lengths(self.dataset)
+        amounts: dict[str, Any] = dict(lengths.resources) if isinstance(lengths, Units) else {}
+        functions: dict[str, Callable[[Any], Any]] = {}
         for name, resource in resources.items():
-            if isinstance(resource, str) and resource in columns:
-                known[name] = table_column(self.dataset, resource, f"the {name} of each example")
-        asked: dict[str, list[int]] = {}
-        for name in (*resources, *self._measured):
-            asked |= {} if name in known else {name: []}
+            if name in amounts:
+                raise ValueError(f"lengths=Units(...) has {name!r}, and so has resources; pass it once.")
+            if not isinstance(resource, str):
+                functions[name] = resource
+            elif is_table(self.dataset) and resource in self.dataset.column_names:
+                amounts[name] = self.dataset.with_format("numpy")[resource][:]
+            else:
+                functions[name] = itemgetter(resource)
+        measured = list(budgets) if measure is not None and isinstance(budgets, Mapping) else []
+        measured = [name for name in measured if name not in {*amounts, *functions}]
+        asked = {name: list[Any]() for name in (*functions, *measured)}
+
+        def size_of(document: Any) -> dict[str, int]:
+            size = measure(document)  # type: ignore[misc]  # called only if there is one
+            return {name: getattr(size, name) for name in ("tokens", *measured)}
+
         own: list[int] = []
         counts: list[int] = []
         for number, example in examples_of(self.dataset) if lengths is None or asked else ():
-            _, _, tokens, amounts = self._read(example, number)
-            own += tokens
-            counts.append(len(tokens))
-            found = dict(amounts)
-            for name, values in asked.items():
-                values.append(found[name])
-        known |= asked
-        if units is not None:
-            self.lengths, self.counts = None, np.ones(len(units), dtype=np.int64)
-            self.units = Units(units.tokens, units.squares, known)
+            documents, several = self._documents_of(example, number)
+            sizes = [_called(size_of, one, number, _BY_COLLATOR) for one in documents] if measure else []
+            if lengths is None:
+                own += [size["tokens"] for size in sizes] or self._lengths_of(documents, number, several)
+                counts.append(len(documents))
+            for name, function in functions.items():
+                asked[name].append(_called(function, example, number, f"resources[{name!r}]"))
+            for name in measured:
+                asked[name].append(sum(size[name] for size in sizes))
+        amounts |= asked
+        if isinstance(lengths, Units):
+            self.lengths, self.counts = None, np.ones(len(lengths), dtype=np.int64)
+            self.units = Units(lengths.tokens, lengths.squares, amounts)
         else:
             self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
             self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
-            self.units = Units.of_counts(self.lengths, self.counts, known)
-        require_lengths(self.units, self.dataset)
+            self.units = Units.of_counts(self.lengths, self.counts, amounts)
+        if len(self.units) != len(self.dataset):
+            raise ValueError(
+                f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."
+            )
 
-    def _checked(self, example: Any, number: int) -> Any:
-        """The document or documents of an example; ValueError unless it takes what was measured."""
-        documents, several, lengths, amounts = self._read(example, number)
-        if lengths:
-            amounts.append(("tokens", sum(lengths)))
-        if lengths and self._counts_lengths:
-            amounts.append(("squared tokens", int(np.square(lengths).sum())))
-        for name, amount in amounts:
-            if amount != self._planned[name][number]:
-                counted = f" by {_BY_COLLATOR}" if self._measure is not None and name not in self._resources else ""
-                by = self.source if "tokens" in name else "resources or Units"
-                raise ValueError(
-                    f"example {number} has {amount} {name}{counted}, but {self._planned[name][number]} by {by}. An "
-                    "example must take the same whenever it is loaded. Functions must return the same each time, and "
-                    "lengths= must be the tokens of each document, of examples with several Units.of_sequences(...); "
-                    "without it they are counted."
-                )
+    def _load(self, example: Any, number: int) -> Any:
+        """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
+        documents, several = self._documents_of(example, number)
+        lengths = self._lengths_of(documents, number, several) if self._counts else []
+        found = sum(lengths), sum(length**2 for length in lengths)
+        planned = self.units.tokens[number], self.units.squares[number]
+        if self._counts and found != planned:
+            tokens, squares = (f"{one} {what}" for one, what in zip(found, ("tokens", "squared tokens"), strict=True))
+            raise ValueError(
+                f"example {number} has {tokens} and {squares}, but {planned[0]} and {planned[1]} by {self.source}. An "
+                "example must have the same tokens whenever it is loaded. A function must return the same documents "
+                "each time, and lengths= must be the tokens of each document, of examples with several "
+                "Units.of_sequences(...); without it they are counted."
+            )
         return documents if several else documents[0]
 
-    def _read(self, example: Any, number: int) -> tuple[list[Any], bool, list[int], list[tuple[str, int]]]:
-        """The documents of an example, without unused columns, and what they take.
-
-        Returns:
-            The documents; whether the example is a list of documents; the tokens of each, none if they aren't counted;
-            the amounts of resources.
-        """
+    def _documents_of(self, example: Any, number: int) -> tuple[list[Any], bool]:
+        """The documents of an example, without unused columns; and whether it is a list of documents."""
         found, made = example, f"example {number}"
         if self._documents is not None:
             found, made = _called(self._documents, example, number, "documents"), f"documents(...) of example {number}"
@@ -430,42 +357,14 @@ class Reader(Dataset):
         for place, one in enumerate(documents):
             if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
                 documents[place] = {name: one[name] for name in one if name not in self._unused}
-        lengths: list[int] = []
-        amounts: list[tuple[str, int]] = []
-        if self._measure is not None:
-            sizes = self._sizes(documents, number)
-            lengths = [size.tokens for size in sizes]
-            amounts = [(name, sum(getattr(size, name) for size in sizes)) for name in self._measured]
-        elif self._counts_lengths:
-            for place, one in enumerate(documents):
-                lengths.append(document_length(one, f"{place} of example {number}" if several else number))
-        for name in self._resources:  # which count where `measure` counts, too
-            amounts.append((name, self._amount(example, number, name)))
-        return documents, several, lengths, amounts
+        return documents, several
 
-    def _sizes(self, documents: list[Any], number: int) -> list[Any]:
-        """What the collator's `measure` returns for each document of an example."""
-        assert self._measure is not None
-        sizes = [_called(self._measure, one, number, _BY_COLLATOR) for one in documents]
-        for size in sizes:
-            tokens = getattr(size, "tokens", None)
-            if not isinstance(tokens, (int, np.integer)) or tokens < 1:
-                raise ValueError(
-                    f"{_BY_COLLATOR} must return an object whose attribute tokens is an integer of at least 1; for "
-                    f"example {number} it returned {size!r:.100}."
-                )
-        return sizes
-
-    def _amount(self, example: Any, number: int, name: str) -> int:
-        """The amount of a resource that an example takes, by its column or function."""
-        value = _called(self._resources[name], example, number, f"resources[{name!r}]")
-        try:
-            whole = index(value)
-        except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
-            whole = -1
-        if whole < 0 or isinstance(value, bool):
-            raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
-        return whole
+    def _lengths_of(self, documents: list[Any], number: int, several: bool) -> list[int]:
+        """The tokens of each document of an example."""
+        lengths = []
+        for place, one in enumerate(documents):
+            lengths.append(document_length(one, f"{place} of example {number}" if several else number))
+        return lengths
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:
