@@ -95,7 +95,7 @@ REFUSED: dict[str, list[Any]] = {
         ([A | {"seq_lengths": [2], "position_ids": [0, 0]}], {},
          r"don't count from 0 in each document of its seq_lengths \[2\]"),
         ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs only tokens.*processor's own collator"),
-        ([A | {"labels": 1}], {}, r"needs a row of integers as labels; got torch.int64 of shape \(\). Give one integer for each token"),
+        ([A | {"labels": 1}], {}, r"row of integers as labels; got torch.int64 of shape \(\). Give one integer"),
         ([A | {"labels": [1, 2], "label": 1}], {}, "document 0 has 'labels', 'label', which all name its labels"),
         ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "needs a row of integers as labels; got .*float32"),
         ([A | {"labels": "yes"}], {}, "needs a row of integers as labels; got 'yes'"),

@@ -115,7 +115,7 @@ def read_feature(
     Raises:
         ValueError: see PackingCollator.
     """
-    with naming(f"document {number}"):
+    try:
         columns = _convert(feature, per_token)
         tokens = len(columns[TOKENS])
         for name, values in columns.items():
@@ -125,6 +125,8 @@ def read_feature(
         lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
         if "labels" in columns:
             columns["labels"] = masked_labels(columns, lengths or [tokens], objective == "causal", never_learned)
+    except ValueError as error:
+        raise ValueError(f"document {number} {error}") from error
     if lengths is None and longest is None:
         return [columns]
     lengths = lengths or [tokens]
@@ -218,10 +220,9 @@ def masked_labels(
 ) -> Tensor:
     """The labels of documents of these lengths, or a copy of their input ids, combined with the masks of `LEARNED`."""
     labels = columns["labels"] if "labels" in columns else columns[TOKENS].clone()
-    masks = {name: columns[name].numpy() for name in LEARNED if name in columns}
-    if not masks:
+    if columns.keys().isdisjoint(LEARNED):
         return labels
-    ids = columns[TOKENS].numpy()
+    masks, ids = {name: columns[name].numpy() for name in LEARNED if name in columns}, columns[TOKENS].numpy()
     return torch.from_numpy(combine_labels(ids, labels.numpy(), masks, np.array(lengths), is_causal, never_learned))
 
 

@@ -106,10 +106,18 @@ class PackedDataLoader(DataLoader):
             ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
                 fetches batches from a copy of this loader.
         """
-        if batches_done is None:
-            batches_done = self._count()
+        rows = self.rows
+        if batches_done is None and (rows._resumed or rows._counted_epoch != self.epoch):
+            batches_done = rows._batches_done // rows.num_replicas  # that a loaded state counts
+        elif batches_done is None and self._pass == rows._passes:
+            batches_done = self._done
+        elif batches_done is None:
+            raise ValueError(
+                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
+                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+            )
         done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
-        return self.rows.state_dict(done * self.rows.num_replicas)
+        return rows.state_dict(done * rows.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass begins with the batch after the last one that the state counts.
@@ -119,17 +127,6 @@ class PackedDataLoader(DataLoader):
                 unchanged.
         """
         self.rows.load_state_dict(state)
-
-    def _count(self) -> int:
-        """The batches of the epoch that were handed out, or that a loaded state counts."""
-        if self.rows._resumed or self.rows._counted_epoch != self.epoch:
-            return self.rows._batches_done // self.rows.num_replicas
-        if self._pass != self.rows._passes:
-            raise ValueError(
-                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
-                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
-            )
-        return self._done
 
     def __str__(self) -> str:
         rows, reader = self.rows, self.documents

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,15 @@ def document_length(document: Any, name: int | str) -> int:
     return len(tokens)
 
 
+def is_from_datasets(values: Any, kind: str) -> bool:
+    """Return whether values are an object of a class of the package datasets, which needn't be imported for that."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(values, getattr(module, kind))
+
+
 def is_table(dataset: Any) -> bool:
     """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
-    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    return is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
@@ -187,9 +193,11 @@ class Reader(Dataset):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        resources = {} if resources is None else resources
+        resources, named = {} if resources is None else resources, set[str]()
         for resource in resources.values() if isinstance(resources, Mapping) else [None]:
-            if not isinstance(resource, str) and not callable(resource):
+            if isinstance(resource, str):
+                named.add(resource)
+            elif not callable(resource):
                 raise ValueError(
                     "resources must be a mapping from names to columns of integers, or to functions of an example, "
                     f"such as {{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
@@ -197,22 +205,21 @@ class Reader(Dataset):
                 )
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
-        self.dataset, self._documents, self._unused = dataset, documents, set[str]()
+        self.dataset, self._documents, self._unused, self._counts = dataset, documents, set[str](), False
         (first,) = fetch(dataset, [0])
-        whole = self._documents_of(first, 0)[0][0]
-        named = {one for one in resources.values() if isinstance(one, str)}
-        names, own = (set(map(str, each)) if isinstance(each, Mapping) else set[str]() for each in (whole, first))
-        for option, asked, there in (("resources", named, own), ("drop_columns", {*drop_columns}, names)):
-            if absent := sorted(asked - there):
+        whole = self._read(first, 0)[0][0]
+        for option, asked, source in (("resources", named, first), ("drop_columns", {*drop_columns}, whole)):
+            names = set(map(str, source)) if isinstance(source, Mapping) else set()
+            if absent := sorted(asked - names):
                 raise ValueError(
                     f"{option} names {quote(absent)}, which isn't there; the first example has the columns "
-                    f"{quote(sorted(there)) or 'none'}."
+                    f"{quote(sorted(names)) or 'none'}."
                 )
         self._unused |= {*drop_columns, *named}
         self.columns = sorted(names - self._unused), sorted(names & self._unused)
         if collate is not None:
             try:
-                collate([self._documents_of(first, 0)[0][0]])
+                collate(self._read(first, 0)[0][:1])
             except ValueError as error:
                 used, hint = self.columns[0], ""
                 refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
@@ -293,26 +300,30 @@ class Reader(Dataset):
                 amounts[name] = self.dataset.with_format("numpy")[resource][:]
             else:
                 functions[name] = itemgetter(resource)
-        measured = list(budgets) if measure is not None and isinstance(budgets, Mapping) else []
-        measured = [name for name in measured if name not in {*amounts, *functions}]
-        asked = {name: list[Any]() for name in (*functions, *measured)}
+        asked: dict[str, list[Any]] = defaultdict(list)
+        measured = []
+        if measure is not None:
+            budgets = budgets if isinstance(budgets, Mapping) else {}
+            measured = ["tokens", *(name for name in budgets if name not in {*amounts, *functions})]
 
-        def size_of(document: Any) -> dict[str, int]:
+        def size_of(document: Any) -> list[int]:
             size = measure(document)  # type: ignore[misc]  # called only if there is one
-            return {name: getattr(size, name) for name in ("tokens", *measured)}
+            return [getattr(size, name) for name in measured]
 
         own: list[int] = []
         counts: list[int] = []
-        for number, example in examples_of(self.dataset) if lengths is None or asked else ():
-            documents, several = self._documents_of(example, number)
-            sizes = [_called(size_of, one, number, _BY_COLLATOR) for one in documents] if measure else []
-            if lengths is None:
-                own += [size["tokens"] for size in sizes] or self._lengths_of(documents, number, several)
-                counts.append(len(documents))
+        self._counts = lengths is None and measure is None
+        for number, example in examples_of(self.dataset) if lengths is None or functions or measured[1:] else ():
+            documents, tokens, _ = self._read(example, number)
             for name, function in functions.items():
                 asked[name].append(_called(function, example, number, f"resources[{name!r}]"))
-            for name in measured:
-                asked[name].append(sum(size[name] for size in sizes))
+            if measured:
+                sizes = [_called(size_of, one, number, _BY_COLLATOR) for one in documents]
+                tokens = [size[0] for size in sizes]
+                for place, name in enumerate(measured[1:], 1):
+                    asked[name].append(sum(size[place] for size in sizes))
+            own += tokens
+            counts.append(len(documents))
         amounts |= asked
         if isinstance(lengths, Units):
             self.lengths, self.counts = None, np.ones(len(lengths), dtype=np.int64)
@@ -328,22 +339,21 @@ class Reader(Dataset):
 
     def _load(self, example: Any, number: int) -> Any:
         """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
-        documents, several = self._documents_of(example, number)
-        lengths = self._lengths_of(documents, number, several) if self._counts else []
-        found = sum(lengths), sum(length**2 for length in lengths)
+        documents, lengths, several = self._read(example, number)
+        found = sum(lengths), sum(map(mul, lengths, lengths))
         planned = self.units.tokens[number], self.units.squares[number]
         if self._counts and found != planned:
-            tokens, squares = (f"{one} {what}" for one, what in zip(found, ("tokens", "squared tokens"), strict=True))
             raise ValueError(
-                f"example {number} has {tokens} and {squares}, but {planned[0]} and {planned[1]} by {self.source}. An "
-                "example must have the same tokens whenever it is loaded. A function must return the same documents "
-                "each time, and lengths= must be the tokens of each document, of examples with several "
-                "Units.of_sequences(...); without it they are counted."
+                f"example {number} has {found[0]} tokens and {found[1]} squared tokens, but {planned[0]} and "
+                f"{planned[1]} by {self.source}. An example must have the same tokens whenever it is loaded. A "
+                "function must return the same documents each time, and lengths= must be the tokens of each document, "
+                "of examples with several Units.of_sequences(...); without it they are counted."
             )
         return documents if several else documents[0]
 
-    def _documents_of(self, example: Any, number: int) -> tuple[list[Any], bool]:
-        """The documents of an example, without unused columns; and whether it is a list of documents."""
+    def _read(self, example: Any, number: int) -> tuple[list[Any], list[int], bool]:
+        """The documents of an example, without unused columns; their lengths, if they are counted; whether it is a
+        list of documents."""
         found, made = example, f"example {number}"
         if self._documents is not None:
             found, made = _called(self._documents, example, number, "documents"), f"documents(...) of example {number}"
@@ -353,18 +363,13 @@ class Reader(Dataset):
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        documents = list(found) if several else [found]
+        documents, lengths = list(found) if several else [found], list[int]()
         for place, one in enumerate(documents):
             if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
                 documents[place] = {name: one[name] for name in one if name not in self._unused}
-        return documents, several
-
-    def _lengths_of(self, documents: list[Any], number: int, several: bool) -> list[int]:
-        """The tokens of each document of an example."""
-        lengths = []
-        for place, one in enumerate(documents):
-            lengths.append(document_length(one, f"{place} of example {number}" if several else number))
-        return lengths
+            if self._counts:
+                lengths.append(document_length(one, f"{place} of example {number}" if several else number))
+        return documents, lengths, several
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:

@@ -25,7 +25,7 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import divide_bins
 from tritonpack.packing.columns import TOKENS, is_iterable, quote
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
-from tritonpack.packing.reader import cut, document_length, unreadable
+from tritonpack.packing.reader import cut, document_length, is_from_datasets, unreadable
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import place_among_processes
 from tritonpack.packing.samplers.state import describe_changes
@@ -36,9 +36,17 @@ _END = object()
 # Where a window begins: the number of its first document in the source, what the source's `state_dict` returned there
 # (None if it has none, and at the beginning), numbers of a report so far, the first piece, those that are carried or
 # wait, and the bins that were yielded before.
-_WINDOW = {"document": 0, "source": None, "too_long": [0, 0, 0], "first": 0, "carried": [], "waiting": [], "before": 0}
+_WINDOW: dict[str, Any] = {
+    "document": 0, "source": None, "too_long": [0, 0, 0], "first": 0, "carried": [], "waiting": [], "before": 0,
+}  # fmt: skip
 # Where a pass is: such a window, the digests of it and of those up to the latest one, and what was done in all.
-_BEGINNING = _WINDOW | {"checked": [], "report": [0, 0, 0], "num_bins": 0, "num_tokens": 0, "dropped_documents": 0}
+_BEGINNING: dict[str, Any] = _WINDOW | {
+    "checked": [],
+    "report": [0, 0, 0],
+    "num_bins": 0,
+    "num_tokens": 0,
+    "dropped_documents": 0,
+}
 
 
 def _shared(place: int) -> Any:
@@ -179,8 +187,8 @@ class PackedStream(EpochCounter, IterableDataset):
                     f"made. If you want the same order, call set_epoch({self.epoch}) again.",
                 )
         if place["source"] is not None:
-            if is_from_datasets(values):  # would begin every later pass of the epoch at the state; copy.copy shares it
-                given, values = values, object.__new__(type(values))
+            if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
+                given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
             values.load_state_dict(place["source"])
         return values
@@ -393,7 +401,8 @@ def pack_stream(
     if rank is None:
         rank = 0 if ranks == 1 else process
     rank = check_integer(rank, "rank", 0, ranks - 1, f"because num_replicas is {ranks}") if shard else None
-    if ranks > 1 and is_from_datasets(documents) and getattr(documents, "_distributed", None) is not None:
+    divided = getattr(documents, "_distributed", None) if is_from_datasets(documents, "IterableDataset") else None
+    if ranks > 1 and divided is not None:
         raise ValueError(
             "the documents are divided among ranks already (split_dataset_by_node), so the ranks can't share bins. "
             "Pass the whole dataset, or num_replicas=1."
@@ -430,12 +439,6 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _digest(values: Any) -> str:
     return blake2b(repr(values).encode(), digest_size=16).hexdigest()
-
-
-def is_from_datasets(documents: Any) -> bool:
-    """Return whether documents are an IterableDataset of the package datasets."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(documents, datasets.IterableDataset)
 
 
 def worker_place() -> tuple[int, int]:
