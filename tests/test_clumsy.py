@@ -55,7 +55,6 @@ LENGTHS = [5, 3, 4, 4, 2, 6, 8, 8]
 ROWS = torch.randn(5, 2, 16)
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
 MASK = Mask.from_seqlens([2, 3])
-PACKING = tritonpack.pack(LENGTHS, 8)
 PLAN = packing.plan_epoch(LENGTHS, 8, 2)
 DOCUMENTS = [[1] * length for length in LENGTHS]
 NUMPY = "np3"
@@ -240,19 +239,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "documents": "empty ragged tensor-2d", "capacity": "", "window": NUMPY, "overlong": "", "max_items": COUNTS,
             "num_replicas": "none", "rank": "none zero", "shard": "true",
         },
-    ),
-    "pack_dataset": (
-        loaded(tritonpack.pack_dataset),
-        {"dataset": DOCUMENTS, "capacity": 8},
-        {
-            "dataset": "ragged tensor-2d", "capacity": "", "lengths": "none", "algorithm": "", "max_items": COUNTS,
-            "overlong": "",
-        },
-    ),
-    "PackedDataset": (
-        loaded(tritonpack.PackedDataset),
-        {"dataset": DOCUMENTS, "packing": PACKING},
-        {"dataset": "", "packing": ""},
     ),
     "BinDataset": (
         tritonpack.BinDataset,

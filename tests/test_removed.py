@@ -45,7 +45,9 @@ def test_removed_options_of_commands(option: str, capsys: pytest.CaptureFixture[
     assert f"the option {option} was removed: {REMOVED[option]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["RankFailedError", "pack_to_disk", "PackedFolder", "CostModel", "Mixture"])
+@pytest.mark.parametrize(
+    "name", ["RankFailedError", "pack_to_disk", "PackedDataset", "pack_trees", "CostModel", "Mixture"]
+)
 def test_removed_names(name: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(REMOVED[name])):
         getattr(tritonpack, name)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _TO_DISK = "use tritonpack.pack_dataset(dataset, capacity).save_to_disk(folder), or the command tritonpack pack"
+_OF_TABLES = (
+    "pack_dataset takes a datasets.Dataset and counts its tokens; bins of any other dataset load by "
+    "DataLoader(dataset, batch_sampler=[items.tolist() for items in pack(lengths, capacity)], "
+    "collate_fn=PackingCollator())"
+)
+_TREES = "use tritonpack.dataloader(groups, tokens, lengths=Units.of_trees(groups), collate_fn=TreeCollator())"
 REMOVED = {
     "tiled_loss": "use Liger-Kernel's fused linear cross-entropy or torch's, see docs/long-context.md",
     "tiled_mlp": "use gradient checkpointing (docs/long-context.md)",
@@ -19,6 +25,13 @@ REMOVED = {
     "budgets": "the tokens of a row limit its images, too, because images take tokens in proportion to their patches",
     "resources": "the tokens of a row limit its images, too, because images take tokens in proportion to their patches",
     "first_fit": "use algorithm='best_fit', which takes documents in input order, too",
+    "PackedDataset": _OF_TABLES,
+    "length or lengths": _OF_TABLES,
+    "length": "documents are rows of tokens, or mappings with input_ids",
+    "pack_trees": _TREES,
+    "TreePacking": _TREES,
+    "capacity=": "dataloader(tokens=..., lengths=Units.of_trees(groups)) limits rows of trees",
+    "objective='documents'": "collate labels of whole documents yourself: batch['labels'] = torch.tensor(labels)",
     "carry_threshold": "windows are packed as by pack(algorithm='windowed')",
     "divide": "divide the documents, as datasets.distributed.split_dataset_by_node does, and pass num_replicas=1",
     "padded": "torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) pads the list that is returned",

@@ -293,7 +293,7 @@ class TestRefusals:
         "seed": ({}, {"seed": 1}, "seed can't be passed; set data_seed in the TrainingArguments"),
         "workers": ({}, {"num_workers": 2}, "set dataloader_num_workers"),
         "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, collate_fn"),
-        "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens', 'documents'; got 'words'"),
+        "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens'; got 'words'"),
         "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
         "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
         "a collator": (

@@ -13,7 +13,7 @@ BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
 TEXTS = (
     ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)",
-    "# the next iteration", "# after the Accelerator", "batches_done=step", "pack_dataset", "tritonpack.setup",
+    "# the next iteration", "# after the Accelerator", "batches_done=step", "packing.num_bins", "tritonpack.setup",
     "stream.set_epoch", "dispatch_batches", "RandomSampler", "Units.of_trees",
     "def documents(pair)", "split_dataset_by_node",
 )  # fmt: skip
@@ -97,7 +97,7 @@ def test_units(given):
 
 def test_bins(given):
     run(BINS, given)
-    assert len(given["packing"]) == len(given["packed"]) == given["packing"].lower_bound
+    assert len(given["packing"]) == len(given["loader"]) == given["packing"].lower_bound
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
 
 

@@ -65,7 +65,7 @@ class Divided(IterableDataset):
         yield from DOCUMENTS if worker is None else DOCUMENTS[worker.id :: worker.num_workers]
 
 
-@pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
 @pytest.mark.parametrize("max_items", [None, 4])
 def test_bins_are_those_of_pack(overlong, max_items):
     """With at most about three windows of 1,024 documents read ahead."""
@@ -97,9 +97,6 @@ def test_pieces_have_all_columns_and_whole_documents_are_not_copied():
     document = {"input_ids": [1, 2], "source": "a book"}
     ((same,),) = pack_stream([document], 2)
     assert same is document
-    assert list(pack_stream([(3,), (5,), (2,)], 5, length=lambda row: row[0])) == [[(3,), (2,)], [(5,)]]
-    with pytest.raises(ValueError, match=r"document 0 has 5 tokens and must be cut, but a Shuffled isn't a row"):
-        list(pack_stream([Shuffled()], 4, length=lambda row: 5, overlong="split"))
     empty = pack_stream([[1] * 9], 8, overlong="drop")
     assert (list(empty), empty.efficiency, empty.report.tokens_lost) == ([], 1.0, 9)
 
@@ -167,18 +164,23 @@ class TestStates:
         assert counting.reads < 150
 
     def test_of_datasets_and_of_their_shuffle_buffers(self):
-        """The state of a buffer is lost, so the documents are read again, with a warning."""
+        """The state of a buffer is lost, so the documents must be read from the beginning."""
         bins = list(make(streaming()))
         for done in (0, 1, 40, len(bins)):
             stream, again = make(streaming()), make(streaming())
             list(islice(stream, done))
             again.load_state_dict(stream.state_dict())
             assert (list(again), list(again)) == (bins[done:], bins)
-        stream, again = (make(streaming().shuffle(seed=3, buffer_size=64)) for _ in range(2))
-        list(islice(stream, 70))
-        again.load_state_dict(stream.state_dict())
-        with pytest.warns(PackingWarning, match=r"stream-state: .*shuffle buffers.*read again"):
-            assert list(again) == list(make(streaming().shuffle(seed=3, buffer_size=64)))[70:]
+        shuffled = streaming().shuffle(seed=3, buffer_size=64)
+        for source, message in ((shuffled, "shuffle buffers"), (lambda: iter(shuffled), "")):
+            stream, again = make(source), make(source)
+            list(islice(stream, 70))
+            again.load_state_dict(stream.state_dict())
+            if message:
+                with pytest.raises(ValueError, match=r"shuffle buffers.*pack_stream\(lambda: iter"):
+                    list(again)
+            else:
+                assert list(again) == list(make(source))[70:]
 
     @pytest.mark.parametrize(("before", "after", "message"), SETTINGS)
     def test_of_other_settings(self, before, after, message):
@@ -205,12 +207,14 @@ class TestStates:
         stream = make()
         list(islice(stream, 30))
         state = stream.state_dict()
-        wrong = [("version", 1), ("more", 1), ("epoch", -1), ("worker", 1), ("settings", None), ("place", 7)]
-        damaged = [None, {}, *({**state, name: value} for name, value in wrong)]
-        damaged += [{**state, "place": {**state["place"], name: value}} for name, value in [
-            ("first", -5), ("carried", [[10**9, 1, 1]]), ("checked", 3), ("other", 3), ("report", {})]]  # fmt: skip
-        for each in damaged:
-            with pytest.raises(ValueError, match="state of PackedStream of version 3, or it is damaged"):
+        wrong = [("more", 1), ("epoch", -1), ("worker", 1), ("capacity", None), ("first", -5), ("checked", 3),
+                 ("carried", [[10**9, 1, 1]]), ("report", {}), ("waiting", {1}), ("digests", 3)]  # fmt: skip
+        damaged = [({**state, name: value}, f"the state is damaged: .*'{name}'") for name, value in wrong]
+        lacking = {name: value for name, value in state.items() if name != "epoch"}
+        damaged += [(lacking, "lacks, or shouldn't have, 'epoch'")]
+        damaged += [(each, "a PackedStream of version 4, .* got") for each in (None, {}, {**state, "version": 3})]
+        for each, message in damaged:
+            with pytest.raises(ValueError, match=message):
                 stream.load_state_dict(each)
             assert stream.state_dict() == state
 
@@ -242,7 +246,7 @@ class TestPasses:
             assert list(loader) == epoch(number)
         if not workers:
             stream.set_epoch(3)
-            assert (stream.state_dict()["epoch"], stream.state_dict()["place"]["num_bins"]) == (3, 0), "between passes"
+            assert (stream.state_dict()["epoch"], stream.state_dict()["num_bins"]) == (3, 0), "between passes"
         given = Shuffled()
         given.set_epoch(2)
         assert list(make(given, capacity=200)) == epoch(2), "it stays if nobody chooses one"

@@ -21,7 +21,7 @@ from tritonpack.integrations.trainer_checks import check_trainer, check_training
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.reader import LENGTH_COLUMNS, Reader, fetch
+from tritonpack.packing.reader import Reader, fetch
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.resume import describe_changes
 from tritonpack.patches import Patch, patch
@@ -261,7 +261,7 @@ class TrainerSetup:
         if not trainer.args.remove_unused_columns or not len(trainer.train_dataset):
             return ()
         trainer._set_signature_columns_if_needed()
-        used = {*trainer._signature_columns, *TAKEN, *LENGTH_COLUMNS, *self._packing.get("per_token", ())}
+        used = {*trainer._signature_columns, *TAKEN, *self._packing.get("per_token", ())}
         used |= set(self._packing.get("drop_columns", ()))
         (first,) = fetch(trainer.train_dataset, [0])
         return tuple(name for name in first if name not in used) if isinstance(first, Mapping) else ()

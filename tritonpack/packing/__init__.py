@@ -2,7 +2,7 @@
 
 from tritonpack.packing.bins import Packing, pack
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
+from tritonpack.packing.dataset import BinDataset, pack_dataset
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.loader import PackedDataLoader, dataloader
 from tritonpack.packing.planning.plan import Plan, plan_epoch
@@ -11,7 +11,6 @@ from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSam
 from tritonpack.packing.samplers.multipack import MultipackBatchSampler
 from tritonpack.packing.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
-from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
 from tritonpack.packing.units import Units
 from tritonpack.packing.vision.collator import VisionPackingCollator
 from tritonpack.packing.vision.sizes import ExampleSize
@@ -22,7 +21,6 @@ __all__ = [
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataLoader",
-    "PackedDataset",
     "PackedStream",
     "Packing",
     "PackingCollator",
@@ -30,7 +28,6 @@ __all__ = [
     "PlanStatistics",
     "TreeBatch",
     "TreeCollator",
-    "TreePacking",
     "Units",
     "VisionPackingCollator",
     "dataloader",
@@ -39,7 +36,6 @@ __all__ = [
     "pack_dataset",
     "pack_stream",
     "pack_tree",
-    "pack_trees",
     "plan_epoch",
     "plan_statistics",
 ]

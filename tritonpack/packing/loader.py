@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from tritonpack.checks import check_choice, check_flag
+from tritonpack.checks import check_flag
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import TOKENS, Numbered
+from tritonpack.packing.columns import TOKENS, Numbered, check_objective
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.lengths import check_integer, count, fit_lengths
 from tritonpack.packing.planning.order import Order
@@ -103,10 +103,18 @@ class PackedDataLoader(DataLoader):
             ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
                 fetches batches from a copy of this loader.
         """
-        if batches_done is None:
-            batches_done = self._count()
+        rows = self.rows
+        if batches_done is None and (rows._resumed or rows._counted_epoch != self.epoch):
+            batches_done = rows._batches_done // rows.num_replicas  # that a loaded state counts
+        elif batches_done is None and self._pass == rows._passes:
+            batches_done = self._done
+        elif batches_done is None:
+            raise ValueError(
+                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
+                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+            )
         done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
-        return self.rows.state_dict(done * self.rows.num_replicas)
+        return rows.state_dict(done * rows.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass begins with the batch after the last one that the state counts.
@@ -116,17 +124,6 @@ class PackedDataLoader(DataLoader):
                 unchanged.
         """
         self.rows.load_state_dict(state)
-
-    def _count(self) -> int:
-        """The batches of the epoch that were handed out, or that a loaded state counts."""
-        if self.rows._resumed or self.rows._counted_epoch != self.epoch:
-            return self.rows._batches_done // self.rows.num_replicas
-        if self._pass != self.rows._passes:
-            raise ValueError(
-                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
-                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
-            )
-        return self._done
 
     def __str__(self) -> str:
         rows, reader = self.rows, self.documents
@@ -208,9 +205,8 @@ def dataloader(
         dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
             takes, or lists of such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
-        lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
-            `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
-            no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
+        lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
+            `datasets.Dataset` it reads no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
         documents: a function of an example that returns its documents, a list of mappings. It is called to measure
             examples and again at each loading, and must return the same each time. Workers that are spawned need a
             function that pickle can send.
@@ -218,8 +214,7 @@ def dataloader(
             It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
             its documents together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an
             error. A method `measure` of it, as VisionPackingCollator has one, returns for a document an object with
-            the attribute `tokens`. It gives the `lengths` if they aren't passed, and checks each example again when it
-            is loaded.
+            the attribute `tokens`. It gives the `lengths` if they aren't passed.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
@@ -247,7 +242,7 @@ def dataloader(
     with raise_faults_on_all_ranks("loader", num_replicas):
         require_map_style(dataset)
         tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-        check_choice(labels, get_args(LabelObjective), "labels")
+        check_objective(labels, "labels")
         check_flag(shard, "shard")
         if unknown := sorted(options.keys() - set(_PASSED_ON)):
             refuse_removed([name for name in unknown if name in REMOVED], "dataloader()")
@@ -261,22 +256,13 @@ def dataloader(
                 f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. To train on the first tokens of long "
                 "documents pass max_document_length, to train on all of them split them first, as pack_dataset does."
             )
-        packing: dict[str, Any] = {
-            "labels": labels, "per_token": per_token, "max_document_length": max_document_length,
-            "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
-        }  # fmt: skip
+        packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
         if collate_fn is None:
-            collate_fn = PackingCollator(objective=packing.pop("labels"), **packing)
-        else:
-            defaults = inspect.signature(dataloader).parameters
-            changed = [name for name, value in packing.items() if value != defaults[name].default]
-            if not callable(collate_fn):
-                raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-            if changed:
-                raise ValueError(
-                    "collate_fn comes in place of PackingCollator and of its options: give "
-                    f"{changed[0]}={packing[changed[0]]!r:.50} to the collator itself."
-                )
+            collate_fn = packing
+        elif not callable(collate_fn):
+            raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
+        elif packing != PackingCollator():
+            raise ValueError(f"collate_fn comes in place of {packing}: give these options to the collator itself.")
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(

@@ -201,6 +201,6 @@ class TestCollator:
                 feature[columns] = [int(label != IGNORED) for label in own] if masked else own
         expected = pack_tree(GROUPS, labels=labels).inputs()
         for given_features in (features, [features[:3], features[3:]]):  # documents, or groups of them
-            batch = TreeCollator(capacity=11)(given_features)
+            batch = TreeCollator()(given_features)
             assert batch.keys() == expected.keys()
             assert all(torch.equal(batch[name], value) for name, value in expected.items())

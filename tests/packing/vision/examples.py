@@ -17,7 +17,6 @@ TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 INDICES = {"image_token_index": IMAGE, "video_token_index": VIDEO}
 PIECES = {"vision_start_token_id": BEGIN, "vision_end_token_id": END}
 SIGLIP: dict[str, Any] = {"model_type": "siglip_vision_model", "vision_use_head": False}
-PINPOINTS = [[8, 8], [8, 16], [16, 8], [16, 16], [24, 8]]
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 
 Example = dict[str, Any]
@@ -93,29 +92,6 @@ def rows(tokens: Callable[[int, int], int]) -> Callable[..., Part]:
     return make
 
 
-def tiled(draw: Draw, height: int, width: int, tiles: int, tokens: int) -> Part:
-    """An image in tiles, and its overview."""
-    columns = {"pixel_values": randoms(draw, 1, tiles + 1, 3, 8, 8), "image_sizes": torch.tensor([[height, width]])}
-    return [BEGIN, *[IMAGE] * tokens, END], columns
-
-
-def counted(draw: Draw, height: int, width: int, tiles: int, tokens: int) -> Part:
-    """An image of LLaVA-OneVision, alone in its document."""
-    made, columns = tiled(draw, height, width, tiles, tokens)
-    return made, columns | {"batch_num_images": torch.tensor([1])}
-
-
-def one_of_two(draw: Draw, first: bool) -> Part:
-    """One of two images of a document of LLaVA-OneVision, in 4 tokens and a mark."""
-    columns = {"pixel_values": randoms(draw, 1, 1, 3, 8, 8), "image_sizes": torch.tensor([[9, 7]])}
-    return [BEGIN, *[IMAGE] * 5, END], columns | ({"batch_num_images": torch.tensor([2])} if first else {})
-
-
-def frames(draw: Draw, count: int) -> Part:
-    """A video of LLaVA-OneVision: a token a frame, and a mark."""
-    return [BEGIN, *[VIDEO] * (count + 1), END], {"pixel_values_videos": randoms(draw, 1, count, 3, 8, 8)}
-
-
 def placed(names: tuple[str, str], token: int) -> Callable[..., Part]:
     """Make images of Gemma 4: patches with places, padded to 36, pooled by 9."""
 
@@ -185,16 +161,6 @@ KINDS: dict[str, Kind] = {
         {**INDICES, "vision_config": {"model_type": "pixtral", "head_dim": 8}, "vision_feature_layer": -1,
          "vision_feature_select_strategy": "full"},
         [[], [parts(sized(1), 16, 8)], [parts(sized(1), 8, 8), parts(sized(1), 8, 12)]], model_type="llava",
-    ),
-    "llava_next": Kind(
-        {**INDICES, "image_grid_pinpoints": PINPOINTS},
-        [[], [parts(tiled, 9, 30, 2, 4 + 8 + 2)], [parts(tiled, 8, 8, 1, 4 + 6), parts(tiled, 20, 20, 4, 4 + 20)],
-         [parts(tiled, 30, 9, 3, 4 + 18)]],
-    ),
-    "llava_onevision": Kind(
-        {**INDICES, "image_grid_pinpoints": PINPOINTS, "vision_config": SIGLIP},
-        [[], [parts(counted, 9, 30, 2, 4 + 8 + 2)], [parts(one_of_two, True), parts(one_of_two, False)],
-         [parts(counted, 20, 20, 4, 4 + 20)], [parts(frames, 3)]],
     ),
     "gemma3": Kind({**INDICES, "mm_tokens_per_image": 4, "vision_config": SIGLIP}, SQUARES, "token_type_ids"),
     "paligemma": Kind(

@@ -40,10 +40,7 @@ class Rotated(Model):
 
 LLAVA = Model("llava", vision_feature_select_strategy="default")
 QWEN = Rotated("qwen2_vl")
-NEXT = Model("llava_next", image_grid_pinpoints=[[8, 16], [16, 8]])
-ONEVISION = Model("llava_onevision", image_grid_pinpoints=[[8, 16]])
 GEMMA3 = Model("gemma3", mm_tokens_per_image=4)
-GEMMA4 = Model("gemma4", vision={"pooling_kernel_size": 2})
 TIMED = Rotated("qwen2_5_vl")
 TEXT: dict[str, Any] = {"input_ids": [3, 4, 5]}
 
@@ -66,27 +63,6 @@ def film(**more: Any) -> dict[str, Any]:
 
 def gemma3(**more: Any) -> dict[str, Any]:
     return llava() | {"token_type_ids": [0, 1, 1, 1, 1, 0]} | more
-
-
-def gemma4(**more: Any) -> dict[str, Any]:
-    columns = {"pixel_values": torch.ones(1, 4, 48), "image_position_ids": torch.ones(1, 4, 2, dtype=torch.int64)}
-    return {"input_ids": [3, IMAGE], "mm_token_type_ids": [0, 1], **columns} | more
-
-
-def gemma4_film(counts: torch.dtype) -> dict[str, Any]:
-    pixels, places = torch.ones(1, 4, 48), torch.ones(1, 4, 2, dtype=torch.int64)
-    columns = {"pixel_values_videos": pixels, "video_position_ids": places}
-    frames = torch.ones(1, dtype=counts)
-    return {"input_ids": [3, VIDEO], "mm_token_type_ids": [0, 2], "num_frames_per_video": frames, **columns}
-
-
-def tiles(size: list[int], count: int, tokens: int) -> dict[str, Any]:
-    pixels, sizes = torch.ones(1, count, 3, 8, 8), torch.tensor([size])
-    return {"input_ids": [3, *[IMAGE] * tokens], "pixel_values": pixels, "image_sizes": sizes}
-
-
-def clip(frames: int) -> dict[str, Any]:
-    return {"input_ids": [3, *[VIDEO] * (frames + 1)], "pixel_values_videos": torch.ones(1, frames, 3, 8, 8)}
 
 
 def row(height: int) -> dict[str, Any]:
@@ -169,12 +145,6 @@ class TestRow:
         for name, values in collate([plain]).items():
             assert torch.equal(torch.as_tensor(collate([rows])[name]), torch.as_tensor(values)), name
 
-    def test_tiles_are_padded_to_the_most(self) -> None:
-        """An overview of 4 patches, then 8 patches in 2 or in 4 lines, each with a mark."""
-        row = VisionPackingCollator(NEXT)([tiles([8, 16], 3, 4 + 8 + 2), tiles([16, 8], 4, 4 + 8 + 4)])
-        assert row["pixel_values"].shape == (2, 4, 3, 8, 8)
-        assert not row["pixel_values"][0, 3].any()
-
     def test_workers_get_no_weights(self) -> None:
         """Nor what a patch, or a call, puts on the model."""
         model = Rotated("qwen2_vl")
@@ -232,25 +202,17 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "seconds in words": (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
     "grids of two dtypes": (QWEN, [qwen(), qwen(image_grid_thw=torch.tensor([[1.0, 2, 4]]))],
         "image_grid_thw is torch.float32 .* one dtype and one size of 3: time, height, width in a call"),
-    "frames of two dtypes": (GEMMA4, [gemma4_film(torch.int64), gemma4_film(torch.float32)],
-        r"num_frames_per_video is torch.float32 .* the model takes one dtype in a call\. Process"),
     "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
         r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
     "a list of images of two shapes": (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
         r"document 0 has pixel_values of shapes \[\(3, 8, 8\), \(3, 8, 4\)\]; let the processor pad them"),
     "padding": (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
     "no mapping": (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
-    "too few tiles": (NEXT, [tiles([8, 16], 2, 14)],
-        "document 0 has an image of 8 x 16 pixels, which is 3 tiles, but 2 tiles in pixel_values"),
-    "sizes of other images": (NEXT, [tiles([8, 16], 3, 14) | {"image_sizes": torch.ones(2, 2)}],
-        r"document 0 has columns of different numbers of images: .'pixel_values': 1, 'image_sizes': 2."),
     "images and videos of GLM-4V": (Rotated("glm4v"),
         [qwen(), film(input_ids=[3, IMAGE, IMAGE])],
         "document 0 has images and document 1 has videos; the model type 'glm4v' takes one of them in a call"),
     "seconds of other videos": (Rotated("qwen2_5_vl"), [film(second_per_grid_ts=torch.ones(2))],
         r"document 0 has columns of different numbers of videos: .'video_grid_thw': 1, 'second_per_grid_ts': 2.; pass"),
-    "videos of other lengths": (ONEVISION, [clip(2), TEXT, clip(3)],
-        r"pixel_values_videos is .* \(1, 3, 3, 8, 8\) in document 2 .* in document 0; .* one size of frames and"),
     "images that Idefics 3 can't pad": (Model("idefics3", scale_factor=1), [row(8), row(12)],
         r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
     "a tower that isn't known": (Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"}),

@@ -60,8 +60,6 @@ def joined(family: Family) -> str:
     pixels = family.columns["pixel_values"]
     if "image_grid_thw" in family.columns:
         return "patches end to end" + ", positions of three axes" * family.own_positions
-    if pixels.axes[1] == "tiles":
-        return "tiles, padded to the most"
     if "image_position_ids" in family.columns:
         return "patches of one number for each image, with their places"
     if pixels.padded and family.columns.get("image_sizes", pixels).optional:

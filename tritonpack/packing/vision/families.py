@@ -29,8 +29,6 @@ class Column:
             by another column. On all other axes examples must have one size.
         optional: whether a processor may leave it out.
         of_rows: whether the model takes the column with one more axis in front, of the rows of a batch.
-        promoted: whether examples may have different dtypes, such as the integer 1 beside 0.5. Their common dtype is
-            then that of the row.
     """
 
     axes: tuple[str, ...]
@@ -38,7 +36,6 @@ class Column:
     padded: tuple[int, ...] = ()
     optional: bool = False
     of_rows: bool = False
-    promoted: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,8 @@ class Family:
 
 PIXELS = ("channels", "height", "width")
 GRID = ("3: time, height, width",)
+SIZE = ("2: height, width",)
+PLACE = ("patches", "2: x, y")
 
 PATCHES = {
     "pixel_values": Column(("patches", "values")),
@@ -77,21 +76,10 @@ PATCHES = {
     "pixel_values_videos": Column(("patches", "values"), VIDEOS),
     "video_grid_thw": Column((VIDEOS, *GRID), VIDEOS),
 }
-TIMED = {"second_per_grid_ts": Column((VIDEOS,), VIDEOS, optional=True, promoted=True)}
-TILES = {"pixel_values": Column((IMAGES, *PIXELS))}
-SIZED = {
-    "pixel_values": Column((IMAGES, *PIXELS), padded=(2, 3)),
-    "image_sizes": Column((IMAGES, "2: height, width")),
-}
-SIZED_OR_NOT = SIZED | {"image_sizes": Column((IMAGES, "2: height, width"), optional=True)}
-TILED = {
-    "pixel_values": Column((IMAGES, "tiles", *PIXELS), padded=(1,)),
-    "image_sizes": Column((IMAGES, "2: height, width")),
-}
-COUNTED = TILED | {
-    "batch_num_images": Column(("groups of images",), optional=True),
-    "pixel_values_videos": Column((VIDEOS, "frames", *PIXELS), VIDEOS),
-}
+TIMED = PATCHES | {"second_per_grid_ts": Column((VIDEOS,), VIDEOS, optional=True)}
+SQUARES = {"pixel_values": Column((IMAGES, *PIXELS))}
+SIZED = {"pixel_values": Column((IMAGES, *PIXELS), padded=(2, 3)), "image_sizes": Column((IMAGES, *SIZE))}
+SIZED_OR_NOT = SIZED | {"image_sizes": Column((IMAGES, *SIZE), optional=True)}
 ROWS = {
     "pixel_values": Column((IMAGES, *PIXELS), of_rows=True),
     "pixel_attention_mask": Column((IMAGES, "height", "width"), optional=True, of_rows=True),
@@ -102,37 +90,51 @@ PADDED_ROWS = {
 }
 PLACED = {
     "pixel_values": Column((IMAGES, "patches", "values")),
-    "image_position_ids": Column((IMAGES, "patches", "2: x, y")),
+    "image_position_ids": Column((IMAGES, *PLACE)),
     "pixel_values_videos": Column(("frames", "patches", "values"), VIDEOS),
-    "video_position_ids": Column(("frames", "patches", "2: x, y"), VIDEOS),
+    "video_position_ids": Column(("frames", *PLACE), VIDEOS),
     "num_frames_per_video": Column((VIDEOS,), VIDEOS),
 }
 
-_IMAGE_GRIDS = partial(sizes.of_grids, pixels="pixel_values", grids="image_grid_thw")
-_VIDEO_GRIDS = partial(sizes.of_grids, pixels="pixel_values_videos", grids="video_grid_thw")
-_IMAGE_PLACES = partial(sizes.of_places, pixels_name="pixel_values", name="image_position_ids")
-_VIDEO_PLACES = partial(sizes.of_places, pixels_name="pixel_values_videos", name="video_position_ids")
-_QWEN2_VL = Family(PATCHES, _IMAGE_GRIDS, _VIDEO_GRIDS, own_positions=True, types=MODALITIES)
-_QWEN2_5_VL = replace(_QWEN2_VL, columns=PATCHES | TIMED)
+
+def _squares(tokens: Callable[[Any, int], int]) -> Measure:
+    return partial(sizes.of_squares, tokens=tokens)
+
+
+_QWEN2_VL = Family(
+    PATCHES,
+    partial(sizes.of_grids, pixels="pixel_values", grids="image_grid_thw"),
+    partial(sizes.of_grids, pixels="pixel_values_videos", grids="video_grid_thw"),
+    own_positions=True,
+    types=MODALITIES,
+)
 _GLM4V = replace(_QWEN2_VL, video_token="image_token_id", both_kinds=False)
+_GEMMA4 = Family(
+    PLACED,
+    partial(sizes.of_places, pixels="pixel_values", places="image_position_ids"),
+    partial(sizes.of_places, pixels="pixel_values_videos", places="video_position_ids"),
+    types=MODALITIES,
+)
 _IDEFICS3 = Family(ROWS, sizes.of_rows)
 
 # By the model type of the whole model's configuration.
 FAMILIES: dict[str, Family] = {
-    "gemma3": Family(TILES, sizes.of_pooled_images, types="token_type_ids"),
-    "gemma4": Family(PLACED, _IMAGE_PLACES, _VIDEO_PLACES, types=MODALITIES),
+    "gemma3": Family(SQUARES, _squares(lambda config, _: config.mm_tokens_per_image), types="token_type_ids"),
+    "gemma4": _GEMMA4,
     "glm4v": _GLM4V,
     "glm4v_moe": _GLM4V,
     "idefics2": Family(PADDED_ROWS, sizes.of_rows),
     "idefics3": _IDEFICS3,
-    "internvl": Family(TILES, sizes.of_shuffled_tiles),
-    "llama4": Family(TILES, sizes.of_shuffled_tiles),
-    "llava": Family(SIZED_OR_NOT, sizes.of_plain_images, towers=("pixtral", *sizes.CLASS_TOKENS)),
-    "llava_next": Family(TILED, sizes.of_tiled_images),
-    "llava_onevision": Family(COUNTED, sizes.of_tiled_images, sizes.of_pooled_videos),
+    "internvl": Family(SQUARES, _squares(lambda config, patches: round(patches * config.downsample_ratio**2))),
+    "llama4": Family(
+        SQUARES, _squares(lambda config, patches: round(patches * config.vision_config.pixel_shuffle_ratio**2))
+    ),
+    "llava": Family(SIZED_OR_NOT, sizes.of_llava, towers=("pixtral", *sizes.CLASS_TOKENS)),
     "mistral3": Family(SIZED, sizes.of_merged_images),
-    "paligemma": Family(TILES, sizes.of_plain_images, towers=tuple(sizes.CLASS_TOKENS), types_of_answers=True),
-    "qwen2_5_vl": _QWEN2_5_VL,
+    "paligemma": Family(
+        SQUARES, _squares(lambda _, patches: patches), towers=("siglip_vision_model",), types_of_answers=True
+    ),
+    "qwen2_5_vl": replace(_QWEN2_VL, columns=TIMED),
     "qwen2_vl": _QWEN2_VL,
     "qwen3_5": _QWEN2_VL,
     "qwen3_5_moe": _QWEN2_VL,

@@ -41,19 +41,20 @@ def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
 
 def _read(values: Any, name: str, column: Column) -> Tensor:
     """A column as a tensor with the axes of one example, or without elements."""
+    axes = ", ".join(column.axes)
     if isinstance(values, (list, tuple)) and any(hasattr(one, "dtype") for one in values):
         parts = [as_tensor(one, name, "arrays") for one in values]
         if len({part.shape for part in parts}) > 1:
             shapes = [tuple(part.shape) for part in parts]
             raise ValueError(f"has {name} of shapes {shapes!r:.100}; let the processor pad them: return_tensors='pt'.")
         values = torch.stack(parts)
-    tensor = as_tensor(values, name, f"an array with the axes ({', '.join(column.axes)})")
+    tensor = as_tensor(values, name, f"an array with the axes ({axes})")
     if tensor.ndim == len(column.axes) + 1 and len(tensor) == 1:
         tensor = tensor[0]
     if tensor.ndim != len(column.axes) and tensor.numel():
         raise ValueError(
-            f"has {name} of shape {tuple(tensor.shape)}; it takes ({', '.join(column.axes)}), as the processor returns "
-            "it for one example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
+            f"has {name} of shape {tuple(tensor.shape)}; it takes ({axes}), as the processor returns it for one "
+            "example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
         )
     return tensor
 
@@ -66,34 +67,45 @@ def join_media(family: Family, media: Sequence[Columns], names: Sequence[Name]) 
     """
     joined = {}
     for name, column in family.columns.items():
-        of_kind = [i for i, own in enumerate(media) if any(family.columns[other].kind == column.kind for other in own)]
-        values = [media[i][name] for i in of_kind if name in media[i]]
-        if not values:
+        of_kind = [
+            (number, own.get(name))
+            for number, own in zip(names, media, strict=True)
+            if any(family.columns[other].kind == column.kind for other in own)
+        ]
+        having = [(number, values) for number, values in of_kind if values is not None]
+        if not having:
             continue
-        if lacking := [i for i in of_kind if name not in media[i]]:
-            having = next(i for i in of_kind if name in media[i])
+        if len(having) < len(of_kind):
+            lacking = next(number for number, values in of_kind if values is None)
             raise ValueError(
-                f"document {names[having]} has {name!r} and document {names[lacking[0]]} hasn't; give every example "
-                f"with {column.kind} the same columns."
+                f"document {having[0][0]} has {name!r} and document {lacking} hasn't; give every example with "
+                f"{column.kind} the same columns."
             )
-        if column.promoted:
+        values = [own for _, own in having]
+        if len(column.axes) == 1:  # numbers, such as the integer 1 beside 0.5
             dtype = reduce(torch.promote_types, [one.dtype for one in values])
             values = [one.to(dtype) for one in values]
-        first, filled = values[0], []
+        first = values[0]
         fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
-        most = [max(one.shape[axis] for one in values) for axis in range(first.ndim)]
-        for i, one in zip(of_kind, values, strict=True):
+        for (number, _), one in zip(having, values, strict=True):
             if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
                 sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
                 raise ValueError(
-                    f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {names[i]} and {first.dtype} of "
-                    f"shape {tuple(first.shape)} in document {names[of_kind[0]]}; the model takes one dtype{sizes} in "
-                    "a call. Process all examples alike, or pack them in different rows."
+                    f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
+                    f"shape {tuple(first.shape)} in document {having[0][0]}; the model takes one dtype{sizes} in a "
+                    "call. Process all examples alike, or pack them in different rows."
                 )
-            sides = [(0, most[axis] - one.shape[axis] if axis in column.padded else 0) for axis in range(one.ndim)]
-            filled.append(pad(one, [side for axis in reversed(sides) for side in axis]))
-        joined[name] = torch.cat(filled)[None] if column.of_rows else torch.cat(filled)
+        row = torch.cat(_padded(values, column.padded))
+        joined[name] = row[None] if column.of_rows else row
     return joined
+
+
+def _padded(values: list[Tensor], axes: Sequence[int]) -> list[Tensor]:
+    """Tensors with zeros at the end of these axes up to the largest."""
+    for axis in axes:
+        most = max(one.shape[axis] for one in values)
+        values = [pad(one, [0, 0] * (one.ndim - 1 - axis) + [0, most - one.shape[axis]]) for one in values]
+    return values
 
 
 class ModelPositions:
