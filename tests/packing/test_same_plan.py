@@ -45,7 +45,7 @@ def resumed(make, before, after, epoch=0):
     source, target = make(**before), make(**after)
     source.set_epoch(epoch)
     state = json.loads(json.dumps(source.state_dict(batches_done=DONE)))
-    notices._said.pop("other-settings", None)
+    notices.said.pop("other-settings", None)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         target.load_state_dict(state)
@@ -112,7 +112,7 @@ def test_epochs_that_need_more_steps_are_named():
     short = next(epoch for epoch in range(40) if len(at(epoch, **options)) < len(sampler(**options, epochs=40)))
     state = at(short, **options).state_dict(batches_done=2)
     target = sampler(**options, epochs=40)
-    notices._said.pop("other-settings", None)
+    notices.said.pop("other-settings", None)
     with pytest.warns(PackingWarning, match="least_steps was 1 and is"):
         target.load_state_dict(state)
 
