@@ -1,7 +1,7 @@
 """How many tokens and patches the images, or the videos, of an example have, by the configuration of its model.
 
-Each function takes the configuration and the columns of one example, and raises ValueError if columns contradict each
-other.
+Each function takes the configuration and the columns of the images, or of the videos, of one example, pixels first. It
+raises ValueError if columns contradict each other.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ class ExampleSize(NamedTuple):
     patches: int
 
 
-def of_grids(config: Any, media: Media, pixels: str, grids: str) -> ExampleSize:
+def of_grids(config: Any, media: Media) -> ExampleSize:
     """Rows of patches, with the grid of each image or video (Qwen-VL)."""
-    merge, grid, rows = config.vision_config.spatial_merge_size, media[grids], len(media[pixels])
+    (pixels, rows), (grids, grid), *_ = media.items()
+    merge = config.vision_config.spatial_merge_size
     if grid.shape[1] != 3 or bool((grid < 1).any()) or bool((grid[:, 1:] % merge).any()):
         raise ValueError(
             f"has {grids} {grid.tolist()!r:.100}; it holds time, height and width of each in patches, at least 1, and "
             f"height and width are multiples of spatial_merge_size={merge}."
         )
     patches = int(grid.prod(1).sum())
-    if patches != rows:
+    if patches != len(rows):
         raise ValueError(
-            f"has {rows} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {patches} patches. Pass both as "
-            "the processor returns them: their first axis isn't that of a batch, so don't take [0] of it."
+            f"has {len(rows)} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {patches} patches. Pass "
+            "both as the processor returns them: their first axis isn't that of a batch, so don't take [0] of it."
         )
     return ExampleSize(patches // merge**2, patches)
 
@@ -101,10 +102,11 @@ def of_rows(config: Any, media: Media) -> ExampleSize:
     return ExampleSize(images * tokens, images * patches)
 
 
-def of_places(config: Any, media: Media, pixels: str, places: str) -> ExampleSize:
+def of_places(config: Any, media: Media) -> ExampleSize:
     """Images, or frames of all videos, of patches with a position each, padded; patches are pooled (Gemma 4)."""
-    values, positions, counts = media[pixels], media[places], media.get("num_frames_per_video")
-    if pixels == "pixel_values_videos" and counts is not None and int(counts.sum()) != len(values):
+    (pixels, values), (places, positions), *_ = media.items()
+    counts = media.get("num_frames_per_video")
+    if counts is not None and int(counts.sum()) != len(values):
         raise ValueError(f"has num_frames_per_video {counts.tolist()!r:.100} for {len(values)} frames.")
     if positions.shape != (*values.shape[:2], 2):
         raise ValueError(f"has {places} of shape {tuple(positions.shape)} for {pixels} of shape {tuple(values.shape)}.")
