@@ -85,7 +85,7 @@ def foreign(x: int) -> int:
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> compilation._Compilations:
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "said", {})
     return compilation._Compilations()
 
 

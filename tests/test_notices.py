@@ -15,7 +15,7 @@ from tritonpack import notices
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "said", {})
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_warning_names_the_line_of_the_user(heard: list[warnings.WarningMessage]
 
 def test_message_names_the_filter_that_silences_it(heard: list[warnings.WarningMessage]) -> None:
     notices.say_once("a-key", "Facts.")
-    notices._said.clear()
+    notices.said.clear()
     code = str(heard[0].message).partition("To silence this warning: ")[2]
     exec(code, {"warnings": warnings, "tritonpack": tritonpack})
     notices.say_once("a-key", "Facts.")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonpack.backends import Backend, resolve_backend
 from tritonpack.checks import check_flag
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.ops import run_attention
+from tritonpack.ops import autocast, run_attention
 from tritonpack.options import make_options
 
 MAX_HEAD_DIM = 512
@@ -111,19 +111,6 @@ def varlen_attention(
     )
     out, lse = run_attention(q, k, v, mask, options, resolve_backend(backend, q))
     return (out, lse) if return_lse else out
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors of one device to autocast's dtype if autocast is on; float64 stays, as in torch."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-
-    return tuple(cast(x) for x in tensors)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> None:

@@ -23,7 +23,7 @@ from tritonpack.errors import PackingWarning
 # The patched modules of this process: `patch()` adds them, `unpatch()` discards them.
 patched_models: WeakSet[Any] = WeakSet()
 
-_said: dict[str, object] = {}
+said: dict[str, object] = {}  # the keys of the warnings and lines that have appeared
 _unheard = threading.local()  # marks threads in which nothing is said
 
 
@@ -37,7 +37,7 @@ def say_once(key: str, message: str) -> None:
     if hasattr(_unheard, "now"):
         return
     mine = object()
-    if _said.setdefault(key, mine) is not mine:  # one step, so that only one of several threads warns
+    if said.setdefault(key, mine) is not mine:  # one step, so that only one of several threads warns
         return
     end = f"warnings.filterwarnings('ignore', '{key}', tritonpack.PackingWarning)"
     warnings.warn(f"{key}: {message} To silence this warning: {end}", PackingWarning, stacklevel=_users_level())
@@ -46,7 +46,7 @@ def say_once(key: str, message: str) -> None:
 def tell_once(key: str, message: str) -> None:
     """Print a line to standard error at the first call for a key in this process, if this process `speaks`."""
     mine = object()
-    if _said.setdefault(key, mine) is mine and speaks():
+    if said.setdefault(key, mine) is mine and speaks():
         print(f"tritonpack: {message}", file=sys.stderr, flush=True)
 
 
@@ -68,11 +68,6 @@ def unheard() -> Iterator[None]:
     finally:
         if not outer:
             del _unheard.now
-
-
-def is_said(key: str) -> bool:
-    """Return whether the warning of a key has appeared in this process; its cause needn't be looked for again."""
-    return key in _said
 
 
 def knows_patched_models() -> bool:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from tritonpack.backends import BackendModule, load
+from tritonpack.backends import BackendModule, load, loaded
 from tritonpack.backends.tile_table import TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
-
-T = TypeVar("T")
 
 PLAIN = frozenset((Tensor, Parameter))
 
@@ -89,11 +87,24 @@ def run_attention(
     if not _is_plain_call(*inputs):
         return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
     mask.check_unwritten()
-    module = load(backend)
+    module = loaded.get(backend) or load(backend)
     tiles = module.plan_tiles(q, k, v, mask, options, backward=backward)
     if backward:
         return _Attention.apply(q, k, v, options.sinks, mask, options, tiles, module, backend)
-    return _forward(module, q, k, v, mask, options, tiles)
+    return _run(module.forward, q, k, v, mask, options, tiles)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors of one device to autocast's dtype if autocast is on; float64 stays, as in torch."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return tuple(cast(x) for x in tensors)
 
 
 def _is_plain_call(*tensors: Tensor) -> bool:
@@ -108,23 +119,16 @@ def _is_plain_call(*tensors: Tensor) -> bool:
     )
 
 
-def _forward(backend: BackendModule, *arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _without_autocast(backend.forward, *arguments)
-    return out.contiguous(), lse.contiguous()  # the layouts of `_attention_fake`
-
-
-def _backward(backend: BackendModule, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    dq, dk, dv, dsinks = _without_autocast(backend.backward, *arguments)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
-
-
-def _without_autocast(function: Callable[..., T], x: Tensor, *others: Any) -> T:
-    """Call a function of a backend with autocast off: the backend chooses the precision of each product."""
+def _run(function: Callable[..., tuple[Any, ...]], x: Tensor, *others: Any) -> Any:
+    """Call `forward` or `backward` of a backend with autocast off, because the backend chooses the precision of each
+    product. Outputs and gradients are contiguous, as in the fake functions below."""
     device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return function(x, *others)
-    with torch.autocast(device, enabled=False):
-        return function(x, *others)
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            results = function(x, *others)
+    else:
+        results = function(x, *others)
+    return *map(Tensor.contiguous, results[:3]), *results[3:]  # the fourth may be None
 
 
 class _Attention(torch.autograd.Function):
@@ -135,7 +139,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: BlockDiagonalMask,
         options: AttentionOptions, tiles: TileTables, backend: BackendModule, name: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = _forward(backend, q, k, v, mask, options, tiles)
+        out, lse = _run(backend.forward, q, k, v, mask, options, tiles)
         ctx.save_for_backward(q, k, v, out, lse, sinks, options.alibi_slopes, options.dropout_seed)
         ctx.others = mask, options, tiles, backend, name
         ctx.set_materialize_grads(False)
@@ -151,7 +155,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if _is_plain_call(dout, q) and not torch.is_grad_enabled():
-            dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, mask, options, tiles)
+            dq, dk, dv, dsinks = _run(backend.backward, dout, dlse, q, k, v, out, lse, mask, options, tiles)
         else:  # with gradients enabled, because the operator's derivative is an error with a remedy
             arguments = _arguments(mask, options, tiles, name)
             dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
@@ -194,14 +198,14 @@ def _arguments(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTa
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     backend, *others = _unpack(k, Arguments(*arguments))
-    return _forward(backend, q, k, v, *others)
+    return _run(backend.forward, q, k, v, *others)
 
 
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     backend, *others = _unpack(k, Arguments(*arguments))
-    dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, *others)
+    dq, dk, dv, dsinks = _run(backend.backward, dout, dlse, q, k, v, out, lse, *others)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -46,7 +46,7 @@ def test_a_new_backend_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     file = SimpleNamespace(
         check_device=reference.check_device, plan_tiles=reference.plan_tiles, forward=forward, backward=backward
     )
-    monkeypatch.setattr(backends, "_modules", {})
+    monkeypatch.setattr(backends, "loaded", {})
     monkeypatch.setitem(sys.modules, "tritonpack.backends.fifth", file)
     monkeypatch.setattr("tritonpack.backends.BACKENDS", (*BACKENDS, "fifth"))
     q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
@@ -158,7 +158,7 @@ class TestChoice:
     def test_missing_triton_is_named_with_a_remedy(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in [one for one in sys.modules if one.split(".")[0] == "triton"]:
             monkeypatch.setitem(sys.modules, module, None)
-        monkeypatch.setattr(backends, "_modules", {})
+        monkeypatch.setattr(backends, "loaded", {})
         for module in ("triton", "gluon"):
             monkeypatch.delitem(sys.modules, f"tritonpack.backends.{module}", raising=False)
             monkeypatch.delattr(backends, module, raising=False)

@@ -29,7 +29,7 @@ def test_listener_waits_for_a_kernel_of_this_package(
         heard.append(facts)
 
     for before in (None, others):
-        monkeypatch.setattr(notices, "_said", {})
+        monkeypatch.setattr(notices, "said", {})
         monkeypatch.setattr(knobs.compilation, "listener", before)
         compilation.announce_compilation()
         listener: Any = knobs.compilation.listener

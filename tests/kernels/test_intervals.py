@@ -18,8 +18,8 @@ from tritonpack import BlockDiagonalMask
 from tritonpack.checks import check_reach
 from tritonpack.kernels import intervals, trees
 from tritonpack.masks import bounds
-from tritonpack.masks.block_diagonal import mask_from_runs
-from tritonpack.masks.intervals import WHOLE_DOCUMENT
+from tritonpack.masks.block_diagonal import mask_from_intervals
+from tritonpack.masks.intervals import WHOLE_DOCUMENT, from_runs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -93,8 +93,9 @@ def runs(rng: random.Random) -> Iterator[Build]:
     starts, live = (torch.rand(shape, generator=generator) < share for share in (0.1, 0.7))
     starts[:, 0] = True
     first = torch.where(starts.flatten(), torch.arange(starts.numel()), 0).cummax(0).values
-    yield partial(mask_from_runs, starts, live.flatten()[first].view(shape), check_reach((2, 5), False, None))
-    yield partial(mask_from_runs, starts, None, WHOLE_DOCUMENT)
+    live = live.flatten()[first].view(shape)
+    yield partial(mask_from_intervals, partial(from_runs, starts, live), check_reach((2, 5), False, None))
+    yield partial(mask_from_intervals, partial(from_runs, starts, None), WHOLE_DOCUMENT)
 
 
 def edges(rng: random.Random) -> Iterator[Build]:

@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "total negative": (lambda: Mask.from_cu_seqlens([0], total_q=-1), r"0 to 2\*\*31 - 1; got -1"),
     "total too large": (lambda: Mask.from_cu_seqlens([0], total_q=2**31), "got 2147483648"),
     "lengths too long": (lambda: Mask.from_seqlens([2**30, 2**30]),
-     r"lengths of seqlens must sum to at most 2\*\*31 - 1; got 2147483648. Make several masks"),
+     r"total_q must be an integer from 0 to 2\*\*31 - 1; got 2147483648"),
     "total a float": (lambda: Mask.from_cu_seqlens([0, 2], total_q=2.0), "total_q must be an integer .* 2.0"),
     "window below -1": (lambda: Mask.from_seqlens([3], window=(-2, 0)),
      r"window must be two integers \(left, right\) of at least -1, .*; got \(-2, 0\)"),

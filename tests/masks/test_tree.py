@@ -153,8 +153,8 @@ class TestRefusals:
         [
             ([2, 0], r"ends\[1\] is 0: a subtree ends after its own token"),
             ([3, 2], r"ends\[0\] is 3: a subtree ends after its own token and within its row"),
-            ([2, 3, 3], r"ends\[0\] is 2: a subtree that begins within"),
-            ([5, 3, 4, 4, 5], r"ends\[1\] is 3: a subtree that begins within"),
+            ([2, 3, 3], r"ends\[1\] is 3: a subtree that begins within another one ends after it"),
+            ([5, 3, 4, 4, 5], r"ends\[2\] is 4: a subtree that begins within"),
             (torch.tensor([[2, 2], [2, 3]]), r"ends\[1, 1\] is 3: a subtree ends"),
             ("5", "ends must hold integers"),
         ],

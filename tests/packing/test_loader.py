@@ -92,7 +92,7 @@ KINDS = {
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_passes_over_datasets_of_all_kinds(kind, workers, monkeypatch):
     """Each pass is the next epoch with every document once, without a warning; `set_epoch` chooses one."""
-    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    monkeypatch.setattr(notices, "said", {"unpatched-model": None})
     loader = make(KINDS[kind](DOCUMENTS), num_workers=workers)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -155,7 +155,7 @@ def second_iterator(make):
 @pytest.mark.parametrize("kind", ["sampler", "bins", "loader", "stream"])
 def test_stateful_loaders_of_several_processes_save_no_epoch(kind, monkeypatch):
     """They say so, and which call chooses the epoch of a resumed pass."""
-    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    monkeypatch.setattr(notices, "said", {"unpatched-model": None})
     make = partial(Made, kind, ranks=2)
     with pytest.warns(UserWarning, match=r"stateful-loader: .* Call set_epoch\(number\) on the prepared loader"):
         assert epoch_of(passes_of("stateful prepare resume pass", make)[0], kind, 2) == "0[3:]"
@@ -236,9 +236,9 @@ def epoch_of(batches, kind, ranks):
 def test_epochs_of_passes(kind, way, options, expected, monkeypatch):
     ranks = options.get("ranks", 1)
     epochs_of(kind, ranks)
-    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    monkeypatch.setattr(notices, "said", {"unpatched-model": None})
     make = partial(Made, kind, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [epoch_of(batches, kind, ranks) for batches in (way(make) if callable(way) else passes_of(way, make))]
-    assert " ".join(found + ["warns"] * ("same-epoch" in notices._said)) == expected
+    assert " ".join(found + ["warns"] * ("same-epoch" in notices.said)) == expected

@@ -46,7 +46,7 @@ def resumed(make, before, after, epoch=0):
     source, target = make(**before), make(**after)
     source.set_epoch(epoch)
     state = json.loads(json.dumps(source.state_dict(batches_done=DONE)))
-    notices._said.pop("other-settings", None)
+    notices.said.pop("other-settings", None)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         target.load_state_dict(state)
@@ -115,7 +115,7 @@ def test_epochs_that_need_more_steps_are_named_as_the_option():
     short = next(epoch for epoch in range(40) if len(at(epoch, **options)) < len(sampler(**options, epochs=40)))
     state = at(short, **options).state_dict(batches_done=2)
     target = sampler(**options, epochs=40)
-    notices._said.pop("other-settings", None)
+    notices.said.pop("other-settings", None)
     with pytest.warns(PackingWarning, match=r"the least number of steps of an epoch \(option epochs\) was 1 and is"):
         target.load_state_dict(state)
 

@@ -22,7 +22,7 @@ DOCUMENTS = [{"input_ids": [number + 1] * length} for number, length in enumerat
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch):
-    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
+    monkeypatch.setattr(notices, "said", {"unpatched-model": None})
 
 
 def make(documents=DOCUMENTS, **options):

@@ -19,7 +19,7 @@ DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
     """No warning was given and no model is patched yet."""
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "said", {})
     monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
 
 

@@ -98,19 +98,19 @@ def load(name: str) -> BackendModule:
     Raises:
         BackendUnavailableError: a package that the backend imports isn't installed.
     """
-    if torch.compiler.is_compiling() or name not in _modules:  # torch.compile keeps what it has read of `_modules`
+    if torch.compiler.is_compiling() or name not in loaded:  # torch.compile keeps what it has read of `loaded`
         _import(name)
-    return _modules[name]
+    return loaded[name]
 
 
-_modules: dict[str, BackendModule] = {}
+loaded: dict[str, BackendModule] = {}
 
 
 def _import(name: str) -> None:
-    if name in _modules:
+    if name in loaded:
         return
     try:
-        _modules[name] = cast("BackendModule", import_module(f"{__name__}.{name}"))
+        loaded[name] = cast("BackendModule", import_module(f"{__name__}.{name}"))
     except ImportError as error:
         raise BackendUnavailableError(
             f"backend={name!r} needs Triton 3.6 or later, which can't be imported here ({error}); run pip install "

@@ -238,13 +238,13 @@ def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tens
         else:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
     one_run = not blocks and len(runs) == 1 and runs[0][:4] == (0, mask.num_queries, 0, mask.num_keys)
-    blind, unseen = (_blind_rows(mask), _blind_rows(mask.transpose())) if blocks else (None, None)
+    blind = unseen = None
+    if blocks:
+        transposed = mask.transpose()
+        rows, keys = mask.key_start == mask.key_stop, transposed.key_start == transposed.key_stop
+        blind = rows[:, None, None] if bool(rows.any()) else None
+        unseen = keys[:, None, None] if bool(keys.any()) else None
     return TileTables(None, None, None, table, Plan(blocks, blind, unseen, runs, one_run))
-
-
-def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
-    blind = (mask.key_start == mask.key_stop)[:, None, None]
-    return blind if bool(blind.any()) else None
 
 
 def plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
@@ -258,7 +258,7 @@ def plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list
     if not fuse or mask.is_tree:
         found[:, 4] = fused.OTHER
     documents = found.tolist()
-    tiles = torch.tensor(_tiles(documents, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
+    tiles = torch.tensor(_tiles(documents, pack_invariant), dtype=torch.int64, device=mask.key_start.device).view(-1, 2)
     plan = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
     for document in documents:
         if document[4] != fused.OTHER:

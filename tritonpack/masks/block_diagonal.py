@@ -26,7 +26,7 @@ from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, docum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs", "mask_from_tree_ends"]
+__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_intervals", "mask_from_tree_ends"]
 
 
 class BlockDiagonalMask(Bounds):
@@ -67,7 +67,7 @@ class BlockDiagonalMask(Bounds):
             holds the query, and bounds may decrease.
         key_places: (num_keys,) int32, the place of each key, counted as `diagonal` is; None if these are 0, 1, 2, ...,
             or in a tree `diagonal`. A mask restricted to some keys keeps their places.
-        trusted: whether to skip the check of the bounds' values.
+        trusted: whether to skip all checks and the copies of the tensors.
     """
 
     @classmethod
@@ -101,18 +101,11 @@ class BlockDiagonalMask(Bounds):
         """
         cu_seqlens = checks.offsets_from_lengths(seqlens, "seqlens")
         cu_seqlens_k = cu_seqlens if seqlens_k is None else checks.offsets_from_lengths(seqlens_k, "seqlens_k")
-        total_q, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
-        for name, total in (("seqlens", total_q), ("seqlens_k", total_k)):
-            if total >= 2**31:
-                raise ValueError(
-                    f"the lengths of {name} must sum to at most 2**31 - 1; got {total}. Make several masks."
-                )
-        checks.check_documents(cu_seqlens, cu_seqlens_k)
         target = checks.check_device("cpu" if device is None else device)
         cu_q, cu_k = (cu.to(target, non_blocking=True) for cu in (cu_seqlens, cu_seqlens_k))
         return cls.from_cu_seqlens(
             cu_q, None if seqlens_k is None else cu_k, causal=causal, window=window, chunk_size=chunk_size,
-            spans=spans, total_q=total_q, total_k=total_k,
+            spans=spans, total_q=int(cu_seqlens[-1]), total_k=int(cu_seqlens_k[-1]),
         )  # fmt: skip
 
     @classmethod
@@ -160,7 +153,7 @@ class BlockDiagonalMask(Bounds):
                 checks.check_sound(sound[1], cu_k, total_k, "total_k", key_name)
             return found
 
-        return _mask(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
+        return mask_from_intervals(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
 
     @classmethod
     def from_position_ids(
@@ -186,7 +179,7 @@ class BlockDiagonalMask(Bounds):
         [0, 0, 0, 3, 3, 5, 5, 7, 7, 7]
         """
         reach = checks.check_reach(window, causal, chunk_size)
-        return _mask(partial(intervals.from_position_ids, position_ids), reach, spans)
+        return mask_from_intervals(partial(intervals.from_position_ids, position_ids), reach, spans)
 
     @classmethod
     def from_segment_ids(
@@ -205,8 +198,7 @@ class BlockDiagonalMask(Bounds):
         """
         reach = checks.check_reach(window, causal, chunk_size)
         ids = checks.check_rows(segment_ids, "segment_ids")
-        intervals.check_segments(ids)
-        return _mask(partial(intervals.from_segment_ids, ids), reach, spans)
+        return mask_from_intervals(partial(intervals.from_segment_ids, ids), reach, spans)
 
     @classmethod
     def from_padding_mask(
@@ -224,9 +216,8 @@ class BlockDiagonalMask(Bounds):
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
         reach = checks.check_reach(window, causal, chunk_size)
-        attention_mask = checks.check_rows(attention_mask, "attention_mask", mask=True)
-        intervals.check_padding(attention_mask)
-        return _mask(partial(intervals.from_padding_mask, attention_mask), reach, spans)
+        rows = checks.check_rows(attention_mask, "attention_mask", mask=True)
+        return mask_from_intervals(partial(intervals.from_padding_mask, rows), reach, spans)
 
     @classmethod
     def from_tree(
@@ -257,7 +248,7 @@ class BlockDiagonalMask(Bounds):
         Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
         reach = checks.check_reach(window, True, chunk_size)
-        return _tree_mask(partial(tree.from_parents, parents, reach))
+        return _tree_mask(partial(tree.forest_bounds, parents, "parents", reach))
 
     @classmethod
     def from_tree_ends(
@@ -323,18 +314,13 @@ class BlockDiagonalMask(Bounds):
         return block_mask.block_mask(self, BLOCK_SIZE)
 
 
-def mask_from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> BlockDiagonalMask:
-    """The mask of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
-    return _mask(partial(intervals.from_runs, starts, live), reach, None)
-
-
 def mask_from_tree_ends(ends: Lengths, reach: Reach) -> BlockDiagonalMask:
     """The mask of `BlockDiagonalMask.from_tree_ends`."""
-    return _tree_mask(partial(tree.from_ends, ends, reach))
+    return _tree_mask(partial(tree.forest_bounds, ends, "ends", reach))
 
 
-def _mask(
-    build: Callable[[Reach], Intervals], reach: Reach, spans: Tensor | None, num_keys: int | None = None,
+def mask_from_intervals(
+    build: Callable[[Reach], Intervals], reach: Reach, spans: Tensor | None = None, num_keys: int | None = None,
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:  # fmt: skip
     """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""

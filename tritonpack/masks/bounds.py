@@ -39,19 +39,47 @@ class Bounds:
     trusted: InitVar[bool] = False
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
-    _versions: ClassVar[tuple[tuple[str, Tensor, int], ...]]
+    _versions: ClassVar[list[tuple[str, Tensor, int]]]
     _captured: ClassVar[bool]
-    _origin: ClassVar[Any]
+    origin: ClassVar[Any]  # the mask that `to` made this one of, or None
+    is_tree: ClassVar[bool]  # whether the keys, too, have intervals of queries that may see them
 
     def __post_init__(self, trusted: bool) -> None:
-        self._check_fields()
-        self._begin(copy=not trusted)
-        if trusted or torch.compiler.is_compiling() or type(self.key_start) is not Tensor:
+        if not trusted:
+            self._check_fields()
+        compiling, versions = torch.compiler.is_compiling(), []
+        for name in TENSORS:
+            x = getattr(self, name)
+            if not isinstance(x, Tensor):
+                continue
+            # The owner of tensors may write them again. To inference tensors torch counts no writes.
+            if not trusted or (not compiling and x.is_inference()):
+                x = outside_inference_mode(x.clone)
+                object.__setattr__(self, name, x)
+            if not compiling:
+                versions.append((name, x, x._version))
+        plain = type(self.key_start) is Tensor
+        for name, value in (
+            ("_computed", {}),
+            ("_versions", versions),
+            ("_captured", plain and is_capturing(self.key_start.device)),
+            ("is_tree", self.query_stop is not None),
+            ("origin", None),
+        ):
+            object.__setattr__(self, name, value)
+        if trusted or compiling or not plain:
             return
-        if kernels.serve(self.key_start):
-            self._assert_by_kernel()
-        else:
-            self._require_valid()
+        if not kernels.serve(self.key_start):
+            self._require_valid(self.device)
+        elif self.query_start is not None and self.query_stop is not None:
+            from tritonpack.kernels.trees import assert_bounds
+
+            assert_bounds(self.key_start, self.key_stop, self.query_start, self.query_stop)
+        else:  # one launch asserts the values and builds the transpose, which every kernel of attention reads
+            from tritonpack.kernels.intervals import transposed_intervals
+
+            bounds = self.key_start, self.key_stop, self.num_keys
+            self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
 
     def _check_fields(self) -> None:
         """Raise ValueError unless all fields have the right types and shapes."""
@@ -75,33 +103,9 @@ class Bounds:
                     f"{name} must hold a number for each of the {count} {others}, on {device}; got {describe(x)}."
                 )
 
-    def _begin(self, copy: bool = False) -> None:
-        """Copy tensors that their owner may write again, and start the part of a mask that isn't in its fields.
-
-        Inference tensors are always copied: torch counts no writes to them, so `check_unwritten` couldn't refuse them.
-        """
-        compiling, counted = torch.compiler.is_compiling(), []
-        for name in TENSORS:
-            x = getattr(self, name)
-            if not isinstance(x, Tensor):
-                continue
-            if copy or (not compiling and x.is_inference()):
-                x = outside_inference_mode(x.clone)
-                object.__setattr__(self, name, x)
-            if not compiling:
-                counted.append((name, x, x._version))
-        object.__setattr__(self, "_computed", {})
-        object.__setattr__(self, "_versions", tuple(counted))
-        object.__setattr__(self, "_captured", type(self.key_start) is Tensor and is_capturing(self.key_start.device))
-        object.__setattr__(self, "_origin", None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
-        self._begin()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have the fields alone, not what was computed from them."""
+        return partial(type(self), trusted=True), tuple(getattr(self, f.name) for f in fields(self))
 
     @property
     def num_queries(self) -> int:
@@ -110,11 +114,6 @@ class Bounds:
     @property
     def device(self) -> torch.device:
         return self.key_start.device
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether the keys, too, have intervals of queries that may see them."""
-        return self.query_stop is not None
 
     @property
     def places(self) -> Tensor | None:
@@ -141,7 +140,8 @@ class Bounds:
         self.check_unwritten()
         if key not in self._computed:
             value = outside_inference_mode(build)
-            if (type(self.key_start) is Tensor and is_capturing(self.device)) != self._captured:
+            first = self.key_start
+            if (type(first) is Tensor and is_capturing(first.device)) != self._captured:
                 return value
             self._computed[key] = value
         return self._computed[key]
@@ -151,7 +151,7 @@ class Bounds:
         if torch.compiler.is_compiling():
             return
         written = []
-        for name, x, version in self._versions:
+        for name, x, version in self._versions:  # a loop, because every layer comes here
             if x._version != version:
                 written.append(name)
         if written:
@@ -191,25 +191,26 @@ class Bounds:
         return self.cached("transpose", self._transpose)
 
     def _transpose(self) -> Self:
+        num_queries = self.key_start.shape[0]
         # Not `self`, which would be a reference cycle.
         source = self._computed.get("document", self.document_source)
         # The bounds of the transpose, (num_keys,) int32, if they were computed along with the mask.
         start, stop = self._computed.get("seen by", (self.query_start, self.query_stop))
-        if (start is None or stop is None) and kernels.serve(self.key_start):
+        if (start is None or stop is None) and self.key_start.is_cuda and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
 
             start, stop = transposed_intervals(self.key_start, self.key_stop, self.num_keys)
         elif start is None or stop is None:
-            keys = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+            keys = torch.arange(self.num_keys, device=self.key_start.device, dtype=torch.int32)
             start = torch.searchsorted(self.key_stop, keys, right=True, out_int32=True)
             stop = torch.searchsorted(self.key_start, keys, right=True, out_int32=True)
         if source is not None:
-            source = partial(_document_of_keys, source, start) if self.num_queries else None
+            source = partial(_document_of_keys, source, start) if num_queries else None
         return replace(
             self,
             key_start=start,
             key_stop=stop,
-            num_keys=self.num_queries,
+            num_keys=num_queries,
             diagonal=None,
             document_source=source,
             query_start=self.key_start if self.is_tree else None,
@@ -265,13 +266,8 @@ class Bounds:
             lambda: {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
         )
         mask = replace(self, **moved, trusted=True)
-        object.__setattr__(mask, "_origin", self)
+        object.__setattr__(mask, "origin", self)
         return mask
-
-    @property
-    def origin(self) -> Self | None:
-        """The mask that `to` made this one of; None if there is none."""
-        return self._origin
 
     def validate(self) -> Self:
         """Check the values; waits for the device.
@@ -283,63 +279,45 @@ class Bounds:
             ValueError: an interval lies outside the keys (or queries), ends before it begins, or, in a mask without
                 trees, begins or ends before the interval of the row above; the message names the first such row.
         """
-        for start, stop, size, own, other, ascending in self._sides():
-            _require_intervals(start.cpu(), stop.cpu(), size, own, other, ascending)
+        self._require_valid(torch.device("cpu"))
         return self
 
-    def _require_valid(self) -> None:
-        """`validate`, on the device by an assertion there, which the host doesn't wait for."""
-        for side in self._sides():
-            _require_intervals(*side)
-
-    def _sides(self) -> list[tuple[Tensor, Tensor, int, str, str, bool]]:
-        """The arguments of `_require_intervals` for queries, and for keys if these have bounds."""
-        sides = [(self.key_start, self.key_stop, self.num_keys, "row", "keys", not self.is_tree)]
+    def _require_valid(self, device: torch.device) -> None:
+        """Check values in host memory, or on a device by an assertion there, which the host doesn't wait for."""
+        ascending = not self.is_tree
+        _require_intervals(self.key_start.to(device), self.key_stop.to(device), self.num_keys, "row", "keys", ascending)
         if self.query_start is not None and self.query_stop is not None:
-            sides.append((self.query_start, self.query_stop, self.num_queries, "key", "queries", False))
-        return sides
-
-    def _assert_by_kernel(self) -> None:
-        """`_require_valid` in one launch, which also builds the transpose: every kernel of attention reads it."""
-        if self.query_start is not None and self.query_stop is not None:
-            from tritonpack.kernels.trees import assert_bounds
-
-            assert_bounds(self.key_start, self.key_stop, self.query_start, self.query_stop)
-        else:
-            from tritonpack.kernels.intervals import transposed_intervals
-
-            bounds = self.key_start, self.key_stop, self.num_keys
-            self.cached("seen by", lambda: transposed_intervals(*bounds, checked=True))
+            start, stop = self.query_start.to(device), self.query_stop.to(device)
+            _require_intervals(start, stop, self.num_queries, "key", "queries", ascending)
 
 
 def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascending: bool) -> None:
     """Raise, or assert on the device, unless intervals lie within `size` others, and ascend if they must."""
-    outside, reversed_ = (start < 0) | (stop > size), stop < start
-    falls = torch.zeros_like(outside)
+    falls = torch.zeros_like(start, dtype=torch.bool)
     if ascending:
         falls[1:] = (start[1:] < start[:-1]) | (stop[1:] < stop[:-1])
+    faults = {
+        f"reaches outside the {size} {other}": (start < 0) | (stop > size),
+        "ends before it begins": stop < start,
+        f"begins or ends before the interval of the {own} above": falls,
+    }
+    wrong = torch.stack(list(faults.values()))
+    verb, rule = ("sees", ", and neither their begins nor their ends may decrease") if ascending else ("has", "")
 
     def message() -> str:
+        rules = f"intervals must lie within the {size} {other} and end at or after their begin{rule}"
         if not on_host(start):
-            also = ", and neither their begins nor their ends may decrease" if ascending else ""
             return (
-                f"a mask's intervals must lie within the {size} {other} and end at or after their begin{also}. "
-                "mask.validate() names the first wrong one, on a copy of the bounds in host memory."
+                f"a mask's {rules}. mask.validate() names the first wrong one, on a copy of the bounds in host memory."
             )
-        number = int((outside | reversed_ | falls).nonzero()[0, 0])
-        fault = f"begins or ends before the interval of the {own} above"
-        if outside[number]:
-            fault = f"reaches outside the {size} {other}"
-        elif reversed_[number]:
-            fault = "ends before it begins"
-        verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
+        number = int(wrong.any(0).nonzero()[0, 0])
+        fault = list(faults)[int(wrong[:, number].nonzero()[0, 0])]
         return (
             f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which {fault}; "
-            f"intervals must lie within the {other}{rule}. Check the offsets, ids or indices that the mask was built "
-            "from."
+            f"{rules}. Check the offsets, ids or indices that the mask was built from."
         )
 
-    require(~(outside | reversed_ | falls).any(), message)
+    require(~wrong.any(), message)
 
 
 def is_capturing(device: torch.device) -> bool:

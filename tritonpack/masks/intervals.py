@@ -63,78 +63,74 @@ def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
         if position_ids.ndim == 3 and position_ids.shape[0] == 4:
             position_ids = position_ids[0]
         if position_ids.ndim < 3:
-            return _from_ids(check_rows(position_ids, "position_ids"), "positions", reach)
+            return _by_kernel(check_rows(position_ids, "position_ids"), "positions", reach)
     return from_runs(document_starts(position_ids), None, reach)
 
 
 def from_segment_ids(segment_ids: Tensor, reach: Reach) -> Intervals:
-    """The intervals of segment ids, (B, T) integers, 0 for padding; on GPUs the kernel asserts `check_segments`."""
+    """The intervals of segment ids, (B, T) integers, 0 for padding.
+
+    Raises:
+        ValueError: negative ids, or a document in several pieces; on an accelerator an assertion fails.
+    """
     if kernels.serve(segment_ids):
-        return _from_ids(segment_ids, "segments", reach)
+        return _by_kernel(segment_ids, "segments", reach)
+    _require_in_one_piece(
+        segment_ids,
+        segment_ids,
+        "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
+        "padding)",
+        "renumber the pieces, or move the tokens of each document together.",
+    )
     return from_runs(changes(segment_ids), segment_ids != 0, reach)
 
 
 def from_padding_mask(attention_mask: Tensor, reach: Reach) -> Intervals:
-    """The intervals of a padding mask, (B, T) integers or bool; on GPUs the kernel asserts `check_padding`."""
+    """The intervals of a padding mask, (B, T) integers or bool.
+
+    Raises:
+        ValueError: padding between the tokens of a row; on an accelerator an assertion fails.
+    """
     if kernels.serve(attention_mask):
-        return _from_ids(attention_mask, "padding", reach)
-    return from_segment_ids(attention_mask != 0, reach)
+        return _by_kernel(attention_mask, "padding", reach)
+    live = attention_mask != 0
+    _require_in_one_piece(
+        live.to(torch.uint8),
+        attention_mask,
+        "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right only",
+        "for several documents in a row use from_segment_ids.",
+    )
+    return from_runs(changes(live), live, reach)
 
 
-def check_segments(ids: Tensor) -> None:
-    """Raise, or assert on the device, unless (B, T) segment ids are valid; nothing where a kernel asserts it."""
-    if kernels.serve(ids):
-        return
+def _require_in_one_piece(ids: Tensor, values: Tensor, rule: str, remedy: str) -> None:
+    """Require that no id is negative or in several pieces of its row; the message shows the row of `values`."""
     starts, in_order = changes(ids), ids.sort(dim=1).values
     pieces = (starts & (ids != 0)).sum(1)
     documents = (changes(in_order) & (in_order != 0)).sum(1)
-    negative, broken = (ids < 0).any(1), pieces != documents
-    require(
-        ~(negative | broken).any(),
-        lambda: (
-            "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
-            f"padding); {_first_row(ids, negative | broken)}renumber the pieces, or move the tokens of each document "
-            "together."
-        ),
-    )
+    wrong = (ids < 0).any(1) | (pieces != documents)
 
+    def message() -> str:
+        where = ""
+        if on_host(values):
+            row = int(wrong.nonzero()[0, 0])
+            where = f"row {row} is {values[row].tolist()!r:.200}; "
+        return f"{rule}; {where}{remedy}"
 
-def check_padding(attention_mask: Tensor) -> None:
-    """Raise, or assert on the device, unless each row of a padding mask has its tokens in one piece, as above."""
-    if kernels.serve(attention_mask):
-        return
-    live = attention_mask != 0
-    broken = (changes(live) & live).sum(1) > 1
-    require(
-        ~broken.any(),
-        lambda: (
-            "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
-            f"only; {_first_row(attention_mask, broken)}for several documents in a row use from_segment_ids."
-        ),
-    )
-
-
-def _first_row(values: Tensor, wrong: Tensor) -> str:
-    """What a message says of the first of the wrong rows of values, if these lie in host memory."""
-    if not on_host(values):
-        return ""
-    row = int(wrong.nonzero()[0, 0])
-    return f"row {row} is {values[row].tolist()!r:.200}; "
+    require(~wrong.any(), message)
 
 
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
     """The intervals of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
-    if kernels.serve(starts):
-        codes = starts.to(torch.uint8) + 2 * (torch.ones_like(starts) if live is None else live)
-        return _from_ids(codes.reshape(1, -1), "codes", reach)
-    starts = starts.reshape(-1)
+    live = torch.ones_like(starts) if live is None else live
+    if starts.is_cuda and kernels.serve(starts):
+        codes = starts.to(torch.uint8) + 2 * live
+        return _by_kernel(codes.reshape(1, -1), "codes", reach)
+    starts, live = starts.reshape(-1), live.reshape(-1)
     rows = torch.arange(starts.shape[0], device=starts.device)
     begin, end = _runs(starts, rows)
-    live = None if live is None else live.reshape(-1)
-    end = end if live is None else torch.where(live, end, begin)
-    first = starts if live is None else starts & live
-    source = partial(number_documents, first)
-    return Intervals(*visible_keys(rows, begin, end, reach), rows.to(torch.int32), source)
+    found = visible_keys(rows, begin, torch.where(live, end, begin), reach)
+    return Intervals(*found, rows.to(torch.int32), partial(number_documents, starts & live))
 
 
 def visible_keys(diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
@@ -211,7 +207,7 @@ def number_documents(first: Tensor) -> Tensor:
     return (first.cumsum(0, dtype=torch.int32) - 1).clamp(min=0)
 
 
-def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
+def _by_kernel(ids: Tensor, rule: str, reach: Reach) -> Intervals:
     from tritonpack.kernels.intervals import intervals_of_ids
 
     start, stop, diagonal, begin, seen_by = intervals_of_ids(ids, rule, *reach)

@@ -8,8 +8,7 @@ the kernels of tritonpack/kernels/trees.py compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from tritonpack import kernels
 from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, describe, on_host, require
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
-NOTHING = -(2**31)
 
 
 class TreeBounds(NamedTuple):
@@ -33,34 +31,38 @@ class TreeBounds(NamedTuple):
     first: Tensor
 
 
-def from_parents(parents: Lengths, reach: Reach) -> TreeBounds:
-    """The bounds of a forest, of parents as `BlockDiagonalMask.from_tree` takes them.
+def forest_bounds(values: Lengths, kind: Literal["parents", "ends"], reach: Reach) -> TreeBounds:
+    """The bounds of a forest, of what `BlockDiagonalMask.from_tree` or `from_tree_ends` takes.
 
     Raises:
-        ValueError: the errors of `from_tree`.
+        ValueError: their errors.
     """
-    parents = _rows(parents, "parents")
-    if kernels.serve(parents):
-        return _by_kernels(parents, "parents", reach)
-    return bounds(_ends_of_parents(parents), reach)
+    if not isinstance(values, Tensor):
+        nested = isinstance(values, (list, tuple)) and any(isinstance(x, (list, tuple)) for x in values)
+        if nested or getattr(values, "ndim", 1) > 1:
+            raise ValueError(f"{kind} of several rows must be a (B, T) tensor; got {describe(values)}.")
+        values = as_integers(values, kind)
+    rows = check_rows(values, kind)
+    if kernels.serve(rows):
+        from tritonpack.kernels.trees import bounds_of_rows
 
-
-def from_ends(ends: Lengths, reach: Reach) -> TreeBounds:
-    """The bounds of a forest, of ends as `BlockDiagonalMask.from_tree_ends` takes them.
-
-    Raises:
-        ValueError: the errors of `from_tree_ends`.
-    """
-    ends = _rows(ends, "ends")
-    if kernels.serve(ends):
-        return _by_kernels(ends, "ends", reach)
-    return bounds(_checked_ends(ends), reach)
-
-
-def _by_kernels(values: Tensor, kind: str, reach: Reach) -> TreeBounds:
-    from tritonpack.kernels.trees import bounds_of_rows
-
-    return TreeBounds(*bounds_of_rows(values, kind, reach.left, reach.chunk))
+        return TreeBounds(*bounds_of_rows(rows, kind, reach.left, reach.chunk))
+    if kind == "parents":
+        return _bounds(_ends_of_parents(rows), reach)
+    place = torch.arange(rows.shape[1], device=rows.device)
+    rule = (
+        "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every"
+    )
+    ends = _checked_stream(rows, (place, rows.shape[1]), "ends", f"{rule} tree.")
+    bounds = _bounds(ends, reach)
+    parent = _ancestors_at(bounds.depth.long() - 1, bounds.depth.long(), bounds.key_stop > bounds.key_start)
+    _require_all(
+        ((bounds.depth == 0) | (ends[parent] >= ends)).view_as(rows),
+        rows,
+        "ends",
+        "a subtree that begins within another one ends after it. Subtrees lie within each other or apart.",
+    )
+    return bounds
 
 
 def _ends_of_parents(parents: Tensor) -> Tensor:
@@ -73,37 +75,26 @@ def _ends_of_parents(parents: Tensor) -> Tensor:
         "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a "
         "tree, or -2 for a token outside every tree. Put the tokens into depth-first order, parents first.",
     )
-    token = torch.arange(stream.shape[0], device=stream.device)
-    # A subtree ends at the first token whose parent lies before the subtree.
-    ends = torch.where(stream == SLACK, token, _first_below(stream, token))
-    whole = (stream < 0) | (ends[stream.clamp(min=0)] > token) if stream.numel() else stream < 0
+    total, live = stream.shape[0], stream != SLACK
+    # Descendants and ancestors at most 1, 2, 4, ... steps away; those of roots are counted at place `total`.
+    up = pad(torch.where(stream < 0, total, stream), (0, 1), value=total)
+    size = torch.ones_like(up)
+    depth = (up < total).to(torch.int64)
+    for _ in range(total.bit_length()):
+        size, depth, up = size.index_add(0, up, size), depth + depth[up], up[up]
+    size, depth = size[:-1], depth[:-1]
+    # In depth-first order a token is at most one deeper than the token before, and its parent is the last token of the
+    # parent's depth.
+    before = pad(torch.where(live, depth, -1), (1, 0), value=-1)[:-1]
+    follows = (stream < 0) | ((depth <= before + 1) & (_ancestors_at(depth - 1, depth, live) == stream))
     _require_all(
-        whole.view_as(parents),
+        follows.view_as(parents),
         parents,
         "parents",
         "the subtree of this parent has ended before the token, or the parent is outside every tree. Put the tokens "
         "into depth-first order, each subtree in one piece, and count places from the begin of the row.",
     )
-    return ends
-
-
-def _checked_ends(ends: Tensor) -> Tensor:
-    """The end of each token's subtree, (B * T,) int64, of (B, T) ends within rows."""
-    stream = _checked_stream(
-        ends,
-        (torch.arange(ends.shape[1], device=ends.device), ends.shape[1]),
-        "ends",
-        "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every "
-        "tree.",
-    )
-    if not torch.compiler.is_compiling():  # there nothing is checked, and a graph with these steps would fit few sizes
-        _require_all(
-            (_largest_end_within(stream) <= stream).view_as(ends),
-            ends,
-            "ends",
-            "a subtree that begins within this token's subtree ends after it. Subtrees lie within each other or apart.",
-        )
-    return stream
+    return torch.arange(total, device=stream.device) + torch.where(live, size, 0)
 
 
 def _checked_stream(values: Tensor, limits: tuple[int | Tensor, int | Tensor], name: str, rule: str) -> Tensor:
@@ -114,7 +105,7 @@ def _checked_stream(values: Tensor, limits: tuple[int | Tensor, int | Tensor], n
     return torch.where(values < 0, values, values + row_begin).reshape(-1)
 
 
-def bounds(ends: Tensor, reach: Reach) -> TreeBounds:
+def _bounds(ends: Tensor, reach: Reach) -> TreeBounds:
     """The bounds of a forest.
 
     Args:
@@ -146,45 +137,6 @@ def _ancestors_at(level: Tensor, depth: Tensor, live: Tensor) -> Tensor:
     in_levels = (torch.where(live, depth, UNLIMITED) << 31 | token).sort().values
     number = torch.searchsorted(in_levels, level << 31 | token, right=True) - 1
     return in_levels[number.clamp(min=0)] & UNLIMITED if depth.numel() else depth
-
-
-def _first_below(values: Tensor, limits: Tensor) -> Tensor:
-    """For each place the first later place whose value is below the limit, or the length; in steps of powers of two."""
-    length = values.shape[0]
-    place = torch.arange(1, length + 1, device=values.device)
-    for step, smallest in reversed(_windows(pad(values, (0, 1), value=NOTHING), torch.minimum)):
-        place = torch.where(smallest[place] >= limits, place + step, place)  # past the end stands NOTHING
-    return place
-
-
-def _largest_end_within(ends: Tensor) -> Tensor:
-    """The largest end among the tokens of each subtree."""
-    largest = ends.clone()
-    place = torch.arange(ends.shape[0], device=ends.device)
-    for step, window in reversed(_windows(ends, torch.maximum)):
-        inside = place + step <= ends
-        largest = torch.where(inside, torch.maximum(largest, window[place.clamp(max=ends.shape[0] - 1)]), largest)
-        place = torch.where(inside, place + step, place)
-    return largest
-
-
-def _windows(values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[int, Tensor]]:
-    """Pairs (size, the reduction of the `size` values from each place on), for all powers of two below the length."""
-    levels, size = [(1, values.to(torch.int32))] if values.numel() else [], 1
-    while 2 * size <= values.shape[0]:
-        last = levels[-1][1]
-        levels.append((2 * size, torch.cat([reduce(last[:-size], last[size:]), last[-size:]])))
-        size *= 2
-    return levels
-
-
-def _rows(values: Lengths, name: str) -> Tensor:
-    if not isinstance(values, Tensor):
-        nested = isinstance(values, (list, tuple)) and any(isinstance(x, (list, tuple)) for x in values)
-        if nested or getattr(values, "ndim", 1) > 1:
-            raise ValueError(f"{name} of several rows must be a (B, T) tensor; got {describe(values)}.")
-        values = as_integers(values, name)
-    return check_rows(values, name)
 
 
 def _require_all(good: Tensor, values: Tensor, name: str, rule: str) -> None:

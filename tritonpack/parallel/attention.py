@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tritonpack.attention import Backend, autocast, check_inputs
+from tritonpack.attention import Backend, check_inputs
 from tritonpack.backends import resolve_backend
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.ops import run_attention
+from tritonpack.ops import autocast, run_attention
 from tritonpack.options import AttentionOptions, make_options
 from tritonpack.parallel.comm import Ranks, as_ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of

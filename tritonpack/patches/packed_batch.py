@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonpack.attention import autocast, check_inputs, varlen_attention
+from tritonpack.attention import check_inputs, varlen_attention
 from tritonpack.backends import Backend, resolve_backend
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
@@ -22,12 +23,12 @@ from tritonpack.masks.block_diagonal import (
     BlockDiagonalMask,
     changes,
     document_starts,
-    mask_from_runs,
+    mask_from_intervals,
     mask_from_tree_ends,
 )
-from tritonpack.masks.intervals import visible_keys
-from tritonpack.ops import run_attention
-from tritonpack.options import make_options
+from tritonpack.masks.intervals import from_runs, visible_keys
+from tritonpack.ops import autocast, run_attention
+from tritonpack.options import AttentionOptions, make_options
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskFunction, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -43,11 +44,14 @@ class Serving:
             attention, or "dense" for layers outside of its interface, which take dense masks.
         backend: of the kernels.
         require_in_force: raises after the model was unpatched.
+        checked: the options and the backend of each form of q, k and v that passed the checks. Layers and calls are
+            alike, so few are made.
     """
 
     attention: str
     backend: Backend
     require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    checked: dict[Any, tuple[AttentionOptions, str]] = field(default_factory=dict, compare=False, repr=False)
 
 
 class IntervalMask(TensorLike):
@@ -71,9 +75,10 @@ class IntervalMask(TensorLike):
         spec: MaskSpec = CAUSAL,
     ) -> None:
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
-        self.device = mask.device
+        self.device = mask.key_start.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
-        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
+        self._lengths = shape[0] * shape[2], shape[0] * shape[3], shape[0] * shape[3]  # of q, k and v
+        self._moved: BlockDiagonalMask | None = None  # to the device of the last layer that lies elsewhere
 
     def for_keys(self, num_keys: int) -> IntervalMask:
         """This mask, or the mask of one new token that sees `num_keys` keys of a row.
@@ -87,27 +92,34 @@ class IntervalMask(TensorLike):
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
-    ) -> Tensor:
-        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`.
-
-        Layers of a model are alike, so their arguments are checked once, and the mask is moved to their device once.
-        """
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float, sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), as `varlen_attention`."""
         if sinks is not None or dropout_p or torch.compiler.is_compiling():
             mask = self.mask if self.device == q.device else self.mask.to(q.device)
             if self.packed_batch is not None and self.packed_batch.recomputed:
                 mask = replace(mask, trusted=True)  # which keeps what is computed of it for this layer alone
-            options |= {"sinks": sinks, "dropout_p": dropout_p, "backend": self.serving.backend}
-            return varlen_attention(q, k, v, mask, **options)
+            return varlen_attention(
+                q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p,
+                backend=self.serving.backend,
+            )  # fmt: skip
         q, k, v = autocast(q, k, v)
-        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
-        checked = self._checked  # read once: threads of backward may recompute layers on several devices
-        if checked is None or checked[0] != like:
-            mask = self.mask if self.device == q.device else self.mask.to(q.device)
+        mask = self.mask
+        if self.device != q.device:
+            moved = self._moved  # read once: threads of backward may recompute layers on several devices
+            mask = moved if moved is not None and moved.device == q.device else self.mask.to(q.device)
+            self._moved = mask
+        form = (
+            q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
+            softcap,
+        )  # fmt: skip
+        checked = self.serving.checked.get(form)
+        if checked is None or (q.shape[0], k.shape[0], v.shape[0]) != self._lengths:
             check_inputs(q, k, v, mask)
-            backend = resolve_backend(self.serving.backend, q)
-            self._checked = checked = like, mask, make_options(q, mask, **options), backend
-        return run_attention(q, k, v, *checked[1:])[0]
+            checked = make_options(q, mask, scale=scale, softcap=softcap), resolve_backend(self.serving.backend, q)
+            self.serving.checked[form] = checked
+        return run_attention(q, k, v, mask, *checked)[0]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
@@ -270,7 +282,7 @@ class PackedBatch(TensorLike):
         elif spec.overlay is not None:
             mask = self._overlaid(spec.overlay)
         else:
-            mask = mask_from_runs(*self.runs(), spec.reach)
+            mask = mask_from_intervals(partial(from_runs, *self.runs()), spec.reach)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
         interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, spec)
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
@@ -282,7 +294,7 @@ class PackedBatch(TensorLike):
         return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
     def _overlaid(self, overlay: MaskFunction) -> BlockDiagonalMask:
-        whole = mask_from_runs(*self.runs(), WHOLE_DOCUMENT.reach)
+        whole = mask_from_intervals(partial(from_runs, *self.runs()), WHOLE_DOCUMENT.reach)
         base = self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
         bounds = overlay_intervals(overlay, self._rows(0), begin.long(), end.long(), self.tokens[1])
@@ -307,7 +319,7 @@ class PackedBatch(TensorLike):
                 live = self.not_padding()
                 starts = changes(live) | (live & (self.positions() == 0))
             elif starts is None and self.position_ids is not None:
-                starts = self.position_starts()
+                starts = document_starts(self.position_ids).expand(self.tokens)
             elif starts is None:
                 starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
                 starts[:, :1] = True
@@ -407,7 +419,7 @@ class PackedBatch(TensorLike):
         rows = self._rows(query_offset)  # counted with the cache
         begin = begin.expand_as(rows)
         if self.position_ids is not None:
-            starts = self.position_starts().clone()
+            starts = document_starts(self.position_ids).expand(self.tokens).clone()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
@@ -428,17 +440,6 @@ class PackedBatch(TensorLike):
 
     def _base(self, num_keys: int) -> Tensor:
         return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
-
-    def position_starts(self) -> Tensor:
-        """(B, T) bool: where the position ids of the call, which it must have, don't ascend by one."""
-        assert self.position_ids is not None
-        starts = document_starts(self.position_ids)
-        if starts.shape[1] != self.tokens[1] or starts.shape[0] not in (1, self.tokens[0]):
-            raise ValueError(
-                f"position_ids of shape {tuple(self.position_ids.shape)} don't fit tokens of shape "
-                f"{tuple(self.tokens)}."
-            )
-        return starts.expand(self.tokens)
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers, mask_as_numbers, require
-from tritonpack.masks.block_diagonal import changes
+from tritonpack.masks.block_diagonal import changes, document_starts
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
 from tritonpack.patches.pair_masks import number_documents
@@ -222,6 +222,10 @@ def make_packed_batch(
         mask = numbers.to(device)
     if position_ids is not None:
         position_ids = position_ids.to(device)
+        if position_ids.shape[-2:] not in (tokens, (1, tokens[1])):
+            raise ValueError(
+                f"position_ids of shape {tuple(position_ids.shape)} don't fit tokens of shape {tuple(tokens)}."
+            )
     marked = arguments.get("cu_seq_lens_q") is not None or arguments.get("seq_idx") is not None
     told = _boundaries(arguments, tokens, device) if marked else {}
     if ends is not None:
@@ -281,7 +285,7 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
         _require_same(one, other, live, other[1].int())
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
-        starts = packed_batch.position_starts().clone()
+        starts = document_starts(positions).expand(packed_batch.tokens).clone()
         zeros = (positions == 0).expand(packed_batch.tokens)
         tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
         filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros

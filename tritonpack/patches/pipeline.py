@@ -113,10 +113,8 @@ class Pipeline(InstanceForward):
             proof.require(self, arguments, trees)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
             raise UnsupportedModelError(NO_WEIGHTS)
-        wanted = arguments.get("return_dict")
-        if wanted is None:  # PEFT passes None
-            wanted = getattr(self.module.config, "return_dict", True)
-        if wanted or not self.takes_return_dict:
+        wanted = arguments.get("return_dict")  # PEFT passes None
+        if not self.takes_return_dict or (self.module.config.return_dict if wanted is None else wanted):
             return self.run(arguments)
         return self.run({**arguments, "return_dict": True}).to_tuple()
 

@@ -40,7 +40,7 @@ def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_ba
             "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
             "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
         )
-    if not notices.is_said(KEY if shifts else KEY_LOST):
+    if (KEY if shifts else KEY_LOST) not in notices.said:
         warn_of_first_labels(model, arguments, packed_batch)
     if packed_batch.attention_mask is not None:
         check_padding_labels(model, arguments, packed_batch)
@@ -96,7 +96,7 @@ def check_padding_labels(
     if not _can_read(labels, packed_batch) or mask is None or mask.shape != packed_batch.tokens:
         return
     numbered = not packed_batch.causal and bool((mask > 1).any())
-    if notices.is_said(KEY_PADDING) and not numbered and not refuse:
+    if KEY_PADDING in notices.said and not numbered and not refuse:
         return
     live, wanted = mask != 0, arguments.get("shift_labels")
     if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:

@@ -45,7 +45,7 @@ MAKERS = {
     ["+", "+12", "01", "111", "-", "r", "++", "3+", "-+", "r+"],
 )
 def test_a_second_pass_over_one_epoch_warns(name, passes, monkeypatch):
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "said", {})
     make, is_shuffled = MAKERS[name]
     sampler = make()
     loader = DataLoader(BinDataset(range(len(SHORT))), batch_sampler=sampler, collate_fn=list)

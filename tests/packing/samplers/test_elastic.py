@@ -15,7 +15,7 @@ COST = CostModel(3.0, 0.5)
 
 @pytest.fixture(autouse=True)
 def other_settings_are_intended(monkeypatch):
-    monkeypatch.setattr(notices, "_said", {"other-settings": None})
+    monkeypatch.setattr(notices, "said", {"other-settings": None})
 
 
 def samplers(num_replicas, lengths=LENGTHS, capacity=256, seed=5, **options):
@@ -214,7 +214,7 @@ def test_warns_of_other_settings(monkeypatch):
     _, state = broken_off(2, 5)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        monkeypatch.setattr(notices, "_said", {})
+        monkeypatch.setattr(notices, "said", {})
         resumed(state, 2)
         resumed(samplers(2)[0].state_dict(), 4)
         assert not found, "the same settings, or nothing done yet"

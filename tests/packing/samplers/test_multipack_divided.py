@@ -64,7 +64,7 @@ class TestAccelerate:
             MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], drop_last=False, num_replicas=2)
 
     def test_warns_of_fewer_batches_than_processes(self, monkeypatch):
-        monkeypatch.setattr("tritonpack.notices._said", {})
+        monkeypatch.setattr("tritonpack.notices.said", {})
         batches = MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], num_replicas=4)
         with pytest.warns(PackingWarning, match="no-round: 3 documents make 3 batches, fewer than the 4 processes"):
             assert batches.dropped_documents == len(batches) == 3

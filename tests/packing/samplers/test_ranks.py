@@ -255,7 +255,7 @@ def agree(rank):
 
 
 def one_of_three(rank, run, store):
-    notices._said.clear()  # what the parent of this process has said
+    notices.said.clear()  # what the parent of this process has said
     timeout = timedelta(seconds=600)  # of ranks that wait for one another
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
     run(rank)

@@ -16,7 +16,7 @@ CAPACITY, BUDGETS = 512, {"images": 4, "patches": 900}
 
 @pytest.fixture(autouse=True)
 def other_settings_are_intended(monkeypatch):
-    monkeypatch.setattr(notices, "_said", {"other-settings": None, "same-epoch": None})
+    monkeypatch.setattr(notices, "said", {"other-settings": None, "same-epoch": None})
 
 
 def random_units(count, seed=0):
