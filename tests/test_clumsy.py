@@ -223,14 +223,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
         {
             "lengths": "", "capacity": "", "num_ranks": NUMPY, "seed": "zero huge np3", "epoch": "zero huge np3",
-            "objective": "", "cost_model": "none", "tail": "", "lookahead": "zero", "steps_together": f"none {NUMPY}",
+            "objective": "", "tail": "",
             "shuffle": "true", "order": "none array ints range",
         },
     ),
     "plan_statistics": (
         packing.plan_statistics,
         {"plan": PLAN, "lengths": LENGTHS},
-        {"plan": "", "lengths": "", "cost": "none", "total_tokens": COUNTS, "padded": "true"},
+        {"plan": "", "lengths": "", "padded": "true"},
     ),
     "pack_stream": (
         loaded(tritonpack.pack_stream),
@@ -248,31 +248,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "tensor-u16 tensor-2d tensor-complex"
         },
     ),
-    "CostModel": (
-        tritonpack.CostModel,
-        {"per_token": 1.0, "per_square": 1.0},
-        dict.fromkeys(("per_token", "per_square", "per_step"), "half four.0 zero huge"),
-    ),
-    "CostModel.from_shape": (
-        tritonpack.CostModel.from_shape,
-        {
-            "hidden_size": 8, "num_layers": 2, "num_heads": 2, "head_dim": 4, "num_key_value_heads": 2,
-            "intermediate_size": 8, "vocab_size": 9,
-        },
-        {"hidden_size": "huge np3", "vocab_size": "huge np3", "attention_efficiency": "half four.0 huge"},
-    ),
-    "CostModel.fit": (
-        tritonpack.CostModel.fit,
-        {"tokens": [1, 2, 3, 4], "squares": [3, 1, 4, 1], "seconds": [1.0, 2.0, 3.0, 4.0]},
-        {"tokens": "", "squares": "", "seconds": ""},
-    ),
     "MultipackDistributedBatchSampler": (
         loaded(tritonpack.MultipackDistributedBatchSampler),
         {"batch_max_length": 8, "lengths": LENGTHS, "num_replicas": 2, "rank": 0},
         {
             "batch_max_length": "", "lengths": "", "num_replicas": COUNTS, "rank": "zero",
             "seed": "none zero huge np3",
-            "objective": "", "tail": "", "lookahead": "zero", "steps_together": f"none {NUMPY}", "cost_model": "none",
+            "objective": "", "tail": "",
             "overlong": "", "shuffle": "true", "shard": "true",
         },
     ),

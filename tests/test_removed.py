@@ -36,14 +36,42 @@ def test_removed_options_of_ranks(call: Callable[[], object], remedy: str) -> No
         call()
 
 
-@pytest.mark.parametrize("option", ["--lookahead", "--steps-together", "--epochs", "--max-items", "--shard-mib"])
+@pytest.mark.parametrize(
+    "option", ["--lookahead", "--steps-together", "--epochs", "--max-items", "--shard-mib", "--model"]
+)
 def test_removed_options_of_commands(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "a.txt", "--capacity", "9", f"{option}=2"])
     assert f"the option {option} was removed: {REMOVED[option]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["RankFailedError", "pack_to_disk", "PackedDataset", "pack_trees"])
+@pytest.mark.parametrize(
+    "name", ["RankFailedError", "pack_to_disk", "PackedDataset", "pack_trees", "CostModel", "Mixture"]
+)
 def test_removed_names(name: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(REMOVED[name])):
         getattr(tritonpack, name)
+
+
+REMOVED_FROM_PACKING = ("lookahead", "steps_together", "budgets", "resources", "cost_model")
+
+
+@pytest.mark.parametrize("name", REMOVED_FROM_PACKING)
+def test_removed_options_of_packing(name: str) -> None:
+    documents = [{"input_ids": [1] * 8}] * 8
+    for call in (
+        lambda **given: tritonpack.dataloader(documents, 8, **given),
+        lambda **given: tritonpack.MultipackDistributedBatchSampler(8, [8] * 8, **given),
+        lambda **given: tritonpack.packing.plan_epoch([8] * 8, 8, 1, **given),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} of \w+\(\) was removed: {re.escape(REMOVED[name])}"):
+            call(**{name: 1})
+
+
+def test_removed_values_of_packing() -> None:
+    for call, name in (
+        (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), "first_fit"),
+        (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), "cost_model"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(REMOVED[name])):
+            call()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
-    from tritonpack.packing import CostModel as CostModel
-    from tritonpack.packing import Mixture as Mixture
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import Packing as Packing
@@ -51,9 +49,7 @@ _HOMES = {
     "BackendUnavailableError": "errors",
     "BinDataset": "packing",
     "BlockDiagonalMask": "masks.block_diagonal",
-    "CostModel": "packing",
     "IsolationError": "errors",
-    "Mixture": "packing",
     "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
     "Packing": "packing",

@@ -36,10 +36,10 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(module, "_BATCH_BYTES", 100)
 
 
-ALGORITHMS = ["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
+ALGORITHMS = ["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
 
 
-@pytest.mark.fast("first_fit-drop")
+@pytest.mark.fast("best_fit-drop")
 @pytest.mark.parametrize("overlong", ["error", "split", "truncate", "drop"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_bins_and_rows_are_those_of_pack(tmp_path, small_batches, algorithm, overlong):

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import tritonpack
 from tests.packing.test_training import tiny_llama
@@ -12,13 +12,13 @@ from tests.test_guides import blocks
 BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
 TEXTS = (
-    ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
+    ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)",
     "# the next iteration", "# after the Accelerator", "batches_done=step", "packing.num_bins", "tritonpack.setup",
-    "stream.set_epoch", "dispatch_batches", "RandomSampler", "tritonpack.Mixture", "Units.of_trees",
-    "def documents(pair)", "num_patches", "split_dataset_by_node",
+    "stream.set_epoch", "dispatch_batches", "RandomSampler", "Units.of_trees",
+    "def documents(pair)", "split_dataset_by_node",
 )  # fmt: skip
-ONE_LINE, PREPARED, LOOP, COST, RESUME, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS, DIVIDED = OTHERS
+ONE_LINE, PREPARED, LOOP, RESUME, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
+STREAM, TRAINER, AXOLOTL, UNITS, PAIRS, DIVIDED = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -31,13 +31,12 @@ def given(tmp_path):
     sampler = tritonpack.MultipackDistributedBatchSampler(64, LENGTHS)
     iterator = iter(sampler)
     [next(iterator) for _ in range(3)]
-    tokens, squares = LENGTHS[:20], LENGTHS[20:40] ** 2
     with tritonpack.patch(model):
         yield {
             "tritonpack": tritonpack, "numpy": numpy, "DataLoader": DataLoader, "model": model, "epochs": 2,
             "dataset": DOCUMENTS, "documents": DOCUMENTS, "stream": iter(DOCUMENTS), "RandomSampler": RandomSampler,
             "Trainer": transformers.Trainer, "lengths": LENGTHS, "sampler": sampler,
-            "tokens": tokens, "squares": squares, "seconds": 2 * tokens + 3 * squares + 5, "folder": str(tmp_path),
+            "folder": str(tmp_path),
             "TrainingArguments": transformers.TrainingArguments,
         }  # fmt: skip
 
@@ -76,12 +75,6 @@ def test_training_loop(given):
     assert given["sampler"].epoch == 1
 
 
-def test_cost(given):
-    cost = run(COST, given)["cost"]
-    assert (cost.per_token, cost.per_square, cost.per_step) == pytest.approx((2, 3, 5))
-    assert len(given["sampler"]) > 5
-
-
 def test_resuming(given):
     rest = list(run(RESUME, given)["sampler"])
     assert rest == list(tritonpack.MultipackDistributedBatchSampler(64, LENGTHS))[3:]
@@ -97,20 +90,9 @@ def test_accelerate(given):
     assert given["sampler"].epoch == 2
 
 
-def test_mixture(given):
-    given |= {"chat": DOCUMENTS[:40], "code": DOCUMENTS[40:], "ConcatDataset": ConcatDataset}
-    given |= {"chat_lengths": LENGTHS[:40], "code_lengths": LENGTHS[40:]}
-    given = run(MIXTURE, given)
-    rows = [batch["input_ids"].shape[1] for batch in given["loader"]]
-    mixed = given["mixture"](given["sampler"].seed, 0)
-    assert 0 < sum(rows) <= given["mixture"].lengths[mixed].sum()
-    assert max(rows) <= 64
-
-
 def test_units(given):
     plan = run(UNITS, given)["plan"]
-    assert sorted(plan.items.tolist()) == [0, 1, 2]
-    assert plan.sums(given["units"].resources["patches"]).max() == 1024
+    assert plan.items[: plan.num_documents].tolist() == [0]
 
 
 def test_bins(given):
@@ -167,20 +149,6 @@ def test_pairs(given):
     documents = [row["cu_seq_lens_q"].diff().tolist() for row in run(PAIRS, given)["loader"]]
     assert sorted(length for row in documents for length in row) == sorted([2 * length for length in lengths] * 2)
     assert all(row[::2] == row[1::2] for row in documents)
-
-
-def test_budgets_of_rows_and_of_the_sampler(given, capsys):
-    """With 16 patches a row in place of 16,384."""
-    patches = [number % 3 * 8 for number in range(60)]
-    given["dataset"] = [{**one, "num_patches": each} for one, each in zip(DOCUMENTS, patches, strict=True)]
-    (code,) = (block for block in BLOCKS if BUDGETS in block)
-    exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)
-    assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
-    assert f"patches: {sum(patches)}, at most 16 a row" in str(given["loader"])
-    given["units"] = tritonpack.Units.of_documents(LENGTHS, patches=patches)
-    sampler = tritonpack.MultipackDistributedBatchSampler(64, given["units"], budgets={"patches": 16})
-    assert max(sum(patches[unit] for unit in row) for row in sampler) == 16
-    assert 0.5 < sampler.efficiency("patches") <= 1
 
 
 def test_every_block_is_run():

@@ -180,9 +180,9 @@ def test_options_reach_collator_dataloader_and_sampler():
     with pytest.raises(ValueError, match="can't be padded to multiples of 100"):
         make(pad_to_multiple_of=100, pad_token_id=0)
     assert make(worker_init_fn=print).worker_init_fn is print
-    options = {"tail": "drop", "objective": "linear", "lookahead": 0.02, "shuffle": False}
+    options = {"tail": "drop", "objective": "linear", "shuffle": False}
     loader, expected = (
-        make(steps_together=1, **options),
+        make(**options),
         MultipackDistributedBatchSampler(TOKENS, LENGTHS, 1, 0, **options),
     )
     assert one_pass(loader) == list(expected)
@@ -238,9 +238,8 @@ def one_of_two_processes(rank, store):
     for epoch in range(2):
         assert one_pass(prepared) == planned(epoch, ranks=2, rank=rank, seed=3)
 
-    def pairs(budget=4, state=None):
-        counted = {"resources": {"pairs": lambda pair: 1}, "budgets": {"pairs": budget}}
-        loader = dataloader(PAIRS, 96, documents=of_pair, epochs=2, **counted)
+    def pairs(tokens=96, state=None):
+        loader = dataloader(PAIRS, tokens, documents=of_pair, epochs=2)
         if state is not None:
             loader.load_state_dict(state)
         return loader, [documents_in(batch)[::2] for batch in loader]
@@ -254,18 +253,17 @@ def one_of_two_processes(rank, store):
         return [pair[0] for each in of_all_ranks(rows) for row in each for pair in row]
 
     whole, rows = pairs()
-    assert max(map(len, rows)) <= 4
     assert len(set(of_all_ranks(len(rows)))) == 1
     assert len(numbers(rows)) - whole.rows.plan.filler_rows == len(set(numbers(rows))) == 60
     whole.set_epoch(0)
     state = whole.state_dict(batches_done=2)
     assert of_all_ranks(state) == [state, state]
     assert pairs(state=state)[1] == rows[2:]
-    later = numbers(pairs(budget=5, state=state)[1])
+    later = numbers(pairs(tokens=120, state=state)[1])
     assert sorted({*numbers(rows[:2]), *later}) == list(range(60))
     assert not set(numbers(rows[:2])) & set(later)
-    with pytest.raises(ValueError, match=r"budgets is \{'pairs': 4\} on rank 0 and \{'pairs': 5\} on rank 1"):
-        pairs(budget=4 + rank)
+    with pytest.raises(ValueError, match="batch_max_length is 96 on rank 0 and 97 on rank 1"):
+        pairs(tokens=96 + rank)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Reader: lengths, columns, units, resources and collators of dataloader, and datasets that raise, shrink or change."""
+"""Reader: lengths, columns, units and collators of dataloader, and datasets that raise, shrink or change."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -39,7 +39,7 @@ class TestLengths:
 
     def test_that_are_too_long(self):
         long = [{"input_ids": [1] * 300}, *DOCUMENTS[1:]]
-        with pytest.raises(ValueError, match=r"1 of 120 documents.*300 tokens, .*'drop'.*max_document_length, which"):
+        with pytest.raises(ValueError, match=r"1 of 120 documents.*300 tokens.*'drop'.*max_document_length, which"):
             make(long)
         dropping = make(long, overlong="drop")
         assert sorted(chain.from_iterable(one_pass(dropping))) == list(range(1, 120))
@@ -59,7 +59,7 @@ class TestLengths:
                 return super().__getitem__(key)
 
         rows.__class__ = Counted
-        make(rows, resources={"patches": "num_patches"}, budgets={"patches": 48})
+        make(rows, drop_columns=("num_patches",))
         assert [key for key in loads if isinstance(key, (int, list))] == [[0]], "the first one, for its columns"
 
 
@@ -143,39 +143,6 @@ def test_units_beside_documents_cut_and_wrong():
         [list(make(PAIRS, 96, documents=changing)) for _ in range(2)]
 
 
-RESOURCES = {
-    "column": "num_patches",
-    "function": lambda example: torch.tensor(example["num_patches"]),
-}
-
-
-@pytest.mark.parametrize("dataset", [list, table])
-@pytest.mark.parametrize("kind", RESOURCES)
-def test_no_row_is_over_the_budget(kind, dataset):
-    def loader(budget, **options):
-        drop = () if kind == "column" else ("num_patches",)
-        given = {"resources": {"patches": RESOURCES[kind]}, "budgets": {"patches": budget}, "drop_columns": drop}
-        return make(dataset(IMAGES), 96, **given, **options)
-
-    budgeted = loader(48)
-    rows = [[row[0] for row in documents_in(batch)] for batch in budgeted]
-    assert sorted(chain.from_iterable(rows)) == list(range(60))
-    assert max(sum(IMAGES[number]["num_patches"] for number in row) for row in rows) <= 48
-    total = sum(each["num_patches"] for each in IMAGES)
-    assert f"  patches: {total:,}, at most 48 a row, {total / (48 * len(rows)):.1%} full\n" in str(budgeted)
-    assert "columns: input_ids; left out: num_patches" in str(budgeted)
-    with pytest.raises(ValueError, match=r"documents take more .* 32 patches, and the budget of patches is 16"):
-        loader(16)
-    dropping, count = loader(16, overlong="drop"), sum(each["num_patches"] > 16 for each in IMAGES)
-    assert f"left out: {count} units that take more than a row has dropped" in str(dropping)
-    assert sum(len(documents_in(batch)) for batch in dropping) == 60 - count
-
-
-def test_amounts_that_are_zero():
-    loader = make(IMAGES, 96, resources={"s": lambda example: 0}, budgets={"s": 0}, drop_columns=("num_patches",))
-    assert "  s: 0, at most 0 a row\n" in str(loader)
-
-
 class Own:
     """A collator that keeps the examples."""
 
@@ -185,11 +152,9 @@ class Own:
 
 
 def test_collator_of_the_user_s():
-    for kind, columns in (("column", {"input_ids"}), ("function", {"input_ids", "num_patches"})):
-        budget = {"resources": {"patches": RESOURCES[kind]}, "budgets": {"patches": 48}}
-        found = [example for batch in make(IMAGES, 96, collate_fn=Own(), **budget) for example in batch["examples"]]
-        assert sorted(example["input_ids"][0] for example in found) == list(range(60))
-        assert all(isinstance(example, Mapping) and set(example) == columns for example in found)
+    found = [example for batch in make(IMAGES, 96, collate_fn=Own()) for example in batch["examples"]]
+    assert sorted(example["input_ids"][0] for example in found) == list(range(60))
+    assert all(isinstance(example, Mapping) and set(example) == {"input_ids", "num_patches"} for example in found)
     with pytest.raises(ValueError, match=r"collate_fn made \d+ input_ids of examples .*, and a row has at most 96"):
         list(make(IMAGES, 96, lengths=[1] * 60, collate_fn=Own()))
     examples = [dict(each) for each in IMAGES]

@@ -29,10 +29,6 @@ def documents_of_pair(pair: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"input_ids": pair["prompt_ids"] + pair[name]} for name in ("chosen_ids", "rejected_ids")]
 
 
-def patches(example: dict[str, Any]) -> Any:
-    return torch.tensor(example["num_patches"])
-
-
 def own(examples: Any) -> dict[str, Any]:
     return {"input_ids": torch.ones(1, len(examples))}
 
@@ -40,10 +36,6 @@ def own(examples: Any) -> dict[str, Any]:
 def load(**options: Any) -> list[Any]:
     defaults = {"dataset": DOCUMENTS, "tokens": 96, "num_replicas": 1, "rank": 0, "seed": 0}
     return list(dataloader(**{**defaults, **options}))
-
-
-def load_images(options: dict[str, Any]) -> list[Any]:
-    return load(**{"dataset": IMAGES, "drop_columns": ("num_patches",), **options})
 
 
 def pack_table(columns: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -62,7 +54,6 @@ CALLS: dict[str, Any] = {
     "settings": lambda settings: PackingCollator(**settings),
     "dataloader": lambda options: load(**options),
     "dataloader of pairs": lambda options: load(**{"dataset": PAIRS, **options}),
-    "dataloader of images": load_images,
     "collate_fn": lambda options: load(**{"dataset": IMAGES, "collate_fn": own, **options}),
     "pack_dataset of a table": pack_table,
     "pack_dataset": lambda dataset, options: pack_dataset(dataset, 10, **options),
@@ -139,7 +130,7 @@ REFUSED: dict[str, list[Any]] = {
         ({"labels": "linear"}, "labels must be one of 'causal', 'tokens'"),
         ({"overlong": "none"}, "overlong must be 'error' or 'drop'; got 'none'"),
         ({"overlong": "split"}, "got 'split'.*pass max_document_length, .* pack_dataset"),
-        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: each of 1 documents"),
+        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: the document is"),
         ({"drop_columns": ("input_ids",)}, "input_ids can't be dropped"),
         ({"tokens": 0}, "tokens must be an integer from 1"),
         ({"dataset": []}, "the dataset has no document to pack"),
@@ -158,27 +149,9 @@ REFUSED: dict[str, list[Any]] = {
         ({"dataset": [UNITS[0], []]}, r"example 1 must be a list of documents.* at least one; got \[\]"),
         ({"documents": None}, r"got the keys \['chosen_ids'.*as preference pairs do, pass documents=, a function of"),
         ({"dataset": [[{"ids": [1]}]]}, "must be a mapping with 'input_ids'; got the keys"),
-        ({"tokens": 20, "documents": documents_of_pair}, r"units take more than a row has .*row size is 20"),
+        ({"tokens": 20, "documents": documents_of_pair}, r"units are longer than the row size of 20"),
         ({"dataset": UNITS, "lengths": [sum(len(each["input_ids"]) for each in unit) for unit in UNITS]},
          r"example 0 has \d+ tokens and \d+ squared tokens, but .* by the argument lengths. .*Units.of_sequences"),
-    ],
-    "dataloader of images": [
-        ({"resources": {"patches": "num_patch"}, "drop_columns": ()},
-         "resources names 'num_patch', which isn't there; .* has the columns 'input_ids', 'num_patches'"),
-        ({"resources": {"patches": lambda example: example["x"]}}, r"resources\['patches'\] failed on example 0.*'x'"),
-        ({"resources": {"patches": lambda example: 1.5}}, "resource 'patches' must be 60 integers, .* got float64"),
-        ({"resources": {"patches": lambda example: True}}, "resource 'patches' must be 60 integers, .* got bool"),
-        ({"resources": {"patches": [1, 2]}},
-         r"resources must be a mapping .*lengths=Units.of_documents\(lengths, patches"),
-        ({"resources": ["patches"]}, r"resources must be a mapping from names .*; got \['patches'\]"),
-        ({"resources": {"patches": patches}},
-         r"resource 'patches', and budgets={} doesn't say how much.*budgets=\{'patches'.* out of resources"),
-        ({"budgets": {"patches": 3}},
-         "budgets has 'patches', which isn't a resource.* dataloader resources= with a column"),
-        ({"resources": {"patches": lambda example: 2**62}, "budgets": {"patches": 3}},
-         r"resource 'patches' must be integers from 0 to 2\*\*62 - 1; unit 0 has"),
-        ({"resources": {"patches": lambda example: 4}, "budgets": {"patches": 3}},
-         "or pass overlong='drop', which leaves them out"),
     ],
     "collate_fn": [
         ({"max_document_length": 5}, "place of PackingCollator.*max_document_length=5.*to the collator itself"),

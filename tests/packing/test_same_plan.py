@@ -10,7 +10,6 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from tests.packing.lengths import log_normal
 from tests.packing.test_passes import DOCUMENTS, LENGTHS, one_pass
 from tritonpack import (
-    CostModel,
     MultipackBatchSampler,
     MultipackDistributedBatchSampler,
     PackingWarning,
@@ -22,12 +21,12 @@ DONE = 3
 
 
 def sampler(**options):
-    options = {"tail": "spread", "steps_together": 1, "seed": 0, "capacity": 256, "lengths": LENGTHS, **options}
+    options = {"tail": "spread", "seed": 0, "capacity": 256, "lengths": LENGTHS, **options}
     return MultipackDistributedBatchSampler(options.pop("capacity"), options.pop("lengths"), **options)
 
 
 def loader(**options):
-    return dataloader(DOCUMENTS, **{"tokens": 256, "seed": 0, "steps_together": 1, **options})
+    return dataloader(DOCUMENTS, **{"tokens": 256, "seed": 0, **options})
 
 
 def bins(**options):
@@ -60,7 +59,6 @@ def resumed(make, before, after, epoch=0):
 SAME = {
     "more epochs": (sampler, {}, {"epochs": 3}),
     "fewer epochs": (sampler, {"epochs": 3}, {}),
-    "a lookahead without effect": (sampler, {"lookahead": 0.01}, {"lookahead": 0.0100001}),
     "another seed of a fixed order": (sampler, {"shuffle": False}, {"shuffle": False, "seed": 3}),
     "an order that is the shuffled one": (
         sampler, {"shuffle": False}, {"order": np.arange(len(LENGTHS)), "seed": 5},
@@ -89,14 +87,13 @@ def test_the_same_plan_resumes_exactly_and_in_silence(case, epoch):
 
 
 TWO = {"num_replicas": 2, "rank": 0}
-COST = {"objective": "cost", "cost_model": CostModel(1.0, 0.01)}
 OTHER = {
-    "rows": (sampler, {}, {"capacity": 300}, "batch_max_length was 256 and is 300. "),
-    "ranks": (sampler, {}, {"num_replicas": 2, "rank": 0}, "num_replicas was 1 and is 2"),
+    "rows": (sampler, {}, {"capacity": 300}, "tokens_per_row was 256 and is 300. "),
+    "ranks": (sampler, {}, {"num_replicas": 2, "rank": 0}, "num_ranks was 1 and is 2"),
     "tail": (sampler, {}, {"tail": "drop"}, "tail was 'spread' and is 'drop'. "),
-    "cost": (sampler, TWO, TWO | COST, "objective was 'quadratic' and is 'cost'"),
+    "objective": (sampler, TWO, TWO | {"objective": "linear"}, "objective was 'quadratic' and is 'linear'"),
     "shuffle": (sampler, {}, {"shuffle": False}, "shuffle was True and is False. "),
-    "rows of a loader": (loader, {}, {"tokens": 300}, "other settings: tokens was 256 and is 300. "),
+    "rows of a loader": (loader, {}, {"tokens": 300}, "other settings: tokens_per_row was 256 and is 300. "),
 }
 
 
@@ -109,14 +106,14 @@ def test_another_plan_goes_on_and_is_named(case):
     assert "least_steps" not in said
 
 
-def test_epochs_that_need_more_steps_are_named_as_the_option():
+def test_epochs_that_need_more_steps_are_named():
     lengths = log_normal(30, mean=100, high=250, seed=1)
-    options = {"lengths": lengths, "lookahead": 0.0}
+    options = {"lengths": lengths}
     short = next(epoch for epoch in range(40) if len(at(epoch, **options)) < len(sampler(**options, epochs=40)))
     state = at(short, **options).state_dict(batches_done=2)
     target = sampler(**options, epochs=40)
     notices.said.pop("other-settings", None)
-    with pytest.warns(PackingWarning, match=r"the least number of steps of an epoch \(option epochs\) was 1 and is"):
+    with pytest.warns(PackingWarning, match="least_steps was 1 and is"):
         target.load_state_dict(state)
 
 
@@ -128,14 +125,19 @@ def at(epoch, **options):
 
 REFUSED = {
     "seed": (sampler, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),
-    "lengths": (sampler, {}, {"lengths": LENGTHS[::-1].copy()}, "Pass the lengths of the same documents in the same"),
+    "lengths": (sampler, {}, {"lengths": LENGTHS[::-1].copy()}, "Pass the same documents in the same order"),
     "seed of a loader": (loader, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),
-    "cut": (loader, {}, {"max_document_length": 60}, "other lengths.* with the same max_document_length"),
-    "bins per batch": (bins, {}, {"batch_size": 1}, "batch_size was 2 and is 1. Restore"),
-    "limit of bins": (bins, {}, {"bin_size": 2}, "bin_size was None and is 2. Restore"),
-    "smaller groups": (bins, {}, {"group_size": 7}, "group_size was 100000 and is 7. Restore"),
-    "seed of bins": (bins, {}, {"seed": 3}, "seed was 0 and is 3. Restore"),
-    "order of bins": (bins, {}, {"sampler": SequentialSampler(DOCUMENTS)}, "another order of documents in epoch 0"),
+    "cut": (loader, {}, {"max_document_length": 60}, "other lengths.* cut at the same length"),
+    "bins per batch": (bins, {}, {"batch_size": 1}, "other batches than when it was saved"),
+    "limit of bins": (bins, {}, {"bin_size": 2}, "other batches than when it was saved"),
+    "smaller groups": (bins, {}, {"group_size": 7}, "other batches than when it was saved"),
+    "seed of bins": (bins, {}, {"seed": 3}, "other batches than when it was saved"),
+    "order of bins": (
+        bins,
+        {},
+        {"sampler": SequentialSampler(DOCUMENTS)},
+        "epoch 0 has other batches than when it was saved",
+    ),
 }
 
 

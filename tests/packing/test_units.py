@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tritonpack import Units, pack, pack_tree
-from tritonpack.packing.units import fit_units
+from tritonpack.packing import fit_lengths
 
 
 def random_groups(seed, count=40):
@@ -36,25 +36,12 @@ def test_sequences_count_the_pairs_of_the_dense_mask():
     assert units.squares.tolist() == same.squares.tolist() == [9, 13]
 
 
-def test_resources_may_be_any_rows_of_integers():
-    units = Units.of_trees([[[1]], [[2, 3]]], patches=[4, 0], frames=np.array([0, 7], dtype=np.uint8))
-    assert {name: row.tolist() for name, row in units.resources.items()} == {"patches": [4, 0], "frames": [0, 7]}
-    picked = units.select([1])
-    assert (picked.tokens.tolist(), picked.resources["frames"].tolist()) == ([2], [7])
-
-
-PAIRS = Units.of_documents([5, 8, 3], patches=[9, 0, 4])
-
-
-def test_fitting_leaves_out_what_exceeds_any_budget():
-    fitted = fit_units(PAIRS, 8, {"patches": 4}, "drop")
-    assert fitted.documents.tolist() == [1, 2]
-    assert (fitted.report.documents, fitted.report.tokens_lost) == (1, 5)
-    fitted = fit_units(PAIRS, 4, {"patches": 9}, "drop")
-    assert (fitted.documents.tolist(), fitted.units.resources["patches"].tolist()) == ([2], [4])
-    assert str(fitted.report) == "2 units that take more than a row has dropped: 13 tokens lost"
-    whole = fit_units(PAIRS, 8, {"patches": 9}, "drop")
-    assert (whole.documents, str(whole.report)) == (None, "every unit fits")
+def test_units_that_do_not_fit_are_named_so():
+    units = Units.of_sequences([[5], [4, 4], [3]])
+    fitted = fit_lengths(units.tokens, 7, "drop", noun=units.noun)
+    assert fitted.documents.tolist() == [0, 2]
+    assert str(fitted.report) == "1 unit longer than the capacity dropped: 8 tokens lost"
+    assert str(fit_lengths(units.tokens, 8, noun=units.noun).report) == "every unit fits"
 
 
 def test_units_of_tokens_alone_are_packed():
@@ -66,21 +53,7 @@ def test_units_of_tokens_alone_are_packed():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fit_units(PAIRS, 8, {"patches": 8}), "1 of 3 .*0 takes 9 patches, and the budget of patches is 8"),
-        (lambda: fit_units(PAIRS, 7, {"patches": 9}), "document 1 takes 8 tokens, and the capacity is 7"),
-        (lambda: fit_units(PAIRS, 2, {"patches": 9}, "drop"), r"leaves nothing: each of 3 .*\(2 tokens, 9 patches\)"),
-        (lambda: fit_units(PAIRS, 8), "resource 'patches', and budgets={} doesn't say how much of it a row holds"),
-        (lambda: fit_units(PAIRS, 8, {"patches": 9, "frames": 1}), "'frames', which isn't .* .'patches'."),
-        (lambda: fit_units([5, 3], 8, {"frames": 1}), r"'frames', which isn't a resource of the units \(none\)"),
-        (lambda: fit_units(PAIRS, 8, {"patches": 2**31}), "budget of patches must be an integer from 0 to 1073741824"),
-        (lambda: fit_units(PAIRS, 8, {"patches": 2.5}), "the budget of patches must be an integer"),
-        (lambda: fit_units(PAIRS, 8, 9), "budgets must be a mapping .* got 9"),
-        (lambda: fit_units(PAIRS, 8, {"patches": 9}, "split"), "overlong must be one of 'error', 'drop'"),
-        (lambda: pack(PAIRS, 8), "the units have the resources patches. .*plan_epoch plans them"),
         (lambda: pack(Units.of_documents([9]), 8, overlong="split"), "overlong='split' cuts documents"),
-        (lambda: Units.of_documents([5], tokens=[5]), "tokens aren't one of the resources"),
-        (lambda: Units.of_documents([5, 6], patches=[1]), "resource 'patches' must be 2 integers"),
-        (lambda: Units.of_documents([5, 6], patches=[1, -1]), "unit 1 has -1"),
         (lambda: Units.of_documents([2**31]), "at most 2147483647 tokens; number 0 has 2147483648"),
         (lambda: Units.of_sequences([[1], []]), "unit 1: lengths is empty"),
         (lambda: Units.of_sequences([[1], [2, 0]]), "unit 1: .*document 1 has length 0"),

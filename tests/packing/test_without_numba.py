@@ -33,7 +33,6 @@ for name, call in refused.items():
 batch = PackingCollator()(documents)
 assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9, 10]
 assert fit_lengths(lengths, 2, "split").lengths.tolist() == [2, 1, 2, 2, 2, 1]
-assert CostModel.fit([10, 20, 30, 50], [7, 5, 9, 11], [1, 2, 3, 5]).per_token > 0
 assert BinDataset(documents)[[1, 0]] == documents[1::-1]
 plan = Plan(np.array([0, 3]), np.array([0, 2]), 1, 4)
 assert plan_statistics(plan, lengths).tokens == 4

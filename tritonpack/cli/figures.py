@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tritonpack.cli.strategies import Result
 from tritonpack.packing.lengths import count
-from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.planning.statistics import EVEN_LENGTH
 
 INK = "#333333"
 # Okabe and Ito's palette, which people with common forms of color blindness can tell apart. Its two darkest colors are
@@ -97,24 +97,21 @@ def letters(number: int) -> str:
     return (letters(before - 1) if before else "") + chr(ord("A") + last)
 
 
-def draw_plan(
-    path: Path, ours: Result, other: Result, lengths: NDArray[np.integer], cost: CostModel, title: str, seed: int
-) -> None:
+def draw_plan(path: Path, ours: Result, other: Result, lengths: NDArray[np.integer], title: str, seed: int) -> None:
     """Draw documents in padded and in packed rows, and the load of each rank in every step.
 
     Args:
         path: the PNG to write.
         ours, other: tritonpack's plan, and the packed plan whose loads are shown beside it.
         lengths: (documents,) the tokens of each document of both plans.
-        cost: for the loads.
         seed: decides the order of the documents in the padded rows.
     """
     figure, ((padded, packed), (left, right)) = make_panels(title, 2, 2, height=9.5)
     _draw_documents(padded, packed, ours, lengths, seed)
     right.sharey(left)
-    wide, ratio = lengths.astype(np.int64), cost.per_square / cost.per_token
+    wide = lengths.astype(np.int64)
     # (steps, ranks): the cost of each row, over the cost of one token
-    loads = [result.plan.sums(wide) + ratio * result.plan.sums(wide**2) for result in (other, ours)]
+    loads = [result.plan.sums(wide) + result.plan.sums(wide**2) / EVEN_LENGTH for result in (other, ours)]
     for axes, result, load in zip((left, right), (other, ours), loads, strict=True):
         _draw_loads(axes, result.name, load)
     # The last step doesn't set the scale, because it may be nearly empty. Our plan has at least one step.

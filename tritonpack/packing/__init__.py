@@ -5,8 +5,6 @@ from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.dataset import BinDataset, pack_dataset
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.loader import PackedDataLoader, dataloader
-from tritonpack.packing.planning.cost import CostModel
-from tritonpack.packing.planning.order import Mixture
 from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
@@ -19,9 +17,7 @@ from tritonpack.packing.vision.sizes import ExampleSize
 
 __all__ = [
     "BinDataset",
-    "CostModel",
     "ExampleSize",
-    "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataLoader",

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_choice
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
 from tritonpack.packing.units import Units
+from tritonpack.removed import refuse_removed
 
-Algorithm = Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
+Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
@@ -138,7 +139,7 @@ def pack(
     | algorithm | documents are taken | into the | time |
     |---|---|---|---|
     | best_fit_decreasing | from long to short | fullest bin with room | documents + capacity |
-    | first_fit | in input order | first bin with room | documents x log bins |
+    | best_fit | in input order | fullest bin with room | documents x log capacity |
     | next_fit | in input order | last bin, or a new one: bins hold consecutive documents | documents |
     | windowed | in input order by windows of 1024, from long to short in each | fullest bin with room | documents |
 
@@ -150,7 +151,7 @@ def pack(
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
-            memory; or `Units` that take tokens alone.
+            memory; or `Units`.
         capacity: tokens per bin, at least 1.
         algorithm: see above.
         max_items: documents (or pieces) per bin, at least 1; None for any number.
@@ -159,21 +160,17 @@ def pack(
 
     Raises:
         ValueError: no lengths, lengths that aren't a row of integers, an empty document, a document longer than
-            `capacity` under "error", an unknown option, units with other resources than tokens, or units that would
-            have to be cut.
+            `capacity` under "error", an unknown option, or units that would have to be cut.
         ImportError: numba can't be imported.
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
     capacity = check_integer(capacity, "capacity")
+    if algorithm == "first_fit":
+        refuse_removed([algorithm], "pack()")
     check_choice(algorithm, ALGORITHMS, "algorithm")
     limit = check_limit(max_items, "max_items")
     if isinstance(lengths, Units):
-        if lengths.resources:
-            raise ValueError(
-                f"pack fills bins with tokens alone, and the units have the resources {', '.join(lengths.resources)}. "
-                "tritonpack.packing.plan_epoch plans them: pass it budgets."
-            )
         if overlong in ("truncate", "split"):
             raise ValueError(f"overlong={overlong!r} cuts documents, and units can't be cut. Use 'error' or 'drop'.")
         lengths = lengths.tokens

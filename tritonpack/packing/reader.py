@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import itemgetter, mul
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from tritonpack.packing.lengths import count, whole_lengths
 from tritonpack.packing.units import Units
 
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
-Resource = str | Callable[[Any], int]
 
 _AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
 # Where lengths come from, beside input_ids.
@@ -164,10 +162,10 @@ class Reader(Dataset):
         columns: the columns of the first document that are used, and those that aren't.
 
     Args:
-        dataset, documents, resources, drop_columns, budgets: see `dataloader`.
+        dataset, documents, drop_columns: see `dataloader`.
         lengths: see `dataloader`; or a `Reader` of the same dataset, which isn't measured again.
         collate: PackingCollator, which checks the columns of the first document; None for a collator of the user's.
-        measure: the `measure` of a collator of the user's. It counts the resources in `budgets` that nothing else does.
+        measure: the `measure` of a collator of the user's.
     """
 
     units: Units
@@ -180,11 +178,9 @@ class Reader(Dataset):
         dataset: Any,
         lengths: Any = None,
         documents: DocumentsOf | None = None,
-        resources: Mapping[str, Resource] | None = None,
         drop_columns: Collection[str] = (),
         collate: Any = None,
         measure: Callable[[Any], Any] | None = None,
-        budgets: Any = None,
     ) -> None:
         check_names(drop_columns, "drop_columns")
         if TOKENS in drop_columns:
@@ -193,29 +189,18 @@ class Reader(Dataset):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        resources, named = {} if resources is None else resources, set[str]()
-        for resource in resources.values() if isinstance(resources, Mapping) else [None]:
-            if isinstance(resource, str):
-                named.add(resource)
-            elif not callable(resource):
-                raise ValueError(
-                    "resources must be a mapping from names to columns of integers, or to functions of an example, "
-                    f"such as {{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
-                    "lengths=Units.of_documents(lengths, patches=...)."
-                )
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
         self.dataset, self._documents, self._unused, self._counts = dataset, documents, set[str](), False
         (first,) = fetch(dataset, [0])
         whole = self._read(first, 0)[0][0]
-        for option, asked, source in (("resources", named, first), ("drop_columns", {*drop_columns}, whole)):
-            names = set(map(str, source)) if isinstance(source, Mapping) else set()
-            if absent := sorted(asked - names):
-                raise ValueError(
-                    f"{option} names {quote(absent)}, which isn't there; the first example has the columns "
-                    f"{quote(sorted(names)) or 'none'}."
-                )
-        self._unused |= {*drop_columns, *named}
+        names = set(map(str, whole)) if isinstance(whole, Mapping) else set()
+        if absent := sorted({*drop_columns} - names):
+            raise ValueError(
+                f"drop_columns names {quote(absent)}, which isn't there; the first example has the columns "
+                f"{quote(sorted(names)) or 'none'}."
+            )
+        self._unused |= {*drop_columns}
         self.columns = sorted(names - self._unused), sorted(names & self._unused)
         if collate is not None:
             try:
@@ -235,7 +220,7 @@ class Reader(Dataset):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._measure_all(lengths, resources, measure, budgets)
+            self._measure_all(lengths, measure)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
         self._counts = collate is not None or self.source in (TOKENS, _BY_FUNCTION)
         self._load(first, 0)
@@ -264,7 +249,7 @@ class Reader(Dataset):
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
                 "the documents, and pass the units of what is left."
             )
-        return Units.of_counts(np.minimum(self.lengths, longest), self.counts, self.units.resources)
+        return Units.of_counts(np.minimum(self.lengths, longest), self.counts)
 
     def padded_tokens(self, numbers: NDArray[Any], longest: int | None) -> int:
         """The tokens of a padded batch of the documents of these examples, each cut to `longest` tokens."""
@@ -274,14 +259,8 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _measure_all(
-        self,
-        lengths: Any,
-        resources: Mapping[str, Resource],
-        measure: Callable[[Any], Any] | None,
-        budgets: Any,
-    ) -> None:
-        """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
+    def _measure_all(self, lengths: Any, measure: Callable[[Any], Any] | None) -> None:
+        """Measure all examples. None is loaded if `lengths` or a column of a `datasets.Dataset` tell their tokens."""
         self.source = _GIVEN
         if lengths is None and measure is not None:
             self.source = _BY_COLLATOR
@@ -289,49 +268,25 @@ class Reader(Dataset):
             self.source = _BY_FUNCTION
         elif lengths is None:
             self.source, lengths = TOKENS, table_lengths(self.dataset)
-        amounts: dict[str, Any] = dict(lengths.resources) if isinstance(lengths, Units) else {}
-        functions: dict[str, Callable[[Any], Any]] = {}
-        for name, resource in resources.items():
-            if name in amounts:
-                raise ValueError(f"lengths=Units(...) has {name!r}, and so has resources; pass it once.")
-            if not isinstance(resource, str):
-                functions[name] = resource
-            elif is_table(self.dataset) and resource in self.dataset.column_names:
-                amounts[name] = self.dataset.with_format("numpy")[resource][:]
-            else:
-                functions[name] = itemgetter(resource)
-        asked: dict[str, list[Any]] = defaultdict(list)
-        measured = []
-        if measure is not None:
-            budgets = budgets if isinstance(budgets, Mapping) else {}
-            measured = ["tokens", *(name for name in budgets if name not in {*amounts, *functions})]
 
-        def size_of(document: Any) -> list[int]:
-            size = measure(document)  # type: ignore[misc]  # called only if there is one
-            return [getattr(size, name) for name in measured]
+        def size_of(document: Any) -> int:
+            return measure(document).tokens  # type: ignore[misc]  # called only if there is one
 
         own: list[int] = []
         counts: list[int] = []
         self._counts = lengths is None and measure is None
-        for number, example in examples_of(self.dataset) if lengths is None or functions or measured[1:] else ():
+        for number, example in examples_of(self.dataset) if lengths is None else ():
             documents, tokens, _ = self._read(example, number)
-            for name, function in functions.items():
-                asked[name].append(_called(function, example, number, f"resources[{name!r}]"))
-            if measured:
-                sizes = [_called(size_of, one, number, _BY_COLLATOR) for one in documents]
-                tokens = [size[0] for size in sizes]
-                for place, name in enumerate(measured[1:], 1):
-                    asked[name].append(sum(size[place] for size in sizes))
+            if measure is not None:
+                tokens = [_called(size_of, one, number, _BY_COLLATOR) for one in documents]
             own += tokens
             counts.append(len(documents))
-        amounts |= asked
         if isinstance(lengths, Units):
-            self.lengths, self.counts = None, np.ones(len(lengths), dtype=np.int64)
-            self.units = Units(lengths.tokens, lengths.squares, amounts)
+            self.lengths, self.counts, self.units = None, np.ones(len(lengths), dtype=np.int64), lengths
         else:
             self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
             self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
-            self.units = Units.of_counts(self.lengths, self.counts, amounts)
+            self.units = Units.of_counts(self.lengths, self.counts)
         if len(self.units) != len(self.dataset):
             raise ValueError(
                 f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."

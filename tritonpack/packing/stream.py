@@ -28,7 +28,7 @@ from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check
 from tritonpack.packing.reader import cut, document_length, is_from_datasets, unreadable
 from tritonpack.packing.samplers.epochs import NEVER, EpochCounter
 from tritonpack.packing.samplers.ranks import place_among_processes
-from tritonpack.packing.samplers.state import describe_changes
+from tritonpack.packing.samplers.resume import describe_changes
 from tritonpack.removed import refuse_removed
 
 STATE_VERSION = 4

@@ -31,7 +31,7 @@ def small_case(seed):
     lengths = rng.integers(shortest, longest + 1, count)
     if seed % 5 < 2:
         lengths[rng.integers(0, count, 1 + count // 3)] = capacity
-    return lengths, capacity, num_ranks, {"epoch": seed, "steps_together": int(rng.choice([1, 3]))}
+    return lengths, capacity, num_ranks, {"epoch": seed}
 
 
 def brute_force_plans(lengths, capacity, num_ranks):
@@ -78,12 +78,12 @@ def test_borrows_latest_documents_of_fullest_rows_of_latest_steps():
     """Three steps of 3 ranks; ranks 0 and 2 of the last step have no document."""
     rows = np.array([0, 1, 2, 0, 3, 4, 5, 4, 5, 3, 7])
     lengths = np.array([5, 9, 9, 4, 2, 5, 4, 4, 6, 3, 1], dtype=np.int32)  # rows 3, 4, 5 hold 5, 9 and 10
-    now, num_steps, empty = whole_steps(rows, lengths[:, None], np.array([10]), 3, 1)
+    now, num_steps, empty = whole_steps(rows, lengths, 10, 3, 1)
     moved = {document: int(row) for document, row in enumerate(now) if row != rows[document]}
     assert (moved, num_steps, empty) == ({8: 6, 7: 8}, 3, 0)
     # Four ranks miss a document: three rows of the second step give one, and then the first step gives one.
     rows = np.array([0, 1, 2, 3, 4, 0, 0, 5, 6, 7, 8, 9, 5, 6, 8, 10])
-    now, num_steps, empty = whole_steps(rows, np.ones((16, 1), dtype=np.int64), np.array([10]), 5, 1)
+    now, num_steps, empty = whole_steps(rows, np.ones(16, dtype=np.int64), 10, 5, 1)
     assert np.flatnonzero(now != rows).tolist() == [6, 12, 13, 14]
     assert (sorted(now[[6, 12, 13, 14]]), num_steps, empty) == ([11, 12, 13, 14], 3, 0)
 
@@ -102,13 +102,13 @@ def test_drop_needs_tokens_of_one_step_and_then_plans_every_epoch():
     """80 documents of half a row and a bit: 20 rows hold 20 of them, and 40 of them have the tokens of a step."""
     capacity, num_ranks = 100, 20
     enough = np.full(38, 51)  # 1,938 tokens; a step that is 95% full has 1,900
-    check_tail(enough[:, None], np.array([capacity]), num_ranks, "drop")
+    check_tail(enough, capacity, num_ranks, "drop")
     for epoch in range(5):
         plan = plan_epoch(enough, capacity, num_ranks, epoch=epoch)
         assert (plan.num_steps, plan.num_documents, plan.filler_rows) == (1, 20, 0)
     with pytest.raises(ValueError, match="1,887 tokens can't fill one step of 20 ranks with 100 tokens each to 95%"):
-        check_tail(enough[:37, None], np.array([capacity]), num_ranks, "drop")
-    check_tail(enough[:1, None], np.array([capacity]), num_ranks, "keep")
+        check_tail(enough[:37], capacity, num_ranks, "drop")
+    check_tail(enough[:1], capacity, num_ranks, "keep")
 
 
 def test_drop_keeps_a_last_step_that_is_full_enough_without_empty_rows():
@@ -125,7 +125,7 @@ def test_search_finds_a_packing_if_there_is_one(seed):
     lengths = sorted(rng.integers(2, 8, int(rng.integers(1, 10))).tolist(), reverse=True)
     fewest = fewest_bins(lengths, 12, len(lengths))
     for num_bins in range(1, 6):
-        bins = _fit([[length] for length in lengths], num_bins, [12])
+        bins = _fit(lengths, num_bins, 12)
         assert (bins is not None) == (fewest <= num_bins)
         if bins is not None:
             assert max(np.bincount(bins, weights=lengths)) <= 12
@@ -133,6 +133,6 @@ def test_search_finds_a_packing_if_there_is_one(seed):
 
 def test_search_goes_back():
     """Best-fit-decreasing puts 4 and 4 together, and one 3 is left over."""
-    bins = _fit([[length] for length in (4, 4, 3, 3, 3, 3)], 2, [10])
+    bins = _fit([4, 4, 3, 3, 3, 3], 2, 10)
     assert bins is not None
     assert bins[0] != bins[1]

@@ -1,4 +1,4 @@
-"""Units of several sequences with a budget per resource, in the distributed sampler: what it promises for documents."""
+"""Units of several sequences in the distributed sampler: what it promises for documents."""
 
 import json
 
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.lengths import log_normal
-from tritonpack import CostModel, MultipackDistributedBatchSampler, Units, notices
+from tritonpack import MultipackDistributedBatchSampler, Units, notices
 from tritonpack.packing import plan_statistics
 
-CAPACITY, BUDGETS = 512, {"images": 4, "patches": 900}
+CAPACITY = 512
 
 
 @pytest.fixture(autouse=True)
@@ -20,29 +20,21 @@ def other_settings_are_intended(monkeypatch):
 
 
 def random_units(count, seed=0):
-    """Units of one to three sequences; a third of them have images."""
+    """Units of one to three sequences."""
     random = np.random.default_rng(seed)
     lengths = log_normal(3 * count, mean=40, high=CAPACITY // 4, seed=seed).reshape(count, 3)
     sequences = [row[: random.integers(1, 4)].tolist() for row in lengths]
-    images = random.integers(0, 4, count) * (random.random(count) < 0.34)
-    return Units.of_sequences(sequences, patches=images * random.integers(50, 290, count), images=images)
+    return Units.of_sequences(sequences)
 
 
 UNITS = random_units(300)
 
 
-def samplers(num_replicas, units=UNITS, capacity=CAPACITY, seed=5, budgets=BUDGETS, **options):
+def samplers(num_replicas, units=UNITS, capacity=CAPACITY, seed=5, **options):
     return [
-        MultipackDistributedBatchSampler(capacity, units, num_replicas, rank, seed, budgets=budgets, **options)
+        MultipackDistributedBatchSampler(capacity, units, num_replicas, rank, seed, **options)
         for rank in range(num_replicas)
     ]
-
-
-def assert_within(plan, units, capacity, budgets):
-    """No row takes more than it has, of tokens and of every resource."""
-    assert plan.sums(units.tokens).max(initial=0) <= capacity
-    for name, budget in budgets.items():
-        assert plan.sums(units.resources[name]).max(initial=0) <= budget, name
 
 
 @pytest.mark.parametrize("tail", ["drop", "keep", "spread"])
@@ -53,58 +45,29 @@ def test_every_unit_once_within_every_budget(num_replicas, tail):
         one.set_epoch(3)
     batches = [list(one) for one in ranks]
     plan = ranks[0].plan
-    assert_within(plan, UNITS, CAPACITY, BUDGETS)
+    assert plan.sums(UNITS.tokens).max() <= CAPACITY
     assert {len(each) for each in batches} == {len(ranks[0])}
     seen = [unit for rows in batches for batch in rows for unit in batch]
     assert len(seen) - len(set(seen)) == plan.filler_rows
     assert len(set(seen)) + ranks[0].dropped_documents == len(UNITS)
     assert tail == "drop" or ranks[0].dropped_documents == 0
-    tokens = ranks[0].tokens_per_step()
-    assert tokens.sum() == UNITS.tokens[seen].sum()
-    for name, most in {None: CAPACITY, **BUDGETS}.items():
-        held = (UNITS.tokens if name is None else UNITS.resources[name])[seen].sum()
-        assert ranks[0].efficiency(name) == pytest.approx(held / (len(plan) * num_replicas * most))
-
-
-def test_efficiency_of_what_has_no_budget():
-    with pytest.raises(ValueError, match="'pixels' has no budget; those with one are patches, images"):
-        samplers(1)[0].efficiency("pixels")
+    assert ranks[0].efficiency() == pytest.approx(UNITS.tokens[seen].sum() / (len(plan) * num_replicas * CAPACITY))
 
 
 class TestOverlong:
-    units = Units.of_sequences([[3, 2]] * 30 + [[9, 9], [3, 1], [4, 4]], patches=[1] * 30 + [0, 20, 30])
+    units = Units.of_sequences([[3, 2]] * 30 + [[9, 9], [3, 1], [4, 4]])
 
     def test_is_an_error_that_names_the_unit(self):
-        for capacity, message in (
-            (16, "take more than a row has .the first: unit 30 takes 18 tokens, and the batch_max_length is 16"),
-            (18, "2 of 33 units .*the first: unit 31 takes 20 patches, and the budget of patches is 16.*at least 30"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                samplers(1, self.units, capacity, budgets={"patches": 16})
+        message = "1 of 33 units is longer than the batch_max_length of 16 tokens .the first: unit 30, 18 tokens"
+        with pytest.raises(ValueError, match=message):
+            samplers(1, self.units, 16)
 
     def test_is_dropped_and_counted(self):
-        one = samplers(1, self.units, 16, budgets={"patches": 16}, overlong="drop", tail="keep")[0]
-        assert sorted(unit for batch in one for unit in batch) == list(range(30))
-        assert (one.report.documents, one.report.tokens_lost) == (3, 18 + 4 + 8)
-        assert str(one.report) == "3 units that take more than a row has dropped: 30 tokens lost"
-        assert one.lengths.tolist() == [5] * 30 + [0] * 3
+        one = samplers(1, self.units, 16, overlong="drop", tail="keep")[0]
+        assert sorted(unit for batch in one for unit in batch) == [*range(30), 31, 32]
+        assert str(one.report) == "1 unit longer than the capacity dropped: 18 tokens lost"
+        assert one.lengths.tolist() == [5] * 30 + [0, 4, 8]
         assert one.dropped_documents == 0
-
-    def test_that_leaves_nothing(self):
-        with pytest.raises(ValueError, match="drop' leaves nothing"):
-            samplers(1, Units.of_documents([9, 2], patches=[0, 5]), 8, budgets={"patches": 4}, overlong="drop")
-
-
-def test_refuses_budgets_that_do_not_match_the_units():
-    for units, budgets, message in (
-        (UNITS, {"patches": 900}, "the units have the resource 'images', and budgets="),
-        (UNITS, {**BUDGETS, "pixels": 3}, "budgets has 'pixels', which isn't a resource of the units"),
-        ([5, 3, 9], {"patches": 3}, r"budgets has 'patches', which isn't a resource of the units \(none\)"),
-        (UNITS, {**BUDGETS, "images": -1}, "the budget of images must be an integer from 0"),
-        (UNITS, [900], r"budgets must be a mapping from names of resources to integers; got \[900\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            samplers(1, units, budgets=budgets)
 
 
 class TestStates:
@@ -118,55 +81,29 @@ class TestStates:
         other.load_state_dict(one.state_dict(batches_done=3))
         assert list(other) == every[3:]
 
-    @pytest.mark.parametrize(
-        ("budgets", "message"),
-        [
-            ([1], "can't be: budgets must be a mapping"),
-            ({"patches": 900}, "can't be: the units have the resource 'images'"),
-            ({"images": 4, "patches": "900"}, "can't be: the budget of patches must be .* got '900'"),
-            ({"images": 4, "patches": 900, "pixels": 1}, "can't be: budgets has 'pixels'"),
-        ],
-    )
-    def test_damaged_budgets_are_refused(self, budgets, message):
-        one = samplers(2)[0]
-        state = one.state_dict(batches_done=2)
-        with pytest.raises(ValueError, match=message):
-            one.load_state_dict(state | {"budgets": json.dumps(budgets)})
-        assert one.state_dict(batches_done=2) == state
-
-    @pytest.mark.parametrize("what", ["squares", "resources", "names"])
-    def test_of_other_units(self, what):
-        tokens, squares, resources = UNITS.tokens, UNITS.squares.copy(), dict(UNITS.resources)
-        if what == "squares":
-            squares[7] = tokens[7] ** 2 if squares[7] < tokens[7] ** 2 else tokens[7]
-        elif what == "resources":
-            resources["patches"] = np.roll(resources["patches"], 1)
-        else:
-            resources["pixels"] = resources.pop("patches")
-        other = samplers(2, Units(tokens, squares, resources), budgets=dict.fromkeys(resources, 10**6))[0]
-        with pytest.raises(ValueError, match=r"saved with other lengths: .* of '300 units with .* patches"):
+    def test_of_other_units(self):
+        squares = UNITS.squares.copy()
+        squares[7] = UNITS.tokens[7] ** 2 if squares[7] < UNITS.tokens[7] ** 2 else UNITS.tokens[7]
+        other = samplers(2, Units(UNITS.tokens, squares))[0]
+        with pytest.raises(ValueError, match=r"saved with other lengths: .* of '300 units"):
             other.load_state_dict(samplers(2)[0].state_dict())
 
 
 @st.composite
 def interruptions(draw):
-    """Units or documents, and the settings of the parts of an epoch: ranks, capacity, budgets, steps."""
+    """Units or documents, and the settings of the parts of an epoch: ranks, capacity, steps."""
     units = random_units(draw(st.integers(20, 90)), draw(st.integers(0, 10**6)))
-    budgets = st.fixed_dictionaries({"patches": st.integers(867, 2000), "images": st.integers(3, 9)})
     if draw(st.booleans()):
-        units, budgets = Units.of_documents(units.tokens), st.just({})
+        units = Units.of_documents(units.tokens)
     parts = draw(
         st.lists(
             st.fixed_dictionaries(
                 {
                     "num_replicas": st.integers(1, 5),
                     "capacity": st.sampled_from([CAPACITY, 600, 1000]),
-                    "budgets": budgets,
                     "tail": st.sampled_from(["keep", "spread"]),
-                    "cost_model": st.sampled_from([None, CostModel(3.0, 0.5)]),
-                    "lookahead": st.sampled_from([0.0, 0.01, 0.2]),
+                    "objective": st.sampled_from(["quadratic", "linear"]),
                     "shuffle": st.booleans(),
-                    "steps_together": st.sampled_from([1, 3]),
                     "steps": st.integers(0, 4),
                 }
             ),
@@ -178,18 +115,18 @@ def interruptions(draw):
 
 
 def check_parts(units, parts, epoch):
-    """Train on some steps with each part's settings, the last one to the end: each unit once, no row over a budget."""
+    """Train on some steps with each part's settings, the last one to the end: each unit once, no row too long."""
     state, seen = None, []
     for number, part in enumerate(parts):
         options = dict(part)
-        steps, options["objective"] = options.pop("steps"), "cost" if part["cost_model"] else "quadratic"
+        steps = options.pop("steps")
         ranks = samplers(options.pop("num_replicas"), units, **options)
         for one in ranks:
             one.set_epoch(epoch)
             if state is not None:
                 one.load_state_dict(json.loads(json.dumps(state)))
         plan = ranks[0].plan
-        assert_within(plan, units, part["capacity"], part["budgets"])
+        assert plan.sums(units.tokens).max(initial=0) <= part["capacity"]
         iterators = [iter(one) for one in ranks]
         rows = []
         while number == len(parts) - 1 or steps > 0:
@@ -213,26 +150,8 @@ def test_every_unit_once_over_any_parts(case):
     check_parts(*case, epoch=1)
 
 
-def test_a_smaller_budget_leaves_out_what_does_not_fit_now():
-    one = samplers(2, tail="keep")[0]
-    seen = one.plan.items[: one.plan.offsets[6]].tolist()
-    state = one.state_dict(batches_done=3)
-    small = {"patches": 300, "images": 4}
-    with pytest.raises(ValueError, match=r"takes .* patches, and the budget of patches is 300"):
-        samplers(1, budgets=small)
-    other = samplers(1, budgets=small, overlong="drop", tail="keep")[0]
-    other.load_state_dict(state)
-    rest = [unit for batch in other for unit in batch]
-    left_out = np.flatnonzero(UNITS.resources["patches"] > 300)
-    assert not set(seen) & set(rest)
-    assert set(range(len(UNITS))) - set(seen) - set(rest) == set(left_out.tolist()) - set(seen) != set()
-    assert other.report.documents == len(left_out)
-    assert_within(other.plan, UNITS, CAPACITY, small)
-
-
 def test_efficiency_counts_what_filler_rows_repeat_once():
-    units = Units.of_documents([40] * 5, patches=[4] * 5)
-    sampler = MultipackDistributedBatchSampler(40, units, 4, 0, seed=0, budgets={"patches": 4}, tail="keep")
+    units = Units.of_documents([40] * 5)
+    sampler = MultipackDistributedBatchSampler(40, units, 4, 0, seed=0, tail="keep")
     assert sampler.plan.filler_rows == 3
     assert sampler.efficiency() == plan_statistics(sampler.plan, units).efficiency == 5 / 8
-    assert sampler.efficiency("patches") == 5 / 8

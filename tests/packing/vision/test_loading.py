@@ -34,15 +34,12 @@ def row_patches(loader: Any) -> list[int]:
 @pytest.mark.parametrize("make", [list, nested])
 @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
 def test_collator_measures_tokens_and_patches(make: Callable[[list[Any]], Any]) -> None:
-    loader = dataloader(make(EXAMPLES), tokens=20, budgets={"patches": 8}, collate_fn=COLLATE, seed=0)
-    units = loader.documents.units
-    assert (units.tokens.tolist(), units.resources["patches"].tolist()) == (TOKENS, PATCHES)
+    loader = dataloader(make(EXAMPLES), tokens=20, collate_fn=COLLATE, seed=0)
+    assert loader.documents.units.tokens.tolist() == TOKENS
     assert sum(batch["input_ids"].shape[1] for batch in loader) == sum(TOKENS)
-    assert row_patches(loader) == [8, 8], "at most 8 patches a row, though 28 tokens fill two rows of 20"
+    assert sum(row_patches(loader)) == sum(PATCHES)
     assert "5 documents, 28 tokens (lengths from collate_fn.measure)" in str(loader)
-    assert "  patches: 16, at most 8 a row, 100.0% full" in str(loader)
     assert "columns of the first document: input_ids" in str(loader)
-    assert list(dataloader(EXAMPLES, 28, collate_fn=COLLATE).documents.units.resources) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +47,6 @@ def test_collator_measures_tokens_and_patches(make: Callable[[list[Any]], Any]) 
     [
         ({"lengths": [3, 6, 3, 1, 6]}, "collate_fn made 28 input_ids of examples .*, and a row has at most 19"),
         ({"lengths": [3, 6, 3, 3]}, "4 lengths for a dataset of 5 documents"),
-        ({"budgets": {"frames": 1}}, "'ExampleSize' object has no attribute 'frames'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
@@ -77,9 +73,9 @@ def test_an_example_that_cannot_be_measured_is_named() -> None:
 @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
 def test_left_out_columns_are_not_measured() -> None:
     examples = [qwen(text="hello"), qwen(text="you")]
-    loader = dataloader(examples, 8, budgets={"patches": 16}, collate_fn=VisionPackingCollator(QWEN),
+    loader = dataloader(examples, 8, collate_fn=VisionPackingCollator(QWEN),
                         drop_columns=("text",))  # fmt: skip
-    assert loader.documents.units.resources["patches"].tolist() == [8, 8]
+    assert loader.documents.units.tokens.tolist() == [4, 4]
     assert [batch["pixel_values"].shape[0] for batch in loader] == [16]
 
 
