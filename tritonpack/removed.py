@@ -28,6 +28,7 @@ REMOVED = {
     "PackedDataset": _OF_TABLES,
     "length or lengths": _OF_TABLES,
     "length": "documents are rows of tokens, or mappings with input_ids",
+    "measure": "dataloader counts input_ids itself; for documents of another form pass lengths=",
     "pack_trees": _TREES,
     "TreePacking": _TREES,
     "capacity=": "dataloader(tokens=..., lengths=Units.of_trees(groups)) limits rows of trees",

@@ -108,7 +108,6 @@ class TestRow:
             made = VisionPackingCollator(TIMED)(given)
             assert made.keys() == plain.keys()
             assert all(torch.equal(torch.as_tensor(made[name]), torch.as_tensor(plain[name])) for name in plain)
-            assert VisionPackingCollator(TIMED).measure(given[0]) == (4, 8)
 
     def test_texts_of_gemma_3_may_lack_types(self) -> None:
         made = VisionPackingCollator(GEMMA3)([TEXT, gemma3(), TEXT | {"token_type_ids": None}])
@@ -158,11 +157,6 @@ class TestRow:
     def test_wrapped_models(self) -> None:
         for model in (nn.Sequential(QWEN), nn.ModuleDict({"module": nn.ModuleDict({"model": QWEN})})):
             assert VisionPackingCollator(model)([qwen()])["position_ids"].shape == (4, 1, 4)
-
-    def test_measure(self) -> None:
-        assert VisionPackingCollator(LLAVA).measure(llava(2)) == (10, 8)
-        assert VisionPackingCollator(QWEN).measure(qwen()) == (4, 8)
-        assert VisionPackingCollator(QWEN).measure(TEXT) == (3, 0)
 
 
 # The model, the examples, and what the error says.

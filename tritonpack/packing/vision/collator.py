@@ -24,7 +24,6 @@ from tritonpack.packing.columns import (
 )
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
 from tritonpack.packing.vision.media import MediaOf, ModelPositions, join_media, read_media
-from tritonpack.packing.vision.sizes import ExampleSize
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
@@ -126,21 +125,6 @@ their `get_rope_index` returns for the document alone |
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
         return batch | join_media(self.family, media, names)
 
-    def measure(self, example: Mapping[str, Any]) -> ExampleSize:
-        """Count what one example takes, for packing by tokens and by patches.
-
-        Args:
-            example: what the processor returns for one conversation.
-
-        Returns:
-            `tokens`: those of the row, with images. `patches`: those of the vision tower.
-
-        Raises:
-            ValueError: see `__call__`; the message calls the example "document to measure".
-        """
-        text, media = self._read(example, "to measure")
-        return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media).patches for kind in media))
-
     def _read(self, example: Any, number: Name) -> tuple[Columns, MediaOf]:
         """The columns of tokens and those of images and videos of an example, checked."""
         with naming(f"document {number}"):
@@ -171,7 +155,8 @@ their `get_rope_index` returns for the document alone |
             )
         kinds = self._kinds(text, media)
         for kind, code in _CODES.items():
-            expected, found = self._size(kind, media).tokens, int((kinds == code).sum())
+            expected = self.family.parts[kind].count_tokens(self._config, media[kind]) if kind in media else 0
+            found = int((kinds == code).sum())
             if found != expected:
                 taken = f"but its {quote(media[kind])} take {expected}" if kind in media else f"and no pixels of {kind}"
                 raise ValueError(
@@ -215,10 +200,6 @@ their `get_rope_index` returns for the document alone |
                 text["labels"][text["labels"] == token] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
                 text["labels"][text["token_type_ids"] == 0] = IGNORED_LABEL
-
-    def _size(self, kind: str, media: MediaOf) -> ExampleSize:
-        """The tokens and the patches of the images, or of the videos, of an example."""
-        return self.family.parts[kind].measure(self._config, media[kind]) if kind in media else ExampleSize(0, 0)
 
 
 def _configuration(model: Any) -> Any:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tritonpack.packing.vision import sizes
-from tritonpack.packing.vision.sizes import ExampleSize, Media
+from tritonpack.packing.vision.sizes import Media
 
-Measure = Callable[[Any, Media], ExampleSize]  # of a model's configuration and the images, or the videos, of an example
+Count = Callable[[Any, Media], int]  # tokens, by a model's configuration and the images, or the videos, of an example
 IMAGES, VIDEOS = "images", "videos"
 MODALITIES = "mm_token_type_ids"  # of each token: 0 text, 1 image, 2 video
 
@@ -41,12 +41,12 @@ class Part(NamedTuple):
 
     Attributes:
         columns: by name, pixels first.
-        measure: counts the tokens and the patches of an example.
+        count_tokens: by the configuration and these columns.
         token: the name, in the configuration, of the token whose embedding is replaced.
     """
 
     columns: Mapping[str, Column]
-    measure: Measure
+    count_tokens: Count
     token: str = "image_token_id"
 
 
@@ -77,9 +77,9 @@ class Family:
         return {name: column for part in self.parts.values() for name, column in part.columns.items()}
 
 
-def _images(columns: Mapping[str, Column], measure: Measure, **settings: Any) -> Family:
+def _images(columns: Mapping[str, Column], count: Count, **settings: Any) -> Family:
     """A family that takes images alone."""
-    return Family({IMAGES: Part(columns, measure)}, **settings)
+    return Family({IMAGES: Part(columns, count)}, **settings)
 
 
 def _squares(tokens: Callable[[Any, int], int], **settings: Any) -> Family:
