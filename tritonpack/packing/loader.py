@@ -268,9 +268,11 @@ def dataloader(
                 f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
                 f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
             )
-        refuse_removed(["measure"] if hasattr(collate_fn, "measure") else [], "a collate_fn")
+        if hasattr(collate_fn, "measure"):
+            refuse_removed(["measure"], "a collate_fn")
         reader = Reader(dataset, lengths, documents, drop_columns, collate)
-        units = reader.cut(None if collate is None else collate.max_document_length)
+        longest = None if collate is None else collate.max_document_length
+        units = reader.units if longest is None else reader.cut(longest)
         remedy = "pass overlong='drop', which leaves them out"
         if collate:
             remedy += ", or max_document_length, which trains on the first tokens of each document"

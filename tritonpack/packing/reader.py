@@ -108,7 +108,9 @@ def is_from_datasets(values: Any, kind: str) -> bool:
 
 def is_table(dataset: Any) -> bool:
     """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    return is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
+    return (
+        hasattr(dataset, "with_format") and is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
+    )
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
@@ -236,14 +238,12 @@ class Reader(Dataset):
         examples.numbers = numbers
         return examples
 
-    def cut(self, longest: int | None) -> Units:
+    def cut(self, longest: int) -> Units:
         """The units with at most `longest` tokens of each document.
 
         Raises:
             ValueError: only units are known, so documents can't be cut.
         """
-        if longest is None:
-            return self.units
         if self.lengths is None:
             raise ValueError(
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
