@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from operator import index
 from typing import Any, Literal, get_args
 
@@ -22,36 +20,8 @@ Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
-class Bins:
-    """Bins of documents: bin b holds `items[offsets[b] : offsets[b + 1]]`."""
-
-    items: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-
-    @property
-    def num_bins(self) -> int:
-        return len(self.offsets) - 1
-
-    def __len__(self) -> int:
-        return self.num_bins
-
-    def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
-        """The items of a bin, a view; negative indices count from the end."""
-        return self.items[self._entries(bin_index)]
-
-    def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        return (self[bin_index] for bin_index in range(self.num_bins))
-
-    def _entries(self, bin_index: int) -> slice:
-        num_bins, bin_index = self.num_bins, index(bin_index)
-        if not -num_bins <= bin_index < num_bins:
-            raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
-        bin_index %= num_bins
-        return slice(self.offsets[bin_index], self.offsets[bin_index + 1])
-
-
 @dataclass(frozen=True, eq=False)
-class Packing(Bins):
+class Packing:
     """The documents of each bin, as arrays of entries and the offsets at which bins begin.
 
     An entry is a whole document, or a piece of a document that was too long.
@@ -111,12 +81,32 @@ class Packing(Bins):
         """A number of bins that no packing of these entries can go below, see the function `lower_bound`."""
         return lower_bound(self.lengths, self.capacity, self.max_items)
 
+    @property
+    def num_bins(self) -> int:
+        return len(self.offsets) - 1
+
+    def __len__(self) -> int:
+        return self.num_bins
+
+    def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
+        """The items of a bin, a view; negative indices count from the end."""
+        return self.items[self._entries(bin_index)]
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        return (self[bin_index] for bin_index in range(self.num_bins))
+
+    def _entries(self, bin_index: int) -> slice:
+        num_bins, bin_index = self.num_bins, index(bin_index)
+        if not -num_bins <= bin_index < num_bins:
+            raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
+        bin_index %= num_bins
+        return slice(self.offsets[bin_index], self.offsets[bin_index + 1])
+
     def spans(self, bin_index: int) -> list[tuple[int, int, int]]:
         """(document, start, stop) of each entry of a bin; the bin holds `tokens[document][start:stop]`."""
         entries = self._entries(bin_index)
-        stops = self.starts[entries] + self.lengths[entries]
-        columns = (self.items[entries].tolist(), self.starts[entries].tolist(), stops.tolist())
-        return list(zip(*columns, strict=True))
+        starts, lengths = self.starts[entries], self.lengths[entries]
+        return list(zip(self.items[entries].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def __repr__(self) -> str:
         entries = "documents" if not self.report.documents else "documents and pieces of documents"
@@ -226,36 +216,3 @@ def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None
     excess = int((tokens_up_to[half] - below - room).max())
     bins = large + max(0, -(-excess // capacity))
     return bins if max_items is None else max(bins, -(-len(lengths) // max_items))
-
-
-def divide_bins(lengths: NDArray[Any], offsets: NDArray[np.int64], num_bins: int, first: int = 0) -> NDArray[np.int64]:
-    """Divide bins until there are `num_bins`: the fullest first, in halves of about equally many tokens.
-
-    Bins [0, 2) and [2, 3) of 3 + 4 and 8 tokens become three:
-
-    >>> divide_bins(np.array([3, 4, 8]), np.array([0, 2, 3]), 3).tolist()
-    [0, 1, 2, 3]
-
-    Args:
-        lengths: (entries,) integers, the tokens of each entry.
-        offsets: (bins + 1,) int64; bin b holds the entries offsets[b] to offsets[b + 1].
-        num_bins: at least the number of bins, at most `first` and the number of entries after them.
-        first: bins before this one stay whole.
-
-    Returns:
-        (num_bins + 1,) int64, offsets of the same entries in the same order.
-    """
-    tokens = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    ends = offsets.tolist()
-    bins = [(int(tokens[start] - tokens[stop]), start, stop) for start, stop in pairwise(ends[first:])]
-    heapify(bins)  # the fullest on top
-    single = []
-    for _ in range(num_bins - len(ends) + 1):
-        while bins[0][2] - bins[0][1] == 1:
-            single.append(heappop(bins))
-        _, start, stop = heappop(bins)
-        half = (tokens[start] + tokens[stop]) / 2
-        cut = start + 1 + int(np.argmin(np.abs(tokens[start + 1 : stop] - half)))
-        for begin, end in ((start, cut), (cut, stop)):
-            heappush(bins, (int(tokens[begin] - tokens[end]), begin, end))
-    return np.array(ends[: first + 1] + sorted(stop for _, _, stop in single + bins), dtype=np.int64)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from importlib import import_module
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.bins import divide_bins
 from tritonpack.packing.columns import TOKENS, is_iterable, quote
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
 from tritonpack.packing.reader import cut, document_length, is_from_datasets, unreadable
@@ -418,13 +417,16 @@ def pack_stream(
 
 def _whole_rounds(bins: list[list[int]], held: Mapping[int, Any], ranks: int) -> tuple[list[list[int]], int]:
     """The last bins, divided until every rank has the same number of them; and how many pieces are left out."""
-    rest, items = len(bins) % ranks, list(chain.from_iterable(bins))
-    if not rest:
+    rest, whole = len(bins) % ranks, -(-len(bins) // ranks) * ranks
+    if whole <= sum(map(len, bins)):
+        bins = list(bins)
+        while len(bins) < whole:  # halve the fullest
+            tokens = [sum(held[item][1] for item in items) if len(items) > 1 else 0 for items in bins]
+            at = int(np.argmax(tokens))
+            ends = np.cumsum([held[item][1] for item in bins[at]])
+            cut = 1 + int(np.argmin(np.abs(ends[:-1] - ends[-1] / 2)))
+            bins[at : at + 1] = [bins[at][:cut], bins[at][cut:]]
         return bins, 0
-    if len(bins) + ranks - rest <= len(items):
-        offsets = np.cumsum([0, *map(len, bins)])
-        divided = divide_bins(np.array([held[item][1] for item in items]), offsets, len(bins) + ranks - rest)
-        return [items[start:stop] for start, stop in pairwise(divided)], 0
     dropped = sum(map(len, bins[len(bins) - rest :]))
     say_once(
         "stream-end",

@@ -145,12 +145,15 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             amounts = {"tokens": self._units.tokens}
             amounts |= {} if self._noun == "document" else {"squares": self._units.squares}
             totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
-            summary = f"{len(self.lengths)} {self._noun}s with {totals}, digest {digest(*amounts.values())}"
-            self._lengths_summary = summary
+            count = f"{len(self.lengths)} {self._noun}s"
+            self._lengths_summary = f"{count} with {totals}, digest {digest(*amounts.values())}"
         if can_compare(self._ranks_that_compare):
+            values = {**self._given(), "seed": seed, "the lengths": self._lengths_summary}
+            if order is not None:
+                values["the digest of order"] = digest(epoch_order(len(self.lengths), 0, 0, order=order))
             number = place_among_processes()[1] if self.is_shared else self.rank
             first = compare(
-                SUBJECT, self._values_to_compare(), {"rank": number, "seed": torch.initial_seed()},
+                SUBJECT, values, {"rank": number, "seed": torch.initial_seed()},
                 "the samplers of the ranks differ", "Pass the same lengths in the same order and the same options on "
                 "every rank, make samplers in the same order, and call set_epoch on all ranks.",
             )  # fmt: skip
@@ -250,7 +253,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         except ValueError as error:
             fault = error
         if can_compare(self._ranks_that_compare):
-            place = {"fault": f"can't load its state: {fault}"}
+            place: dict[str, Any] = {"fault": f"can't load its state: {fault}"}
             if found is not None:
                 place = {"epoch": found.epoch, "batches done": found.done, "before": found.before}
             remedy = "Save the state of one rank, and load it on all."
@@ -345,15 +348,6 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             "batch_max_length": self.batch_max_length, "num_replicas": self.num_replicas, "seed": self.seed,
             **self._options, "epochs": self._epochs, "shard": self._shard,
         }  # fmt: skip
-
-    def _values_to_compare(self) -> dict[str, Any]:
-        order = None if self._order is None else digest(epoch_order(len(self.lengths), 0, 0, order=self._order))
-        return {
-            **self._given(),
-            "seed": self.seed if self._seed_is_given else None,
-            "the lengths": self._lengths_summary,
-            "the digest of order": order,
-        }
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in {"rank": self.rank, **self._given()}.items())

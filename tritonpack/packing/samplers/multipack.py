@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
-from tritonpack.packing.bins import Algorithm, Bins, pack
+from tritonpack.packing.bins import Algorithm, pack
 from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.samplers.epochs import EpochSampler
@@ -24,11 +24,16 @@ from tritonpack.packing.samplers.resume import VERSION, check_state, digest
 from tritonpack.packing.units import as_units, fit_for_sampler
 
 
-class _Bins(Bins):
-    """The bins of an epoch, and a digest of its batches."""
+class _Bins(NamedTuple):
+    """The bins of an epoch, bin b with items[offsets[b] : offsets[b + 1]], and a digest of its batches."""
 
-    def __init__(self, items: NDArray[np.int32], offsets: NDArray[np.int64], digest: str) -> None:
-        self.items, self.offsets, self.digest = items, offsets, digest
+    items: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    digest: str
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.offsets) - 1
 
 
 class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[override]  # of `sampler`
