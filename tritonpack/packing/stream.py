@@ -40,12 +40,8 @@ _WINDOW: dict[str, Any] = {
 }  # fmt: skip
 # Where a pass is: such a window, the digests of it and of those up to the latest one, and what was done in all.
 _BEGINNING: dict[str, Any] = _WINDOW | {
-    "checked": [],
-    "report": [0, 0, 0],
-    "num_bins": 0,
-    "num_tokens": 0,
-    "dropped_documents": 0,
-}
+    "checked": [], "report": [0, 0, 0], "num_bins": 0, "num_tokens": 0, "dropped_documents": 0,
+}  # fmt: skip
 
 
 def _shared(place: int) -> Any:
