@@ -75,7 +75,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--capacity", type=int, default=32_768)
     parser.add_argument("--kind", choices=["arrow", "parquet", "jsonl"], default="arrow")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--shard-mib", type=int, default=128)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder; about 40 bytes a token for a while")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -87,7 +86,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         tokens, total = generate(source, given.documents, given.mean, given.capacity, given.kind, given.seed)
         print(f"{given.documents:,} documents, {tokens:,} tokens, made in {time.perf_counter() - began:.0f} s")
         command = [sys.executable, "-m", "tritonpack", "pack", source, "--out", out, "--json", given.folder / "numbers"]
-        options = [f"--capacity={given.capacity}", f"--jobs={given.jobs}", f"--shard-mib={given.shard_mib}"]
+        options = [f"--capacity={given.capacity}", f"--jobs={given.jobs}"]
         began = time.perf_counter()
         subprocess.run([*map(str, command), *options], check=True)
         seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

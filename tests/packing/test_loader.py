@@ -120,8 +120,8 @@ DRAWN = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=
 FORMS = {
     "lists": (lambda own: own, {}),
     "function": (lambda own: {"own": own, "n": 1}, {"documents": lambda example: example["own"]}),
-    "documents": (lambda own: {**own[0], "n": 1}, {"drop_columns": ["n"]}),
-    "own collator": (lambda own: own, {"collate_fn": PackingCollator(max_document_length=None).__call__}),
+    "documents": (lambda own: own[0], {}),
+    "own collator": (lambda own: own, {"collate_fn": PackingCollator().__call__}),
 }
 
 
@@ -136,10 +136,15 @@ def test_invariants(drawn, form, ranks, shuffle, longest, data):
     units = []
     for number, lengths in enumerate(drawn):
         lengths = lengths[:1] if form == "documents" else lengths
-        units.append([{"input_ids": [3 * number + place] * n} for place, n in enumerate(lengths)])
+        units.append([{"input_ids": [3 * number + place] * n, "n": n} for place, n in enumerate(lengths)])
     sizes = [sum(min(len(one["input_ids"]), longest or 99) for one in unit) for unit in units]
     fits = [number for number, size in enumerate(sizes) if size <= 20]
-    options = options | {"overlong": "drop", "max_document_length": longest, "num_replicas": ranks}
+    options = options | {
+        "overlong": "drop",
+        "max_document_length": longest,
+        "num_replicas": ranks,
+        "drop_columns": ["n"],
+    }
     options |= {"dataset": [*map(make_example, units)], "tokens": 20, "shuffle": shuffle}
     if len(fits) < len(units):
         with pytest.raises(ValueError, match=r"longer than the row size of 20|take more than|leaves nothing"):

@@ -132,6 +132,19 @@ def test_columns_that_only_some_examples_need() -> None:
     assert made["second_per_grid_ts"].dtype == torch.float32
 
 
+def test_images_are_padded_at_their_end() -> None:
+    """Of 8 x 4 and 4 x 8 pixels, in a token for each 4 x 4; the model cuts them out by their sizes."""
+    sized = [
+        {"input_ids": [3, IMAGE, IMAGE], "pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
+        for size in ([8, 4], [4, 8])
+    ]
+    made = VisionPackingCollator(Model("mistral3", spatial_merge_size=1))(sized)
+    assert made["image_sizes"].tolist() == [[8, 4], [4, 8]]
+    assert made["pixel_values"].shape == (2, 3, 8, 8)
+    for pixels, (height, width) in zip(made["pixel_values"], made["image_sizes"].tolist(), strict=True):
+        assert pixels.sum() == pixels[:, :height, :width].sum() == 3 * 32
+
+
 def test_positions_of_three_axes_restart_in_each_document() -> None:
     row = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)([qwen(), TEXT, film()])
     assert row["position_ids"][:, 0].tolist() == [
