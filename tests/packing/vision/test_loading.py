@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("numba")
 
@@ -26,7 +27,12 @@ def nested(examples: list[dict[str, Any]]) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("make", [list, nested])
+def tensors(examples: list[dict[str, Any]]) -> Any:
+    """What processors return with `return_tensors="pt"`: `input_ids` of shape (1, n)."""
+    return [example | {"input_ids": torch.tensor([example["input_ids"]])} for example in examples]
+
+
+@pytest.mark.parametrize("make", [list, nested, tensors])
 @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
 def test_tokens_are_counted_with_images(make: Callable[[list[Any]], Any]) -> None:
     loader = dataloader(make(EXAMPLES), tokens=20, collate_fn=COLLATE, seed=0)
