@@ -38,6 +38,7 @@ OPTIONS = {
     "first_fit": "use algorithm='best_fit', which takes documents in input order, too",
     "length or lengths": _OF_TABLES,
     "length": "documents are rows of tokens, or mappings with input_ids",
+    "measure": "dataloader counts input_ids itself; for documents of another form pass lengths=",
     "capacity=": "dataloader(tokens=..., lengths=Units.of_trees(groups)) limits rows of trees",
     "objective='documents'": "collate labels of whole documents yourself: batch['labels'] = torch.tensor(labels)",
     "carry_threshold": "windows are packed as by pack(algorithm='windowed')",

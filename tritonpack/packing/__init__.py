@@ -13,11 +13,9 @@ from tritonpack.packing.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
 from tritonpack.packing.units import Units
 from tritonpack.packing.vision.collator import VisionPackingCollator
-from tritonpack.packing.vision.sizes import ExampleSize
 
 __all__ = [
     "BinDataset",
-    "ExampleSize",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataLoader",

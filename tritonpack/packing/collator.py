@@ -28,7 +28,7 @@ from tritonpack.packing.columns import (
     quote,
     read_feature,
 )
-from tritonpack.packing.lengths import check_integer, check_limit
+from tritonpack.packing.lengths import check_integer
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,10 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
 
     def __post_init__(self) -> None:
         multiple, token, names = self.pad_to_multiple_of, self.pad_token_id, self.per_token
-        check_limit(multiple, "pad_to_multiple_of")
-        check_limit(self.max_document_length, "max_document_length")
+        if multiple is not None:
+            check_integer(multiple, "pad_to_multiple_of")
+        if self.max_document_length is not None:
+            check_integer(self.max_document_length, "max_document_length")
         if token is not None:
             check_integer(token, "pad_token_id", 0)
         if (multiple is None) != (token is None):

@@ -206,15 +206,14 @@ def dataloader(
             takes, or lists of such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
-            `datasets.Dataset` it reads no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
+            `datasets.Dataset` it reads no tokens.
         documents: a function of an example that returns its documents, a list of mappings. It is called to measure
             examples and again at each loading, and must return the same each time. Workers that are spawned need a
             function that pickle can send.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below.
             It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
             its documents together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an
-            error. A method `measure` of it, as VisionPackingCollator has one, returns for a document an object with
-            the attribute `tokens`. It gives the `lengths` if they aren't passed.
+            error.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
@@ -269,9 +268,11 @@ def dataloader(
                 f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
                 f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
             )
-        measure = getattr(collate_fn, "measure", None)
-        reader = Reader(dataset, lengths, documents, drop_columns, collate, measure)
-        units = reader.cut(None if collate is None else collate.max_document_length)
+        if hasattr(collate_fn, "measure"):
+            refuse_removed(["measure"], "a collate_fn")
+        reader = Reader(dataset, lengths, documents, drop_columns, collate)
+        longest = None if collate is None else collate.max_document_length
+        units = reader.units if longest is None else reader.cut(longest)
         remedy = "pass overlong='drop', which leaves them out"
         if collate:
             remedy += ", or max_document_length, which trains on the first tokens of each document"

@@ -18,8 +18,7 @@ from tritonpack.packing.units import Units
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
 
 _AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
-# Where lengths come from, beside input_ids.
-_GIVEN, _BY_COLLATOR, _BY_FUNCTION = "the argument lengths", "collate_fn.measure", "the documents of each example"
+_GIVEN, _BY_FUNCTION = "the argument lengths", "the documents of each example"  # where lengths come from
 
 
 def require_map_style(dataset: Any) -> None:
@@ -77,6 +76,8 @@ def examples_of(dataset: Any) -> Iterator[tuple[int, Any]]:
 def document_length(document: Any, name: int | str) -> int:
     """The number of tokens of a document: the length of the row or of its "input_ids".
 
+    A batch of one row, as processors return it with `return_tensors="pt"`, is that row.
+
     Args:
         name: the document's number, for messages.
 
@@ -84,14 +85,15 @@ def document_length(document: Any, name: int | str) -> int:
         ValueError: a document of another form, or with less than one token.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
+    if (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
+        tokens = tokens if _is_row(tokens) else tokens[0]
     if not (type(tokens) is list and tokens and type(tokens[0]) is int) and not _is_row(tokens):  # most are plain lists
         given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
         if isinstance(document, Mapping):
             given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
         raise ValueError(
             f"document {name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. "
-            "Tokenize text first. For documents of another form pass dataloader their lengths=, or a collate_fn with a "
-            "method measure (VisionPackingCollator)."
+            "Tokenize text first. For documents of another form pass dataloader their lengths=."
         )
     if not len(tokens):
         raise ValueError(f"document {name} is empty; every document needs at least one token. Remove it first.")
@@ -106,7 +108,9 @@ def is_from_datasets(values: Any, kind: str) -> bool:
 
 def is_table(dataset: Any) -> bool:
     """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    return is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
+    return (
+        hasattr(dataset, "with_format") and is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
+    )
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
@@ -165,7 +169,6 @@ class Reader(Dataset):
         dataset, documents, drop_columns: see `dataloader`.
         lengths: see `dataloader`; or a `Reader` of the same dataset, which isn't measured again.
         collate: PackingCollator, which checks the columns of the first document; None for a collator of the user's.
-        measure: the `measure` of a collator of the user's.
     """
 
     units: Units
@@ -180,7 +183,6 @@ class Reader(Dataset):
         documents: DocumentsOf | None = None,
         drop_columns: Collection[str] = (),
         collate: Any = None,
-        measure: Callable[[Any], Any] | None = None,
     ) -> None:
         check_names(drop_columns, "drop_columns")
         if TOKENS in drop_columns:
@@ -220,9 +222,9 @@ class Reader(Dataset):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._measure_all(lengths, measure)
+            self._measure_all(lengths)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
-        self._counts = collate is not None or self.source in (TOKENS, _BY_FUNCTION)
+        self._counts = collate is not None or self.source != _GIVEN
         self._load(first, 0)
 
     def __len__(self) -> int:
@@ -236,14 +238,12 @@ class Reader(Dataset):
         examples.numbers = numbers
         return examples
 
-    def cut(self, longest: int | None) -> Units:
+    def cut(self, longest: int) -> Units:
         """The units with at most `longest` tokens of each document.
 
         Raises:
             ValueError: only units are known, so documents can't be cut.
         """
-        if longest is None:
-            return self.units
         if self.lengths is None:
             raise ValueError(
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
@@ -259,28 +259,21 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _measure_all(self, lengths: Any, measure: Callable[[Any], Any] | None) -> None:
+    def _measure_all(self, lengths: Any) -> None:
         """Measure all examples. None is loaded if `lengths` or a column of a `datasets.Dataset` tell their tokens."""
         self.source = _GIVEN
-        if lengths is None and measure is not None:
-            self.source = _BY_COLLATOR
-        elif lengths is None and self._documents is not None:
+        if lengths is None and self._documents is not None:
             self.source = _BY_FUNCTION
         elif lengths is None:
             self.source, lengths = TOKENS, table_lengths(self.dataset)
 
-        def size_of(document: Any) -> int:
-            return measure(document).tokens  # type: ignore[misc]  # called only if there is one
-
         own: list[int] = []
         counts: list[int] = []
-        self._counts = lengths is None and measure is None
+        self._counts = lengths is None
         for number, example in examples_of(self.dataset) if lengths is None else ():
-            documents, tokens, _ = self._read(example, number)
-            if measure is not None:
-                tokens = [_called(size_of, one, number, _BY_COLLATOR) for one in documents]
+            _, tokens, _ = self._read(example, number)
             own += tokens
-            counts.append(len(documents))
+            counts.append(len(tokens))
         if isinstance(lengths, Units):
             self.lengths, self.counts, self.units = None, np.ones(len(lengths), dtype=np.int64), lengths
         else:

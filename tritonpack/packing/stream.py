@@ -40,12 +40,8 @@ _WINDOW: dict[str, Any] = {
 }  # fmt: skip
 # Where a pass is: such a window, the digests of it and of those up to the latest one, and what was done in all.
 _BEGINNING: dict[str, Any] = _WINDOW | {
-    "checked": [],
-    "report": [0, 0, 0],
-    "num_bins": 0,
-    "num_tokens": 0,
-    "dropped_documents": 0,
-}
+    "checked": [], "report": [0, 0, 0], "num_bins": 0, "num_tokens": 0, "dropped_documents": 0,
+}  # fmt: skip
 
 
 def _shared(place: int) -> Any:
@@ -93,28 +89,12 @@ class PackedStream(EpochCounter, IterableDataset):
         self._pass, self._pass_epoch = _BEGINNING, NEVER  # the place of the latest pass
 
     def __iter__(self) -> Iterator[list[Any]]:
-        worker, place = worker_place(), self._begin_of_next()
-        if place is not None and self._worker != worker:
-            raise ValueError(
-                f"the state was saved by worker {self._worker[0]} of {self._worker[1]}, and this is worker {worker[0]} "
-                f"of {worker[1]}. Resume with the same num_workers, and through torchdata's StatefulDataLoader, which "
-                "gives every worker its own state."
-            )
-        self._is_read_by_workers = get_worker_info() is not None
-        self._resume, self._worker, self._pass_epoch = (None, 0, None), worker, self.epoch
-        self._pass = dict(place or _BEGINNING)
-        return self._pack(self._pass)
-
-    def _begin_of_next(self) -> dict[str, Any] | None:
-        """The place of a loaded state, if no pass has begun there and no other epoch was chosen."""
-        place, epoch, passes = self._resume
-        return place if epoch == self.epoch and passes in (None, self._passes) else None
-
-    def _pack(self, this: dict[str, Any]) -> Iterator[list[Any]]:
-        """The bins of a pass, from its place `this` on, in rounds of one for each rank; the others wait."""
+        """The bins of a pass, in rounds of one for each rank; bins that make no round wait for more."""
         from tritonpack.packing.heuristics import CARRY_THRESHOLD, WindowPacker  # imports numba, which is slow
 
-        values, ranks = self._begin_pass(this), self.num_replicas
+        # A generator, because libraries such as Lightning make two iterators for a pass and use only the second.
+        values, this = self._begin_pass()
+        ranks = self.num_replicas
         packer = WindowPacker(self.capacity, check_limit(self._options["max_items"], "max_items"), CARRY_THRESHOLD)
         packer.restore(this["carried"], this["first"])
         first, waiting, number = this["first"], this["waiting"], this["before"]
@@ -157,9 +137,25 @@ class PackedStream(EpochCounter, IterableDataset):
                 "read them from the beginning: pack_stream(lambda: iter(documents), ...)."
             )
 
-    def _begin_pass(self, place: Mapping[str, Any]) -> Any:
-        """Count a pass that begins, and return its documents, which go on at a place if they have `state_dict`."""
+    def _begin_of_next(self) -> dict[str, Any] | None:
+        """The place of a loaded state, if no pass has begun there and no other epoch was chosen."""
+        place, epoch, passes = self._resume
+        return place if epoch == self.epoch and passes in (None, self._passes) else None
+
+    def _begin_pass(self) -> tuple[Any, dict[str, Any]]:
+        """Count a pass that begins. Return its documents, which go on at its place if they have a state; and the place.
+
+        Raises:
+            ValueError: documents that can't be read, or a state of another worker.
+        """
         worker, workers = worker_place()
+        place = self._begin_of_next()
+        if place is not None and self._worker != (worker, workers):
+            raise ValueError(
+                f"the state was saved by worker {self._worker[0]} of {self._worker[1]}, and this is worker {worker} of "
+                f"{workers}. Resume with the same num_workers, and through torchdata's StatefulDataLoader, which gives "
+                "every worker its own state."
+            )
         if isinstance(self._documents, Iterator) and (self._was_read or workers > 1):
             fault = "which an earlier pass has read" if self._was_read else f"and {workers} workers can't read one"
             raise ValueError(
@@ -167,7 +163,9 @@ class PackedStream(EpochCounter, IterableDataset):
                 "datasets.IterableDataset, or a function that returns a new iterator, such as the generator function "
                 "itself."
             )
-        self._was_read, self._pass_epoch = True, self.epoch
+        self._is_read_by_workers, self._was_read = get_worker_info() is not None, True
+        self._resume, self._worker, self._pass_epoch = (None, 0, None), (worker, workers), self.epoch
+        self._pass = this = dict(place or _BEGINNING)
         again = worker == 0 and self._begin()
         self._passes += worker == 0
         values: Any = self._documents if is_iterable(self._documents) else self._documents()
@@ -185,12 +183,12 @@ class PackedStream(EpochCounter, IterableDataset):
                     "again. Call set_epoch(number) before each pass, on the stream or on the loader that accelerate "
                     f"made. If you want the same order, call set_epoch({self.epoch}) again.",
                 )
-        if place["source"] is not None:
+        if this["source"] is not None:
             if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
-            values.load_state_dict(place["source"])
-        return values
+            values.load_state_dict(this["source"])
+        return values, this
 
     def _windows(self, values: Any, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any], bool]]:
         """The windows from a place on: where each begins, its pieces with their tokens, whether it is the last."""

@@ -23,8 +23,7 @@ from tritonpack.packing.columns import (
     read_feature,
 )
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
-from tritonpack.packing.vision.media import ModelPositions, join_media, read_media
-from tritonpack.packing.vision.sizes import ExampleSize
+from tritonpack.packing.vision.media import MediaOf, ModelPositions, join_media, read_media
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
@@ -76,9 +75,7 @@ their `get_rope_index` returns for the document alone |
         text = PackingCollator(self.pad_to_multiple_of, self.pad_token_id, per_token=self.per_token)
         config = _configuration(model)
         family = FAMILIES[config.model_type]
-        placeholders = {IMAGES: config.image_token_id}
-        if family.videos is not None:
-            placeholders[VIDEOS] = getattr(config, family.video_token)
+        placeholders = {kind: getattr(config, part.token) for kind, part in family.parts.items()}
         if self.pad_token_id is not None and self.pad_token_id in placeholders.values():
             raise ValueError(
                 f"pad_token_id={self.pad_token_id} is the token of images or videos of this model; pass the "
@@ -113,7 +110,7 @@ their `get_rope_index` returns for the document alone |
         texts, media = [text for text, _ in examples], [own for _, own in examples]
         having: dict[str, Name] = {}  # a document with images, and one with videos
         for name, own in zip(names, media, strict=True):
-            having |= {self.family.columns[column].kind: name for column in own}
+            having |= dict.fromkeys(own, name)
         if len(having) == 2 and not self.family.both_kinds:
             raise ValueError(
                 f"document {having[IMAGES]} has images and document {having[VIDEOS]} has videos; the model type "
@@ -128,22 +125,7 @@ their `get_rope_index` returns for the document alone |
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
         return batch | join_media(self.family, media, names)
 
-    def measure(self, example: Mapping[str, Any]) -> ExampleSize:
-        """Count what one example takes, for packing by tokens and by patches.
-
-        Args:
-            example: what the processor returns for one conversation.
-
-        Returns:
-            `tokens`: those of the row, with images. `patches`: those of the vision tower.
-
-        Raises:
-            ValueError: see `__call__`; the message calls the example "document to measure".
-        """
-        text, media = self._read(example, "to measure")
-        return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media).patches for kind in _CODES))
-
-    def _read(self, example: Any, number: Name) -> tuple[Columns, Columns]:
+    def _read(self, example: Any, number: Name) -> tuple[Columns, MediaOf]:
         """The columns of tokens and those of images and videos of an example, checked."""
         with naming(f"document {number}"):
             if not isinstance(example, Mapping):
@@ -164,7 +146,7 @@ their `get_rope_index` returns for the document alone |
             self._check_tokens(text, media)
         return text, media
 
-    def _check_tokens(self, text: Columns, media: Columns) -> None:
+    def _check_tokens(self, text: Columns, media: MediaOf) -> None:
         """ValueError unless an example has a token for each embedding of its images and videos."""
         audio = getattr(self._config, "audio_token_id", None)
         if audio is not None and bool((text["input_ids"] == audio).any()):
@@ -173,23 +155,17 @@ their `get_rope_index` returns for the document alone |
             )
         kinds = self._kinds(text, media)
         for kind, code in _CODES.items():
-            expected, found = self._size(kind, media).tokens, int((kinds == code).sum())
-            if found == expected:
-                continue
-            has = f"has {found} tokens of {kind} (token {self._placeholders.get(kind)}) in input_ids"
-            names = [name for name, column in self.family.columns.items() if column.kind == kind]
-            given = quote([name for name in names if name in media])
-            if not given:
+            expected = self.family.parts[kind].count_tokens(self._config, media[kind]) if kind in media else 0
+            found = int((kinds == code).sum())
+            if found != expected:
+                taken = f"but its {quote(media[kind])} take {expected}" if kind in media else f"and no pixels of {kind}"
                 raise ValueError(
-                    f"{has}, and no {names[0]!r}. Pass all columns that the processor returns, or leave the images out "
-                    "of the text."
+                    f"has {found} tokens of {kind} (token {self._placeholders.get(kind)}) in input_ids, {taken}. "
+                    "Pass all columns that one call of the processor returns for the text and the images of an "
+                    "example, and don't truncate input_ids, which cuts images."
                 )
-            raise ValueError(
-                f"{has}, but its {given} take {expected}. Don't truncate input_ids, which cuts images, and process the "
-                "text and the images of an example in one call of the processor."
-            )
 
-    def _kinds(self, text: Columns, media: Columns) -> Tensor:
+    def _kinds(self, text: Columns, media: MediaOf) -> Tensor:
         """(n,) the modality of each token, by the tokens, or by the column of types that the model reads."""
         ids, kinds, placeholders = text["input_ids"], torch.zeros_like(text["input_ids"]), self._placeholders
         for kind in (VIDEOS, IMAGES):
@@ -224,13 +200,6 @@ their `get_rope_index` returns for the document alone |
                 text["labels"][text["labels"] == token] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
                 text["labels"][text["token_type_ids"] == 0] = IGNORED_LABEL
-
-    def _size(self, kind: str, media: Columns) -> ExampleSize:
-        """The tokens and the patches of the images, or of the videos, of an example."""
-        count = self.family.images if kind == IMAGES else self.family.videos
-        if count is None or not any(self.family.columns[name].kind == kind for name in media):
-            return ExampleSize(0, 0)
-        return count(self._config, media)
 
 
 def _configuration(model: Any) -> Any:

@@ -12,30 +12,32 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tritonpack.packing.columns import Columns, Name, as_tensor, quote
-from tritonpack.packing.vision.families import IMAGES, VIDEOS, Column, Family
+from tritonpack.packing.vision.families import Column, Family
 
+MediaOf = dict[str, Columns]  # of an example: the columns of its images, and of its videos
 _ROPE = "get_rope_index"  # transformers' name for the method that makes positions of three axes
 
 
-def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
-    """The columns of images and videos of an example, those that hold nothing left out.
+def read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
+    """The columns of the images and of the videos of an example, without those that hold nothing.
 
     Raises:
         ValueError: a column of another form, or one without another that belongs to it.
     """
-    media = {}
-    for name, column in family.columns.items():
-        if name in example and (tensor := _read(example[name], name, column)).numel():
-            media[name] = tensor
-    for kind in (IMAGES, VIDEOS):
-        columns = {name: column for name, column in family.columns.items() if column.kind == kind}
-        present = [name for name in media if name in columns]
-        absent = [name for name, column in columns.items() if not column.optional and name not in media]
-        if present and absent:
-            raise ValueError(f"has {present[0]!r} but no {quote(absent)}; pass all columns that the processor returns.")
-        counts = {name: len(media[name]) for name in present if columns[name].axes[0] == kind}
+    media: MediaOf = {}
+    for kind, part in family.parts.items():
+        found = {name: _read(example[name], name, part.columns[name]) for name in part.columns if name in example}
+        found = {name: tensor for name, tensor in found.items() if tensor.numel()}
+        if not found:
+            continue
+        if absent := [name for name, column in part.columns.items() if not column.optional and name not in found]:
+            raise ValueError(
+                f"has {next(iter(found))!r} but no {quote(absent)}; pass all columns that the processor returns."
+            )
+        counts = {name: len(tensor) for name, tensor in found.items() if part.columns[name].axes[0] == kind}
         if len(set(counts.values())) > 1:
             raise ValueError(f"has columns of different numbers of {kind}: {counts}; pass those of one call.")
+        media[kind] = found
     return media
 
 
@@ -59,44 +61,41 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
     return tensor
 
 
-def join_media(family: Family, media: Sequence[Columns], names: Sequence[Name]) -> Columns:
+def join_media(family: Family, media: Sequence[MediaOf], names: Sequence[Name]) -> Columns:
     """The columns of images and videos of all examples, as the model takes them for one row.
 
     Raises:
         ValueError: examples whose columns can't be joined; the message names two of them.
     """
-    joined = {}
-    for name, column in family.columns.items():
-        of_kind = [
-            (number, own.get(name))
-            for number, own in zip(names, media, strict=True)
-            if any(family.columns[other].kind == column.kind for other in own)
-        ]
-        having = [(number, values) for number, values in of_kind if values is not None]
-        if not having:
-            continue
-        if len(having) < len(of_kind):
-            lacking = next(number for number, values in of_kind if values is None)
-            raise ValueError(
-                f"document {having[0][0]} has {name!r} and document {lacking} hasn't; give every example with "
-                f"{column.kind} the same columns."
-            )
-        values = [own for _, own in having]
-        if len(column.axes) == 1:  # numbers, such as the integer 1 beside 0.5
-            dtype = reduce(torch.promote_types, [one.dtype for one in values])
-            values = [one.to(dtype) for one in values]
-        first = values[0]
-        fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
-        for (number, _), one in zip(having, values, strict=True):
-            if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
-                sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
+    joined: Columns = {}
+    for kind, part in family.parts.items():
+        of_kind = [(number, own[kind]) for number, own in zip(names, media, strict=True) if kind in own]
+        for name, column in part.columns.items():
+            having = [number for number, own in of_kind if name in own]
+            lacking = [number for number, own in of_kind if name not in own]
+            if not having:
+                continue
+            if lacking:
                 raise ValueError(
-                    f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
-                    f"shape {tuple(first.shape)} in document {having[0][0]}; the model takes one dtype{sizes} in a "
-                    "call. Process all examples alike, or pack them in different rows."
+                    f"document {having[0]} has {name!r} and document {lacking[0]} hasn't; give every example with "
+                    f"{kind} the same columns."
                 )
-        row = torch.cat(_padded(values, column.padded))
-        joined[name] = row[None] if column.of_rows else row
+            values = [own[name] for _, own in of_kind]
+            if len(column.axes) == 1:  # numbers, such as the integer 1 beside 0.5
+                dtype = reduce(torch.promote_types, [one.dtype for one in values])
+                values = [one.to(dtype) for one in values]
+            first = values[0]
+            fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
+            for number, one in zip(having, values, strict=True):
+                if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
+                    size = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
+                    raise ValueError(
+                        f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
+                        f"shape {tuple(first.shape)} in document {having[0]}; the model takes one dtype{size} in a "
+                        "call. Process all examples alike, or pack them in different rows."
+                    )
+            row = torch.cat(_padded(values, column.padded))
+            joined[name] = row[None] if column.of_rows else row
     return joined
 
 
@@ -131,7 +130,7 @@ class ModelPositions:
                 object.__setattr__(self._module, name, value)
         self._names = tuple(inspect.signature(getattr(self._module, _ROPE)).parameters)
 
-    def __call__(self, text: Columns, media: Columns, number: Name) -> Tensor:
+    def __call__(self, text: Columns, media: MediaOf, number: Name) -> Tensor:
         """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its number is for messages.
 
         Raises:
@@ -139,7 +138,9 @@ class ModelPositions:
         """
         ids = text["input_ids"]
         types = text.get("mm_token_type_ids", torch.zeros_like(ids))
-        arguments: dict[str, Any] = {"input_ids": ids[None], **media, "mm_token_type_ids": types[None]}
+        arguments: dict[str, Any] = {"input_ids": ids[None], "mm_token_type_ids": types[None]}
+        for columns in media.values():
+            arguments |= columns
         try:
             taken = {name: arguments[name] for name in self._names if name in arguments}
             with torch.device("cpu"):  # where the columns lie, whatever the default device is

@@ -1,13 +1,13 @@
-"""How many tokens and patches the images, or the videos, of an example have, by the configuration of its model.
+"""How many tokens the images, or the videos, of an example have, by the configuration of its model.
 
-Each function takes the configuration and the columns of one example, and raises ValueError if columns contradict each
-other.
+Each function takes the configuration and the columns of the images, or of the videos, of one example, pixels first. It
+raises ValueError if columns contradict each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,36 +15,25 @@ Media = Mapping[str, Tensor]
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # embeddings of a tower that aren't of patches
 
 
-class ExampleSize(NamedTuple):
-    """The size of an example, or of its images or videos.
-
-    Attributes:
-        tokens: the tokens of the row, those of images and videos included.
-        patches: the squares of `patch_size` pixels that the vision tower embeds.
-    """
-
-    tokens: int
-    patches: int
-
-
-def of_grids(config: Any, media: Media, pixels: str, grids: str) -> ExampleSize:
+def of_grids(config: Any, media: Media) -> int:
     """Rows of patches, with the grid of each image or video (Qwen-VL)."""
-    merge, grid, rows = config.vision_config.spatial_merge_size, media[grids], len(media[pixels])
+    (pixels, rows), (grids, grid), *_ = media.items()
+    merge = config.vision_config.spatial_merge_size
     if grid.shape[1] != 3 or bool((grid < 1).any()) or bool((grid[:, 1:] % merge).any()):
         raise ValueError(
             f"has {grids} {grid.tolist()!r:.100}; it holds time, height and width of each in patches, at least 1, and "
             f"height and width are multiples of spatial_merge_size={merge}."
         )
     patches = int(grid.prod(1).sum())
-    if patches != rows:
+    if patches != len(rows):
         raise ValueError(
-            f"has {rows} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {patches} patches. Pass both as "
-            "the processor returns them: their first axis isn't that of a batch, so don't take [0] of it."
+            f"has {len(rows)} rows of {pixels}, but its {grids} {grid.tolist()!r:.100} have {patches} patches. Pass "
+            "both as the processor returns them: their first axis isn't that of a batch, so don't take [0] of it."
         )
-    return ExampleSize(patches // merge**2, patches)
+    return patches // merge**2
 
 
-def of_squares(config: Any, media: Media, tokens: Callable[[Any, int], int]) -> ExampleSize:
+def of_squares(config: Any, media: Media, tokens: Callable[[Any, int], int]) -> int:
     """Images, or tiles, of the one size that a tower takes.
 
     Args:
@@ -54,10 +43,10 @@ def of_squares(config: Any, media: Media, tokens: Callable[[Any, int], int]) -> 
     if pixels.shape[2:] != (size, size):
         raise ValueError(f"has images of {tuple(pixels.shape[2:])} pixels; this model takes {size} x {size}.")
     patches = (size // _side(config.vision_config.patch_size)) ** 2
-    return ExampleSize(len(pixels) * tokens(config, patches), len(pixels) * patches)
+    return len(pixels) * tokens(config, patches)
 
 
-def of_llava(config: Any, media: Media) -> ExampleSize:
+def of_llava(config: Any, media: Media) -> int:
     """Images of one size with a token for each patch; with Pixtral's tower, images of any size."""
     vision = config.vision_config
     if vision.model_type == "pixtral":
@@ -68,7 +57,7 @@ def of_llava(config: Any, media: Media) -> ExampleSize:
     return of_squares(config, media, lambda _, patches: patches + CLASS_TOKENS[vision.model_type] - left_out)
 
 
-def of_merged_images(config: Any, media: Media) -> ExampleSize:
+def of_merged_images(config: Any, media: Media) -> int:
     """Images of any size, padded to one; the tower cuts out what `image_sizes` says (Pixtral, Mistral 3)."""
     if "image_sizes" not in media:
         raise ValueError("has pixel_values but no 'image_sizes'; pass all columns that the processor returns.")
@@ -79,11 +68,10 @@ def of_merged_images(config: Any, media: Media) -> ExampleSize:
             f"has image_sizes {sizes.tolist()!r:.100} for pixel_values of {height} x {width} pixels; it holds height "
             f"and width of each image, at least {side * merge}, and an image lies within its pixel_values."
         )
-    tokens, patches = ((sizes // each).prod(1).sum() for each in (side * merge, side))
-    return ExampleSize(int(tokens), int(patches))
+    return int((sizes // (side * merge)).prod(1).sum())
 
 
-def of_rows(config: Any, media: Media) -> ExampleSize:
+def of_rows(config: Any, media: Media) -> int:
     """Images resampled to a fixed number of tokens (Idefics 2), or with several patches a token (Idefics 3, SmolVLM).
 
     Images that are zero everywhere are padding for these models.
@@ -93,24 +81,23 @@ def of_rows(config: Any, media: Media) -> ExampleSize:
         raise ValueError(
             f"has a pixel_attention_mask of shape {tuple(mask.shape)} for pixel_values of shape {tuple(pixels.shape)}."
         )
+    images, side = int((pixels != 0).flatten(1).any(1).sum()), _side(config.vision_config.patch_size)
+    if (resampled := getattr(config, "perceiver_config", None)) is not None:
+        return images * int(resampled.resampler_n_latents)
     height, width = pixels.shape[2:]
-    side = _side(config.vision_config.patch_size)
-    images, patches = int((pixels != 0).flatten(1).any(1).sum()), (height // side) * (width // side)
-    resampled = getattr(config, "perceiver_config", None)
-    tokens = patches // config.scale_factor**2 if resampled is None else resampled.resampler_n_latents
-    return ExampleSize(images * tokens, images * patches)
+    return images * ((height // side) * (width // side) // config.scale_factor**2)
 
 
-def of_places(config: Any, media: Media, pixels: str, places: str) -> ExampleSize:
+def of_places(config: Any, media: Media) -> int:
     """Images, or frames of all videos, of patches with a position each, padded; patches are pooled (Gemma 4)."""
-    values, positions, counts = media[pixels], media[places], media.get("num_frames_per_video")
-    if pixels == "pixel_values_videos" and counts is not None and int(counts.sum()) != len(values):
+    (pixels, values), (places, positions), *_ = media.items()
+    counts = media.get("num_frames_per_video")
+    if counts is not None and int(counts.sum()) != len(values):
         raise ValueError(f"has num_frames_per_video {counts.tolist()!r:.100} for {len(values)} frames.")
     if positions.shape != (*values.shape[:2], 2):
         raise ValueError(f"has {places} of shape {tuple(positions.shape)} for {pixels} of shape {tuple(values.shape)}.")
     used = (positions != -1).all(-1).sum(-1)
-    pooled = config.vision_config.pooling_kernel_size**2
-    return ExampleSize(int((used // pooled).sum()), values.shape[0] * values.shape[1])
+    return int((used // config.vision_config.pooling_kernel_size**2).sum())
 
 
 def _side(size: Any) -> int:
