@@ -9,7 +9,7 @@ import tritonpack
 from tests.patches.models import tiny_model
 from tritonpack.cli import main
 from tritonpack.parallel.layouts import check_layout_name
-from tritonpack.removed import REMOVED
+from tritonpack.removed import COMMANDS, NAMES
 
 
 @pytest.mark.parametrize("name", ["tiled_loss", "tiled_mlp"])
@@ -36,14 +36,20 @@ def test_removed_options_of_ranks(call: Callable[[], object], remedy: str) -> No
         call()
 
 
-@pytest.mark.parametrize("option", ["--lookahead", "--steps-together", "--epochs", "--max-items", "--shard-mib"])
-def test_removed_options_of_commands(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("removed", COMMANDS)
+def test_removed_commands_and_their_options(removed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *option = removed.split()
     with pytest.raises(SystemExit):
-        main(["plan", "a.txt", "--capacity", "9", f"{option}=2"])
-    assert f"the option {option} was removed: {REMOVED[option]}" in capsys.readouterr().err
+        main([command, "a.txt", "--capacity", "9", *(f"{one}=2" for one in option)])
+    assert f"tritonpack {removed} was removed: {COMMANDS[removed]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["RankFailedError", "pack_to_disk", "PackedFolder"])
+@pytest.mark.parametrize("name", NAMES)
 def test_removed_names(name: str) -> None:
-    with pytest.raises(AttributeError, match=re.escape(REMOVED[name])):
+    with pytest.raises(AttributeError, match=re.escape(NAMES[name])):
         getattr(tritonpack, name)
+
+
+def test_options_are_no_names() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'backward'"):
+        tritonpack.backward  # noqa: B018

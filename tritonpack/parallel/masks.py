@@ -33,6 +33,7 @@ class ShardedMask(IntervalMask):
     def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sharding = sharding
+        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
 
     @outside_of_graphs
     def attention(

@@ -20,7 +20,7 @@ from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.rotary import following_longest, rotary_of_longest
 from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import Sharding, between_graphs, outside_of_graphs
-from tritonpack.patches.configurations import require_one_rope
+from tritonpack.patches.configurations import layer_windows, require_one_rope
 from tritonpack.patches.interface import NO_WEIGHTS, takes_tokens
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
@@ -28,7 +28,6 @@ from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import TREE, cache_of, in_form
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.report import layer_windows
 from tritonpack.patches.targets import IGNORED, check_padding_labels
 
 # Arguments that the stage replaces or drops.
@@ -74,7 +73,7 @@ class ShardStage:
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
         self.has_routers = hasattr(module.config.get_text_config(), "output_router_logits")
         self.fuses_loss = fuses_loss(module)
-        self._loss_function: Any = self  # of the last call, and whether it compares each token with the next label
+        self._last_loss: Any = self  # of the last call, and whether it compares each token with the next label
         self._shifts = True
 
     @between_graphs
@@ -158,8 +157,8 @@ class ShardStage:
         own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
         if labels is None and (targets is None or not own_head):
             return None
-        if not own_head and module.loss_function is not self._loss_function:
-            self._shifts, self._loss_function = shifts(module.loss_function), module.loss_function
+        if not own_head and module.loss_function is not self._last_loss:
+            self._shifts, self._last_loss = shifts(module.loss_function), module.loss_function
         for name, given in (("labels", labels), ("shift_labels", targets)):
             if given is not None and given.shape != tokens:
                 raise ValueError(
