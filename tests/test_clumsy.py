@@ -164,39 +164,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         packing.plan_epoch,
         {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
         {
-            "lengths": "", "num_ranks": NUMPY, "seed": "zero huge np3", "objective": "", "cost_model": "none",
-            "tail": "", "lookahead": "zero", "shuffle": "true", "order": "none array ints range",
+            "lengths": "", "num_ranks": NUMPY, "seed": "zero huge np3", "objective": "",
+            "tail": "", "shuffle": "true", "order": "none array ints range",
         },
     ),
     "plan_statistics": (
-        packing.plan_statistics, {"plan": PLAN, "lengths": LENGTHS}, {"plan": "", "lengths": "", "total_tokens": COUNTS}
+        packing.plan_statistics, {"plan": PLAN, "lengths": LENGTHS}, {"plan": "", "lengths": ""}
     ),
     "pack_stream": (
         loaded(tritonpack.pack_stream),
         {"documents": DOCUMENTS, "capacity": 8},
         {"documents": "empty ragged tensor-2d", "window": NUMPY, "num_replicas": "none", "rank": "none zero"},
-    ),
-    "pack_dataset": (
-        loaded(tritonpack.pack_dataset), {"dataset": DOCUMENTS, "capacity": 8}, {"dataset": "ragged tensor-2d"}
-    ),
-    "PackedDataset": (
-        loaded(tritonpack.PackedDataset), {"dataset": DOCUMENTS, "packing": PACKING}, {"dataset": "", "packing": ""}
-    ),
-    "CostModel": (
-        tritonpack.CostModel, {"per_token": 1.0, "per_square": 1.0}, {"per_token": "half four.0 zero huge"}
-    ),
-    "CostModel.from_shape": (
-        tritonpack.CostModel.from_shape,
-        {
-            "hidden_size": 8, "num_layers": 2, "num_heads": 2, "head_dim": 4, "num_key_value_heads": 2,
-            "intermediate_size": 8, "vocab_size": 9,
-        },
-        {"hidden_size": "huge np3", "attention_efficiency": "half four.0 huge"},
-    ),
-    "CostModel.fit": (
-        tritonpack.CostModel.fit,
-        {"tokens": [1, 2, 3, 4], "squares": [3, 1, 4, 1], "seconds": [1.0, 2.0, 3.0, 4.0]},
-        {"tokens": "", "seconds": ""},
     ),
     "MultipackDistributedBatchSampler": (
         loaded(tritonpack.MultipackDistributedBatchSampler),

@@ -60,13 +60,12 @@ def test_first_dataloader_compiles_what_it_uses_once_and_says_so(fresh: FreshInt
 @pytest.mark.parametrize(
     "use",
     [
-        "tritonpack.packing.plan_epoch([5, 3] * 200, 64, 2, steps_together=2)",
-        "n = tritonpack.packing.Units.of_sequences([[3, 2]] * 200, images=[1] * 200); "
-        "tritonpack.packing.plan_epoch(n, 64, 2, budgets={'images': 9}, steps_together=2)",
+        "tritonpack.packing.plan_epoch([5, 3] * 200, 64, 2)",
+        "n = tritonpack.packing.Units.of_sequences([[3, 2]] * 200); tritonpack.packing.plan_epoch(n, 64, 2)",
         "[tritonpack.packing.pack([5, 3] * 200, 64, algorithm=name) "
-        "for name in ('best_fit_decreasing', 'first_fit', 'next_fit', 'windowed')]",
+        "for name in ('best_fit_decreasing', 'best_fit', 'next_fit', 'windowed')]",
     ],
-    ids=["ranks", "budgets", "pack"],
+    ids=["ranks", "units", "pack"],
 )
 def test_no_use_compiles_a_function_twice(fresh: FreshInterpreters, tmp_path: Path, use: str) -> None:
     names, _ = compiled_by(fresh, tmp_path, use)

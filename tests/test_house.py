@@ -198,13 +198,13 @@ assert "tritonpack.packing" not in sys.modules, "subpackages are attributes that
 assert tritonpack.packing.plan_epoch([3, 5], 8, 1).num_steps == 1
 assert {"packing", "parallel", "testing"} <= set(dir(tritonpack))
 tritonpack.parallel, tritonpack.testing.make_inputs
-from tritonpack import MultipackDistributedBatchSampler, PackingCollator, pack, pack_dataset, pack_stream
+from tritonpack import MultipackDistributedBatchSampler, PackingCollator, pack, pack_stream
 
 lengths = [3, 5, 2, 7]
 assert pack(lengths, 8).num_bins == 3
 assert list(MultipackDistributedBatchSampler(8, lengths, 1, 0, tail="keep"))
 documents = [{"input_ids": list(range(n))} for n in lengths]
-assert PackingCollator()(pack_dataset(documents, 8)[0])["input_ids"].shape[0] == 1
+assert PackingCollator()(next(iter(pack_stream(documents, 8))))["input_ids"].shape[0] == 1
 assert list(pack_stream(documents, 8))
 """
 

@@ -9,7 +9,7 @@ import tritonpack
 from tests.patches.models import tiny_model
 from tritonpack.cli import main
 from tritonpack.parallel.layouts import check_layout_name
-from tritonpack.removed import COMMANDS, NAMES
+from tritonpack.removed import COMMANDS, NAMES, OPTIONS
 
 
 @pytest.mark.parametrize("name", ["tiled_loss", "tiled_mlp"])
@@ -53,3 +53,24 @@ def test_removed_names(name: str) -> None:
 def test_options_are_no_names() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'backward'"):
         tritonpack.backward  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["lookahead", "steps_together", "budgets", "resources", "cost_model"])
+def test_removed_options_of_packing(name: str) -> None:
+    documents = [{"input_ids": [1] * 8}] * 8
+    for call in (
+        lambda **given: tritonpack.dataloader(documents, 8, **given),
+        lambda **given: tritonpack.MultipackDistributedBatchSampler(8, [8] * 8, **given),
+        lambda **given: tritonpack.packing.plan_epoch([8] * 8, 8, 1, **given),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} of \w+\(\) was removed: {re.escape(OPTIONS[name])}"):
+            call(**{name: 1})
+
+
+def test_removed_values_of_packing() -> None:
+    for call, name in (
+        (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), "first_fit"),
+        (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), "cost_model"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(OPTIONS[name])):
+            call()

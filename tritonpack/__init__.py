@@ -23,16 +23,12 @@ if TYPE_CHECKING:
     from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
-    from tritonpack.packing import CostModel as CostModel
-    from tritonpack.packing import Mixture as Mixture
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
-    from tritonpack.packing import PackedDataset as PackedDataset
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.packing import TreeBatch as TreeBatch
     from tritonpack.packing import TreeCollator as TreeCollator
-    from tritonpack.packing import TreePacking as TreePacking
     from tritonpack.packing import Units as Units
     from tritonpack.packing import VisionPackingCollator as VisionPackingCollator
     from tritonpack.packing import dataloader as dataloader
@@ -40,7 +36,6 @@ if TYPE_CHECKING:
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
     from tritonpack.packing import pack_tree as pack_tree
-    from tritonpack.packing import pack_trees as pack_trees
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
     from tritonpack.parallel.context import SequenceParallel as SequenceParallel
     from tritonpack.patches import patch as patch
@@ -54,12 +49,9 @@ _HOMES = {
     "BackendUnavailableError": "errors",
     "BinDataset": "packing",
     "BlockDiagonalMask": "masks.block_diagonal",
-    "CostModel": "packing",
     "IsolationError": "errors",
-    "Mixture": "packing",
     "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
-    "PackedDataset": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
     "PackingWarning": "errors",
@@ -67,7 +59,6 @@ _HOMES = {
     "SequenceParallel": "parallel.context",
     "TreeBatch": "packing",
     "TreeCollator": "packing",
-    "TreePacking": "packing",
     "Units": "packing",
     "UnsupportedModelError": "errors",
     "VisionPackingCollator": "packing",
@@ -78,7 +69,6 @@ _HOMES = {
     "pack_dataset": "packing",
     "pack_stream": "packing",
     "pack_tree": "packing",
-    "pack_trees": "packing",
     "patch": "patches",
     "register": "patches",
     "setup": "integrations.trainer_setup",

@@ -40,11 +40,8 @@ from benchmarks.packing.suite import checked, print_suite, seconds
 from tests.lengths import log_normal, lookalike
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
-from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
-
-COST = CostModel(per_token=57255.0, per_square=1.9)  # Llama-3-8B, with attention_efficiency=0.6
 
 
 def ours() -> list[Sampler]:
@@ -61,12 +58,9 @@ def ours() -> list[Sampler]:
 
     return [
         sampler("quadratic"),
-        sampler("quadratic, look ahead 5%", lookahead=0.05),
         sampler("quadratic, spread", tail="spread"),
         sampler("quadratic, keep", tail="keep"),
         sampler("linear", objective="linear"),
-        sampler("cost", objective="cost", cost_model=COST),
-        sampler("cost, spread", objective="cost", cost_model=COST, tail="spread"),
     ]
 
 
@@ -98,7 +92,7 @@ def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argpar
         prepared = sampler.prepare(lengths)
         cold, *warm = (seconds(sampler.own_work, prepared, *how, epoch) for epoch in (0, *range(options.epochs)))
         plans = (checked(sampler.plan(lengths, *how, epoch), lengths) for epoch in range(options.epochs))
-        found = [plan_statistics(plan, lengths, cost=COST) for plan in plans]
+        found = [plan_statistics(plan, lengths) for plan in plans]
         names = [field.name for field in fields(PlanStatistics)]
         means = {name: fmean(getattr(one, name) or 0.0 for one in found) for name in names}
         cells = [

@@ -32,7 +32,6 @@ def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, s
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
     tokens = total = 0
-    files = []
     for number, start in enumerate(range(0, documents, _SHARD)):
         count = min(_SHARD, documents - start)
         lengths = np.clip(generator.lognormal(np.log(mean) - 0.5, 1.0, count), 1, longest).astype(np.int64)
@@ -41,7 +40,6 @@ def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, s
         tokens, total = tokens + len(values), total + int(values.sum(dtype=np.int64))
         table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))})
         path = folder / f"data-{number:05d}.{kind}"
-        files.append({"filename": path.name})
         if kind == "parquet":
             parquet.write_table(table, path, row_group_size=50_000)
         elif kind == "jsonl":
@@ -50,8 +48,6 @@ def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, s
         else:
             with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table, max_chunksize=1000)
-    if kind == "arrow":  # as save_to_disk
-        (folder / "state.json").write_text(json.dumps({"_data_files": files}))
     return tokens, total
 
 
@@ -75,7 +71,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--capacity", type=int, default=32_768)
     parser.add_argument("--kind", choices=["arrow", "parquet", "jsonl"], default="arrow")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--shard-mib", type=int, default=128)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder; about 40 bytes a token for a while")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -87,7 +82,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         tokens, total = generate(source, given.documents, given.mean, given.capacity, given.kind, given.seed)
         print(f"{given.documents:,} documents, {tokens:,} tokens, made in {time.perf_counter() - began:.0f} s")
         command = [sys.executable, "-m", "tritonpack", "pack", source, "--out", out, "--json", given.folder / "numbers"]
-        options = [f"--capacity={given.capacity}", f"--jobs={given.jobs}", f"--shard-mib={given.shard_mib}"]
+        options = [f"--capacity={given.capacity}", f"--jobs={given.jobs}"]
         began = time.perf_counter()
         subprocess.run([*map(str, command), *options], check=True)
         seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.packing.peers import Lengths, Sampler
 from tests.lengths import log_normal
-from tritonpack.packing.planning.plan import Plan, choose_steps_together, plan_epoch
+from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.statistics import plan_statistics
 
 SEEDS = 5
@@ -94,7 +94,7 @@ def print_suite(others: Sequence[Sampler], openchat: Lengths, options: argparse.
     losses: list[str] = []
     for name, (capacity, draw) in data_sets(openchat).items():
         sets = [draw(seed) for seed in range(SEEDS)]
-        samplers = [_ours(capacity, options.ranks), *others]
+        samplers = [_ours(), *others]
         best = _times(samplers, sets, capacity, options)
         rows: dict[str, Row] = {}
         for sampler in samplers:
@@ -123,20 +123,16 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> float:
     return perf_counter() - begin
 
 
-def _ours(capacity: int, num_ranks: int) -> Sampler:
-    """Our planner as the sampler runs it: it chooses how many steps to plan together once, which isn't timed."""
-
-    def prepare(lengths: Lengths) -> tuple[NDArray[np.int32], int]:
-        own = lengths.astype(np.int32)
-        return own, choose_steps_together(lengths[:, None], np.array([capacity]), num_ranks)
+def _ours() -> Sampler:
+    """Our planner as the sampler runs it."""
 
     def own_work(prepared: Any, capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
-        return plan_epoch(prepared[0], capacity, ranks, seed=seed, epoch=epoch, steps_together=prepared[1])
+        return plan_epoch(prepared, capacity, ranks, seed=seed, epoch=epoch)
 
-    def plan(lengths: Lengths, *how: int) -> Plan:
-        return own_work(prepare(lengths), *how)
+    def prepare(lengths: Lengths) -> NDArray[np.int32]:
+        return lengths.astype(np.int32)
 
-    return Sampler(OURS, plan, own_work, prepare)
+    return Sampler(OURS, lambda lengths, *how: own_work(prepare(lengths), *how), own_work, prepare)
 
 
 def _times(

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tritonpack.packing import pack_tree, pack_trees
+from tritonpack.packing import pack_tree
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
 
 ROWS, LENGTH = 64, 4096
@@ -74,9 +74,3 @@ def test_pack_tree(benchmark: BenchmarkFixture) -> None:
     rows = completions(4)
     batch = benchmark(pack_tree, rows)
     assert sum(map(len, rows)) / batch.num_tokens == 4.5
-
-
-def test_pack_trees(benchmark: BenchmarkFixture) -> None:
-    rows = [np.array(row) for row in completions(512)]
-    packing = benchmark.pedantic(pack_trees, (rows, 16384), rounds=3, warmup_rounds=1)
-    assert (packing.num_bins, packing.tokens_lost) == (128, 0)

@@ -84,7 +84,7 @@ def test_summary_and_numbers(tmp_path, lines, capsys, monkeypatch):
     ]
     found = json.loads(numbers.read_text())
     assert found["rows"] == len(datasets.load_from_disk(str(out))) == 4
-    assert found["report"] == {"policy": "split", "documents": 1, "tokens_lost": 0, "pieces": 2}
+    assert found["report"] == {"policy": "split", "documents": 1, "tokens_lost": 0, "pieces": 2, "noun": "document"}
     assert (found["efficiency"], found["options"]["overlong"]) == (0.975, "split")
     assert run(*command, "--out", tmp_path / "more", "--overlong", "drop", "--json", "-", "--no-shuffle") == 0
     captured = capsys.readouterr()

@@ -97,7 +97,7 @@ def plain_loop(steps: list[list[int]]) -> Outcome:
 def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
     """Steps of two rows; the last step of each epoch has one row."""
     trainer = make_trainer(tmp_path)
-    handle = tritonpack.setup(trainer, 72, steps_together=8)
+    handle = tritonpack.setup(trainer, 72)
     watch = Watch(trainer.model)
     outcome = trained(trainer)
     per_epoch = len(trainer.get_train_dataloader())
@@ -117,8 +117,8 @@ def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
 def test_epochs_have_equal_steps(tmp_path: Path) -> None:
     """Trainer multiplies the steps of the first epoch, and rows of other epochs may fill worse."""
     trainer = make_trainer(tmp_path, num_train_epochs=6)
-    tritonpack.setup(trainer, 40, steps_together=1)
-    plain = tritonpack.dataloader(DOCUMENTS, 40, steps_together=1, seed=0)
+    tritonpack.setup(trainer, 62)
+    plain = tritonpack.dataloader(DOCUMENTS, 62, seed=0)
     loader = trainer.get_train_dataloader()
     lengths = []
     for epoch in range(6):
@@ -259,7 +259,7 @@ class TestUndoing:
 @pytest.mark.slow
 def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    handle = tritonpack.setup(trainer, TOKENS, steps_together=8)
+    handle = tritonpack.setup(trainer, TOKENS)
     assert handle.figures == {}
     watch = Watch(trainer.model)
     trainer.train()
@@ -307,16 +307,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
     "seed": ({}, {"seed": 1}, "seed can't be passed; set data_seed in the TrainingArguments"),
     "workers": ({}, {"num_workers": 2}, "set dataloader_num_workers"),
-    "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, resources, budgets"),
+    "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, collate_fn"),
     "removed": ({}, {"tiled_loss": True}, r"tiled_loss of setup\(\) was removed: use Liger-Kernel"),
-    "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens', 'documents'; got 'words'"),
+    "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens'; got 'words'"),
     "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
     "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
     "a collator": (
         {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
         "objective='tokens', and training would use 'causal'",
     ),
-    "too long": ({}, {"tokens": 16}, r"documents take more than a row has .*row size is 16.*max_document_length"),
+    "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length"),
     "an unknown column": (
         {"train_dataset": WITH_TEXT, "remove_unused_columns": False}, {},
         r"'text', which PackingCollator can't pack.*drop_columns=\('text',\)",

@@ -1,6 +1,5 @@
-"""setup with units of several documents, budgets and collators of one's own."""
+"""setup with units of several documents and collators of one's own."""
 
-import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,10 @@ from transformers import Trainer
 
 import tritonpack
 from tests.ecosystem.training import EXACT, distance, trained
-from tests.integrations.test_setup import PAIRS, StopAt, Watch, documents_of, make_trainer
+from tests.integrations.test_setup import PAIRS, Watch, documents_of, make_trainer
 from tritonpack.packing.samplers import ranks
 
 TOKENS = 128
-
-
-def tokens_of(pair: dict[str, Any]) -> int:
-    return sum(len(document["input_ids"]) for document in documents_of(pair))
 
 
 def make(folder: Path, **options: Any) -> Trainer:
@@ -25,16 +20,12 @@ def make(folder: Path, **options: Any) -> Trainer:
 
 
 @pytest.mark.slow
-def test_pairs_stay_together_within_the_budget(tmp_path: Path) -> None:
+def test_pairs_stay_together(tmp_path: Path) -> None:
     trainer = make(tmp_path)
-    handle = tritonpack.setup(
-        trainer, TOKENS, documents=documents_of, resources={"pairs": lambda pair: 1}, budgets={"pairs": 3}
-    )
+    handle = tritonpack.setup(trainer, TOKENS, documents=documents_of)
     assert "PackedDataLoader of 12 units of 24 documents" in str(handle)
-    assert "  pairs: 12, at most 3 a row" in str(handle)
     watch = Watch(trainer.model)
     trainer.train()
-    assert max(map(len, watch.batches)) <= 2 * 3
     assert all(batch[::2] == batch[1::2] for batch in watch.batches), "both documents of a pair, one after the other"
     found = sorted(chain.from_iterable(batch[::2] for batch in watch.batches))
     assert found == sorted(2 * list(range(12))), "each pair once in each of two epochs"
@@ -58,7 +49,7 @@ class Unreadable(list[Any]):
 def test_a_rank_that_fails_tells_the_others_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(ranks, "can_compare", lambda num_replicas: True)
-    monkeypatch.setattr(ranks, "compare", lambda subject, mine, find_fault: told.append(mine["fault"]))
+    monkeypatch.setattr(ranks, "compare", lambda subject, mine: told.append(mine["fault"]))
     for dataset, options in ((Unreadable(PAIRS), {}), (PAIRS, {"documents": lambda pair: pair["answer"]})):
         told.clear()
         with pytest.raises(ValueError, match=r"document 0 can't be read: OSError: no such|example 0.*KeyError"):
@@ -85,30 +76,3 @@ def test_own_collator_of_trees_trains_alike(tmp_path: Path) -> None:
             assert "1 step of 1 rank" in str(handle)
             outcomes.append(trained(trainer))
     assert distance(*outcomes) < 4 * EXACT
-
-
-@pytest.mark.slow
-def test_checkpoint_of_other_budgets_is_refused(tmp_path: Path) -> None:
-    def prepared(budget: int) -> Trainer:
-        trainer = make(tmp_path, gradient_accumulation_steps=1, save_strategy="steps", save_steps=1000)
-        resources = {"tokens of both": tokens_of}
-        budgets = {"tokens of both": budget}
-        tritonpack.setup(trainer, TOKENS, documents=documents_of, resources=resources, budgets=budgets)
-        return trainer
-
-    whole = prepared(100)
-    watch = Watch(whole.model)
-    whole.train()
-    stopped = prepared(100)
-    stopped.add_callback(StopAt(2))
-    stopped.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["tritonpack"]
-    assert json.loads(saved["loader"]["budgets"]) == {"tokens of both": 100}
-    for budget in (100, 101):  # with 101 the plan is the same
-        resumed = prepared(budget)
-        rest = Watch(resumed.model)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert rest.batches == watch.batches[2:]
-    with pytest.raises(ValueError, match=r"budgets was .\{.tokens of both.: 100\}. and is .\{.tokens of both.: 80\}"):
-        prepared(80).train(resume_from_checkpoint=str(checkpoint))

@@ -47,14 +47,12 @@ def test_documents_share_a_row():
 @REPEATABLE
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([None, 4, 64]), st.sampled_from([None, 3]),
-    st.sampled_from(["causal", "tokens", "documents"]),
+    st.sampled_from(["causal", "tokens"]),
 )  # fmt: skip
 def test_every_document_once_with_its_columns(lengths, multiple, longest, objective):
     """Padding is one more document, which a masker must leave alone; causal models have no label at first tokens."""
     documents = [{"input_ids": [number + 1] * length, "special_tokens_mask": [0] * length}
                  for number, length in enumerate(lengths)]  # fmt: skip
-    if objective == "documents":
-        documents = [document | {"label": number} for number, document in enumerate(documents)]
     padding = {} if multiple is None else {"pad_to_multiple_of": multiple, "pad_token_id": 0}
     batch = collate(*documents, max_document_length=longest, objective=objective, **padding)
     cut = [min(length, longest or length) for length in lengths]
@@ -74,7 +72,7 @@ def test_every_document_once_with_its_columns(lengths, multiple, longest, object
         expected[:, len(row) :] = expected[:, starts] = IGNORED
         assert torch.equal(batch["labels"], expected)
     else:
-        assert batch.get("labels", torch.tensor([])).tolist() == [*range(len(cut))] * (objective == "documents")
+        assert "labels" not in batch
     masks = (
         BlockDiagonalMask.from_cu_seqlens(batch["cu_seq_lens_q"]),
         BlockDiagonalMask.from_position_ids(batch["position_ids"]),
@@ -129,11 +127,6 @@ COLUMNS: dict[str, Any] = {
     "types": ("causal", {"token_type_ids": ([0, 1, 1], [0])}, {"token_type_ids": [[0, 1, 1, 0]]}),
     "per token": ("causal", {"w": ([0.5, 1, 2], np.array([70000.0]))}, {"w": [[0.5, 1, 2, 70000.0]]}),
     "rows per token": ("causal", {"w": ([[1, 2]] * 3, [[3, 4]])}, {"w": [[[1, 2]] * 3 + [[3, 4]]]}),
-    "a number each": ("documents", {"label": (2, 0)}, {"labels": [2, 0]}),
-    "a flag each": ("documents", {"label": (True, False)}, {"labels": [1, 0]}),
-    "a part each": ("documents", {"label": (0.5, 1)}, {"labels": [0.5, 1.0]}),
-    "a row each": ("documents", {"label": ([1.0, 0.0], [0.0, 2.0])}, {"labels": [[1.0, 0.0], [0.0, 2.0]]}),
-    "a tensor each": ("documents", {"label": (torch.tensor(2), np.int16(0))}, {"labels": [2, 0]}),
 }
 
 
@@ -146,22 +139,17 @@ def test_columns(case):
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
     for name, values in expected.items():
         assert (batch[name].tolist() if name in batch else None) == values
-        assert name not in batch or not isinstance(values[0], int) or batch[name].dtype == torch.int64
 
 
 @pytest.mark.parametrize("longest", [None, 2])
-@pytest.mark.parametrize("objective", ["causal", "tokens", "documents"])
+@pytest.mark.parametrize("objective", ["causal", "tokens"])
 def test_rows_of_documents_are_their_documents_cut_in_all_columns(objective, longest):
     lengths = [3, 1, 4]
     documents: Any = [{"input_ids": [*range(5, 5 + n)], "token_type_ids": [n] * n} for n in lengths]
     row = {name: [value for document in documents for value in document[name]] for name in documents[0]}
-    if objective == "documents":
-        documents = [document | {"label": [n, 0, 1]} for document, n in zip(documents, lengths, strict=True)]
-        row["label"] = [[n, 0, 1] for n in lengths]
     boundaries = {"seq_lengths": lengths, "position_ids": [place for n in lengths for place in range(n)]}
     settings = {"objective": objective, "max_document_length": longest}
-    by_hand = [{name: values[:longest] if name != "label" else values for name, values in document.items()}
-               for document in documents]  # fmt: skip
+    by_hand = [{name: values[:longest] for name, values in document.items()} for document in documents]
     expected = plain(collate(*by_hand, *by_hand, objective=objective))
     assert plain(collate(*documents, *documents, **settings)) == expected
     for names in (["seq_lengths"], ["position_ids"], ["seq_lengths", "position_ids"]):
@@ -196,7 +184,6 @@ WAYS: dict[str, Any] = {
     "a row of documents": lambda rows: collate(rows[0] | {"seq_lengths": [4]}),
     "dataloader": lambda rows: next(iter(tritonpack.dataloader(rows, tokens=4))),
     "pack_stream": lambda rows: PackingCollator()(next(iter(tritonpack.pack_stream(rows, 4)))),
-    "PackedDataset": lambda rows: PackingCollator()(tritonpack.pack_dataset(rows, 4)[0]),
     "pack_dataset": through_table,
     "TreeCollator": lambda rows: TreeCollator()(rows[:1]),
 }
@@ -206,7 +193,6 @@ WAYS: dict[str, Any] = {
     "PackingCollator-completion_mask",
     "a row of documents-completion_mask",
     "pack_stream-assistant_masks",
-    "PackedDataset-assistant_masks",
     "TreeCollator-assistant_masks",
 )
 @pytest.mark.parametrize("mask", LEARNED)
@@ -236,7 +222,6 @@ def test_masks_beside_each_other_in_rows_and_under_other_objectives() -> None:
     assert chosen.tolist() == [[-100, -100, 7, 8, -100, -100, -100, 8]], "documents of a row choose for themselves"
     one = {"input_ids": IDS, "completion_mask": [0, 0, 1, 1]}
     assert collate(one | {"labels": IDS}, objective="tokens")["labels"].tolist() == [[-100, -100, 7, 8]]
-    assert collate(one | {"label": 5}, objective="documents")["labels"].tolist() == [5]
     for features, settings, message in (
         (row | {"labels": [-100, 6, 7, 8]}, {}, "label 7 at token 2, where its assistant_masks is 0"),
         (two | {"labels": [*IDS, -100, 6, -100, 8]}, {}, "document 0 has the label 6 at token 5"),

@@ -3,185 +3,92 @@
 import numpy
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import tritonpack
 from tests.packing.test_training import tiny_llama
 from tests.test_guides import blocks
 
 BLOCKS = blocks("packing")
-# A text that occurs in one block only, for each block.
-TEXTS = (
-    ".loss\nprint(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
-    "# the next iteration", "# after the Accelerator", "batches_done=step", "pack_dataset", "tritonpack.setup",
-    "stream.set_epoch", "dispatch_batches", "RandomSampler", "tritonpack.Mixture", "Units.of_trees",
-    "def documents(pair)", "num_patches", "split_dataset_by_node",
-)  # fmt: skip
-ONE_LINE, PREPARED, LOOP, COST, RESUME, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, AXOLOTL, MIXTURE, UNITS, PAIRS, BUDGETS, DIVIDED = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
+PAIRS = [{name: [token] * 3 for name in ("prompt_ids", "chosen_ids", "rejected_ids")} for token in range(1, 21)]
 
 
-@pytest.fixture
-def given(tmp_path):
-    """The names that the blocks use without defining them."""
+def tokens(given):
+    return sum(batch["input_ids"].numel() for batch in given["loader"])
+
+
+def learned(given):
+    return bool(torch.isfinite(given["loss"])) and given["batch"]["input_ids"].shape[1] <= 64
+
+
+def trained(given):
+    trainer = given["trainer"]
+    trainer.args.max_steps, trainer.args.use_cpu, trainer.args.save_strategy = 2, True, "no"
+    trainer.train()
+    return trainer.state.global_step == 2
+
+
+# A text that occurs in one block only -> names that the block needs, what holds afterwards.
+CASES = {
+    ".loss\nprint(loader)": ({}, lambda given: learned(given) and given["loader"].epoch == 1),
+    "accelerator.prepare(tritonpack": ({"accelerator": None}, lambda given: tokens(given) == LENGTHS.sum()),
+    "sampler.set_epoch(epoch)": ({}, lambda given: learned(given) and given["sampler"].epoch == 1),
+    "# the next iteration": ({}, lambda given: len(list(given["sampler"])) == len(given["sampler"]) - 3),
+    "# after the Accelerator": ({}, lambda given: len(list(given["loader"])) == len(given["sampler"])),
+    "batches_done=step": (
+        {"step": 3, "accelerator": None}, lambda given: len(list(given["sampler"])) == len(given["sampler"]) - 3
+    ),
+    "packing.num_bins": (
+        {}, lambda given: len(given["loader"]) == given["packing"].lower_bound and tokens(given) == LENGTHS.sum()
+    ),
+    "tritonpack.setup": (
+        {"trainer": DOCUMENTS},
+        lambda given: "train_packing_efficiency" in given["trainer"].state.log_history[-1],
+    ),
+    "stream.set_epoch": ({}, lambda given: learned(given) and given["stream"].epoch == 1),
+    "dispatch_batches": ({}, trained),
+    "RandomSampler": ({}, lambda given: tokens(given) > 0.8 * LENGTHS.sum()),
+    "Units.of_trees": ({}, lambda given: given["plan"].num_documents == 1),
+    "def documents(pair)": ({"pairs": PAIRS}, lambda given: tokens(given) == 20 * 12),
+    "split_dataset_by_node": ({"world_size": 3, "rank": 1}, lambda given: len(list(given["stream"])) > 1),
+}  # fmt: skip
+SLOW = ("tritonpack.setup", "dispatch_batches")
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, marks=[pytest.mark.slow] * (text in SLOW)) for text in CASES])
+def test_block(text, tmp_path):
     transformers = pytest.importorskip("transformers")
-    model = tiny_llama(torch.float32)
+    accelerate, datasets = pytest.importorskip("accelerate"), pytest.importorskip("datasets")
+    model, (names, holds) = tiny_llama(torch.float32), CASES[text]
     sampler = tritonpack.MultipackDistributedBatchSampler(64, LENGTHS)
     iterator = iter(sampler)
     [next(iterator) for _ in range(3)]
-    tokens, squares = LENGTHS[:20], LENGTHS[20:40] ** 2
-    with tritonpack.patch(model):
-        yield {
-            "tritonpack": tritonpack, "numpy": numpy, "DataLoader": DataLoader, "model": model, "epochs": 2,
-            "dataset": DOCUMENTS, "documents": DOCUMENTS, "stream": iter(DOCUMENTS), "RandomSampler": RandomSampler,
-            "Trainer": transformers.Trainer, "lengths": LENGTHS, "sampler": sampler,
-            "tokens": tokens, "squares": squares, "seconds": 2 * tokens + 3 * squares + 5, "folder": str(tmp_path),
-            "TrainingArguments": transformers.TrainingArguments,
-        }  # fmt: skip
-
-
-def run(text, given):
+    given = {
+        "tritonpack": tritonpack, "numpy": numpy, "DataLoader": DataLoader, "model": model, "epochs": 2,
+        "dataset": DOCUMENTS, "documents": datasets.Dataset.from_list(DOCUMENTS), "RandomSampler": RandomSampler,
+        "lengths": LENGTHS, "sampler": sampler, "Trainer": transformers.Trainer, "folder": str(tmp_path),
+        "TrainingArguments": transformers.TrainingArguments, **names,
+    }  # fmt: skip
+    if "accelerator" in names:
+        given["accelerator"] = accelerate.Accelerator(cpu=True)
+    if "trainer" in names:
+        options = {"max_steps": 2, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(str(tmp_path), **options)
+        given["trainer"] = transformers.Trainer(model, arguments, train_dataset=DOCUMENTS)
     (code,) = (block for block in BLOCKS if text in block)
-    exec(compile(code.replace("32768", "64").replace("4096", "64"), "packing.md", "exec"), given)
-    return given
-
-
-def test_one_line(given, capsys):
-    given["dataset"] = DOCUMENTS[:20]
-    assert torch.isfinite(run(ONE_LINE, given)["loss"])
-    assert given["loader"].epoch == given["epochs"] - 1
-    assert "steps of 1 rank with 64 tokens each" in capsys.readouterr().out
-
-
-def test_rows_without_a_target_have_no_loss(given):
-    documents = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 2
-    batch = next(iter(tritonpack.dataloader(documents, 8)))
-    assert given["model"](**batch).loss.isnan()
-    plain = {name: torch.tensor([column]) for name, column in documents[0].items()}
-    assert tiny_llama(torch.float32)(**plain).loss.isnan()
-
-
-def test_one_line_with_accelerate(given):
-    accelerate = pytest.importorskip("accelerate")
-    given["accelerator"] = accelerate.Accelerator(cpu=True)
-    tokens = [batch["input_ids"].numel() for batch in run(PREPARED, given)["loader"]]
-    assert sum(tokens) == LENGTHS.sum()
-
-
-def test_training_loop(given):
-    assert torch.isfinite(run(LOOP, given)["loss"])
-    assert given["batch"]["input_ids"].shape[1] <= 64
-    assert given["sampler"].epoch == 1
-
-
-def test_cost(given):
-    cost = run(COST, given)["cost"]
-    assert (cost.per_token, cost.per_square, cost.per_step) == pytest.approx((2, 3, 5))
-    assert len(given["sampler"]) > 5
-
-
-def test_resuming(given):
-    rest = list(run(RESUME, given)["sampler"])
-    assert rest == list(tritonpack.MultipackDistributedBatchSampler(64, LENGTHS))[3:]
-
-
-def test_accelerate(given):
-    pytest.importorskip("accelerate")
-    batches = list(run(ACCELERATE, given)["loader"])
-    assert len(batches) == len(given["sampler"])
-    given["sampler"].set_epoch(2)
-    rest = list(run(STEPS, given | {"step": 3})["loader"])
-    assert len(rest) == len(given["sampler"]) - 3
-    assert given["sampler"].epoch == 2
-
-
-def test_mixture(given):
-    given |= {"chat": DOCUMENTS[:40], "code": DOCUMENTS[40:], "ConcatDataset": ConcatDataset}
-    given |= {"chat_lengths": LENGTHS[:40], "code_lengths": LENGTHS[40:]}
-    given = run(MIXTURE, given)
-    rows = [batch["input_ids"].shape[1] for batch in given["loader"]]
-    mixed = given["mixture"](given["sampler"].seed, 0)
-    assert 0 < sum(rows) <= given["mixture"].lengths[mixed].sum()
-    assert max(rows) <= 64
-
-
-def test_units(given):
-    plan = run(UNITS, given)["plan"]
-    assert sorted(plan.items.tolist()) == [0, 1, 2]
-    assert plan.sums(given["units"].resources["patches"]).max() == 1024
-
-
-def test_bins(given):
-    run(BINS, given)
-    assert len(given["packing"]) == len(given["packed"]) == given["packing"].lower_bound
-    assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
-
-
-@pytest.mark.slow
-def test_setup(given):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    options = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    arguments = transformers.TrainingArguments(output_dir=given["folder"], disable_tqdm=True, **options)
-    given["trainer"] = transformers.Trainer(given["model"], arguments, train_dataset=DOCUMENTS)
-    run(SETUP, given)
-    assert "train_packing_efficiency" in given["trainer"].state.log_history[-1]
-    given["handle"].undo()
-
-
-def test_stream(given):
-    assert torch.isfinite(run(STREAM, given)["loss"])
-    assert given["stream"].epoch == 1
-
-
-def test_stream_of_divided_documents(given):
-    datasets = pytest.importorskip("datasets")
-    given |= {"world_size": 3, "documents": datasets.Dataset.from_list(DOCUMENTS)}
-    found = [len(list(run(DIVIDED, given | {"rank": rank})["stream"])) for rank in range(3)]
-    assert min(found) > 1
-
-
-@pytest.mark.slow
-def test_stream_in_trainer(given):
-    pytest.importorskip("accelerate")
-    trainer = run(TRAINER, given)["trainer"]
-    trainer.args.max_steps = 2
-    trainer.args.use_cpu = True
-    trainer.args.save_strategy = "no"
-    trainer.train()
-    assert trainer.state.global_step == 2
-
-
-def test_axolotls_sampler(given):
-    rows = [batch["input_ids"].shape[1] for batch in run(AXOLOTL, given)["loader"]]
-    assert sum(rows) > 0.8 * LENGTHS.sum()
-    assert max(rows) <= 2 * 64
-
-
-def test_pairs(given):
-    lengths = (LENGTHS[:20] // 2).tolist()
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    given["pairs"] = [{name: [token] * length for name in names} for token, length in enumerate(lengths, 1)]
-    documents = [row["cu_seq_lens_q"].diff().tolist() for row in run(PAIRS, given)["loader"]]
-    assert sorted(length for row in documents for length in row) == sorted([2 * length for length in lengths] * 2)
-    assert all(row[::2] == row[1::2] for row in documents)
-
-
-def test_budgets_of_rows_and_of_the_sampler(given, capsys):
-    """With 16 patches a row in place of 16,384."""
-    patches = [number % 3 * 8 for number in range(60)]
-    given["dataset"] = [{**one, "num_patches": each} for one, each in zip(DOCUMENTS, patches, strict=True)]
-    (code,) = (block for block in BLOCKS if BUDGETS in block)
-    exec(compile(code.replace("32768", "64").replace("16384", "16"), "packing.md", "exec"), given)
-    assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
-    assert f"patches: {sum(patches)}, at most 16 a row" in str(given["loader"])
-    given["units"] = tritonpack.Units.of_documents(LENGTHS, patches=patches)
-    sampler = tritonpack.MultipackDistributedBatchSampler(64, given["units"], budgets={"patches": 16})
-    assert max(sum(patches[unit] for unit in row) for row in sampler) == 16
-    assert 0.5 < sampler.efficiency("patches") <= 1
+    with tritonpack.patch(model):
+        exec(compile(code.replace("32768", "64").replace("4096", "64"), "packing.md", "exec"), given)
+        assert holds(given)
 
 
 def test_every_block_is_run():
-    assert [sum(text in block for text in TEXTS) for block in BLOCKS] == [1] * len(TEXTS)
+    assert [sum(text in block for text in CASES) for block in BLOCKS] == [1] * len(CASES)
+
+
+def test_rows_without_a_target_have_no_loss():
+    model, documents = tiny_llama(torch.float32), [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 2
+    with tritonpack.patch(model):
+        assert model(**next(iter(tritonpack.dataloader(documents, 8)))).loss.isnan()
+    assert model(**{name: torch.tensor([column]) for name, column in documents[0].items()}).loss.isnan()

@@ -1,7 +1,8 @@
-"""dataloader: passes, states, ranks, lengths, units and resources of datasets of all kinds, and what they do wrong."""
+"""dataloader: every unit once in rows that hold it, passes, states, ranks, and datasets that raise or change."""
 
 import os
 import warnings
+from collections.abc import Mapping
 from itertools import chain, pairwise
 
 import numpy as np
@@ -17,8 +18,11 @@ from tritonpack import (
     BinDataset,
     MultipackDistributedBatchSampler,
     PackingCollator,
+    TreeCollator,
+    Units,
     dataloader,
     notices,
+    pack_stream,
 )
 from tritonpack.packing import plan_epoch
 
@@ -76,7 +80,7 @@ def table(rows, kind=None):
 def lazy(rows):
     """A dataset that tokenizes when it is read has no tokens to measure."""
     datasets = pytest.importorskip("datasets")
-    raw = datasets.Dataset.from_dict({"text": range(len(rows)), "length": [len(row["input_ids"]) for row in rows]})
+    raw = datasets.Dataset.from_dict({"text": range(len(rows))})
     return raw.with_transform(lambda found: {"input_ids": [rows[number]["input_ids"] for number in found["text"]]})
 
 
@@ -111,19 +115,58 @@ def test_passes_over_datasets_of_all_kinds(kind, workers, monkeypatch):
         loader.set_epoch(-1)
 
 
+DRAWN = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=15)
+# An example of a unit's documents, and the options that read it.
+FORMS = {
+    "lists": (lambda own: own, {}),
+    "function": (lambda own: {"own": own, "n": 1}, {"documents": lambda example: example["own"]}),
+    "documents": (lambda own: own[0], {}),
+    "own collator": (lambda own: own, {"collate_fn": PackingCollator().__call__}),
+}
+
+
 @REPEATABLE
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 3), st.booleans(), st.booleans())
-def test_every_document_once_and_no_row_too_long(lengths, ranks, shuffle, drop):
-    documents = [{"input_ids": [number + 1] * length} for number, length in enumerate(lengths)]
-    tokens = max(20, min(lengths)) if drop else 40
-    options = {"shuffle": shuffle, "overlong": "drop" if drop else "error", "num_replicas": ranks}
-    loaders = [make(documents, tokens, rank=rank, **options) for rank in range(ranks)]
+@given(
+    DRAWN, st.sampled_from(sorted(FORMS)), st.integers(1, 3), st.booleans(), st.sampled_from([None, 4]), st.data()
+)  # fmt: skip
+def test_invariants(drawn, form, ranks, shuffle, longest, data):
+    """Whole units in order, each once if it fits, on ranks with the same steps, in rows of 20 tokens; resume."""
+    make_example, options = FORMS[form]
+    longest = None if form == "own collator" else longest
+    units = []
+    for number, lengths in enumerate(drawn):
+        lengths = lengths[:1] if form == "documents" else lengths
+        units.append([{"input_ids": [3 * number + place] * n, "n": n} for place, n in enumerate(lengths)])
+    sizes = [sum(min(len(one["input_ids"]), longest or 99) for one in unit) for unit in units]
+    fits = [number for number, size in enumerate(sizes) if size <= 20]
+    options = options | {
+        "overlong": "drop",
+        "max_document_length": longest,
+        "num_replicas": ranks,
+        "drop_columns": ["n"],
+    }
+    options |= {"dataset": [*map(make_example, units)], "tokens": 20, "shuffle": shuffle}
+    if len(fits) < len(units):
+        with pytest.raises(ValueError, match=r"longer than the row size of 20|take more than|leaves nothing"):
+            make(**options | {"overlong": "error" if fits else "drop"})
+    if not fits:
+        return
+    loaders = [make(rank=rank, **options) for rank in range(ranks)]
     batches = [list(loader) for loader in loaders]
-    assert {len(each) for each in batches} == {len(loaders[0])}, "all ranks have the same steps"
-    assert all(batch["input_ids"].numel() <= tokens for batch in chain.from_iterable(batches))
-    found = [number for batch in chain.from_iterable(batches) for number in numbers_of(batch)]
+    assert {len(each) for each in batches} == {len(loaders[0])}
+    found = []
+    for batch in chain.from_iterable(batches):
+        assert batch["input_ids"].numel() <= 20
+        row = documents_in(batch)
+        own = list(dict.fromkeys(document[0] // 3 for document in row))
+        assert row == [one["input_ids"][:longest] for number in own for one in units[number]]
+        found += own
     assert len(found) - loaders[0].rows.plan.filler_rows == len(set(found))
-    assert sorted(set(found)) == [number for number, length in enumerate(lengths) if length <= tokens]
+    assert sorted(set(found)) == fits
+    done = data.draw(st.integers(0, len(batches[0])))
+    again = make(**options)
+    again.load_state_dict(make(rank=ranks - 1, **options).state_dict(batches_done=done))
+    assert [documents_in(batch) for batch in again] == [documents_in(batch) for batch in batches[0][done:]]
 
 
 def test_seed_is_torch_s():
@@ -180,9 +223,9 @@ def test_options_reach_collator_dataloader_and_sampler():
     with pytest.raises(ValueError, match="can't be padded to multiples of 100"):
         make(pad_to_multiple_of=100, pad_token_id=0)
     assert make(worker_init_fn=print).worker_init_fn is print
-    options = {"tail": "drop", "objective": "linear", "lookahead": 0.02, "shuffle": False}
+    options = {"tail": "drop", "objective": "linear", "shuffle": False}
     loader, expected = (
-        make(steps_together=1, **options),
+        make(**options),
         MultipackDistributedBatchSampler(TOKENS, LENGTHS, 1, 0, **options),
     )
     assert one_pass(loader) == list(expected)
@@ -205,11 +248,172 @@ def test_print():
         assert lines[0] == "PackedDataLoader of 1 document, 3 tokens (lengths from input_ids)"
         assert lines[1].startswith("  epoch 0: 1 step of ")
         assert lines[2:-2] == ([f"  {filler} in the last step, of documents that come twice"] if filler else [])
-    tokens = sum(len(document["input_ids"]) for unit in UNITS for document in unit)
-    first, *_, last = str(make(PAIRS, documents=of_pair)).splitlines()
-    source = "lengths from the documents of each example"
-    assert first == f"PackedDataLoader of 60 units of 120 documents, {tokens:,} tokens ({source})"
-    assert last == "  columns: completion_mask, input_ids; left out: none"
+    cut = sum(max(0, len(each["input_ids"]) - 9) for each in IMAGES)
+    assert str(make(IMAGES, 96, max_document_length=9, drop_columns=("num_patches",))).splitlines()[2:] == [
+        f"  left out: {cut} tokens cut off by max_document_length", "  columns: input_ids; left out: num_patches"
+    ]  # fmt: skip
+    long = make([{"input_ids": [1] * 300}, *DOCUMENTS[1:]], overlong="drop")
+    assert "left out: 1 document longer than the capacity dropped: 300 tokens lost" in str(long)
+    first = str(make(PAIRS, documents=of_pair)).splitlines()[0]
+    assert first.startswith("PackedDataLoader of 60 units of 120 documents, ")
+    assert first.endswith(" tokens (lengths from the documents of each example)")
+
+
+def test_a_table_is_measured_without_loading_examples():
+    datasets = pytest.importorskip("datasets")
+    rows, loads = table(IMAGES), []
+
+    class Counted(datasets.Dataset):
+        def __getitem__(self, key):
+            loads.append(key)
+            return super().__getitem__(key)
+
+    rows.__class__ = Counted
+    make(rows, drop_columns=("num_patches",))
+    assert [key for key in loads if isinstance(key, (int, list))] == [[0]], "the first one, for its columns"
+
+
+ORDER = np.array([5, 37, *range(5), *range(6, 37), *range(38, 120)])  # document 37 isn't the first of its row
+OF_37 = int(LENGTHS[37])
+IN_LOADING = {  # a column of document 37 -> what is refused when it is loaded
+    "negative": ({"input_ids": [-2] * OF_37}, "document 37 has -2 at position 0"),
+    "one mask": ({"completion_mask": [1]}, "document 37 has .* input_ids but 1 completion_mask"),
+    "shape": ({"bbox": [[1]] * OF_37}, r"document 37 and torch.int64 of shape \(2,\) in document"),
+    "another column": ({"token_type_ids": [0] * OF_37}, "document 37 has 'token_type_ids' and document"),
+}
+
+
+@pytest.mark.parametrize("case", IN_LOADING)
+def test_refused_in_loading(case):
+    column, message = IN_LOADING[case]
+    documents = [{**one, "bbox": [[1, 2]] * len(one["input_ids"])} for one in DOCUMENTS]
+    batch = next(iter(make(documents, per_token=("bbox",))))
+    assert batch["bbox"].shape == (1, batch["input_ids"].shape[1], 2)
+    wrong = [*documents[:37], documents[37] | column, *documents[38:]]
+    with pytest.raises(ValueError, match=message):
+        list(make(wrong, tokens=4096, order=ORDER, per_token=("bbox",)))
+    unit = [[one, wrong[37]] for one in documents]
+    with pytest.raises(ValueError, match=message.replace("document 37", r"document 1 of example \d+")):
+        list(make(unit, tokens=4096, per_token=("bbox",)))
+
+
+def test_columns_that_are_dropped():
+    documents = [{**one, "text": "", "pixel_values": [1.0]} for one in DOCUMENTS]
+    loader = make(documents, drop_columns=("pixel_values", "text"))
+    assert one_pass(loader) == planned(0)
+    assert str(loader).endswith("columns: input_ids; left out: pixel_values, text")
+
+
+def test_examples_that_change():
+    """Other tokens than when they were counted, or than the given lengths, are refused in loading."""
+    changed = LENGTHS.copy()
+    changed[-1] += 1
+    assert one_pass(make(lengths=LENGTHS)) == planned(0)
+    with pytest.raises(ValueError, match=r"example 119 has .* tokens, but .* by the argument lengths"):
+        one_pass(make(lengths=changed, tokens=TOKENS + 1))
+    calls = []
+
+    def changing(pair):
+        calls.append(pair)
+        return [{"input_ids": pair["prompt_ids"] + [1] * (len(calls) > 150)}]
+
+    with pytest.raises(ValueError, match=r"example \d+ has .*A function must return the same documents each time"):
+        [list(make(PAIRS, 96, documents=changing)) for _ in range(2)]
+    examples = [dict(each) for each in IMAGES]
+    loader = make(examples, 96, collate_fn=Own())
+    examples[3]["input_ids"] = [1]
+    with pytest.raises(ValueError, match="example 3 has 1 tokens and"):
+        list(loader)
+
+
+class Own:
+    """A collator that keeps the examples."""
+
+    def __call__(self, examples):
+        tokens = torch.tensor([token for example in examples for token in example["input_ids"]])
+        return {"input_ids": tokens[None], "examples": list(examples)}
+
+
+def test_collators_of_the_user_s():
+    found = [example for batch in make(IMAGES, 96, collate_fn=Own()) for example in batch["examples"]]
+    assert sorted(example["input_ids"][0] for example in found) == list(range(60))
+    assert all(isinstance(example, Mapping) and set(example) == {"input_ids", "num_patches"} for example in found)
+    with pytest.raises(ValueError, match=r"collate_fn made \d+ input_ids of examples .*, and a row has at most 96"):
+        list(make(IMAGES, 96, lengths=[1] * 60, collate_fn=Own()))
+    expected = [documents_in(batch) for batch in make(UNITS, 96)]
+    same = make(PAIRS, 96, documents=of_pair, collate_fn=PackingCollator().__call__, num_workers=2)
+    assert [documents_in(batch) for batch in same] == expected
+    units = Units.of_trees([[one["input_ids"] for one in unit] for unit in UNITS])
+    trees = make(UNITS, 96, lengths=units, collate_fn=TreeCollator())
+    assert sum(batch["input_ids"].shape[1] for batch in trees) == units.tokens.sum()
+
+
+class Failing(list):
+    """Documents, one of which can't be read."""
+
+    def __init__(self, bad=None, error=None):
+        super().__init__([{"input_ids": [5, 6, 7, 8]}] * 6)
+        self.bad, self.error = bad, error
+
+    def __getitem__(self, number):
+        if number == self.bad:
+            raise self.error
+        return super().__getitem__(number)
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+
+class AtOnce(Failing):
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers]
+
+
+GIVEN = {"tokens": 8, "lengths": [4] * 6}
+WAYS = {
+    "dataloader": lambda dataset: list(make(dataset, 8)),
+    "bins": lambda dataset: BinDataset(dataset)[[1, 4]],
+    "loaded": lambda dataset: list(make(dataset, **GIVEN)),
+    "workers": lambda dataset: list(make(dataset, **GIVEN, num_workers=1)),
+    "pack_stream": lambda dataset: list(pack_stream(dataset, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", [Failing, AtOnce])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "workers" else way for way in WAYS]
+)
+def test_a_dataset_that_raises_names_the_document(way, kind):
+    error = OSError("image is truncated")
+    with pytest.raises(ValueError, match=r"document 4 .*can't be read: OSError: image is truncated") as info:
+        WAYS[way](kind(4, error))
+    assert way == "workers" or error in (info.value.__cause__, getattr(info.value.__cause__, "__cause__", None))
+    for error, wanted in ((ConnectionResetError("a"), ConnectionError), (TimeoutError(), TimeoutError)):
+        if way in ("bins", "pack_stream"):  # programs catch a failing connection to resume
+            with pytest.raises(wanted, match=rf"document 4 .*can't be read: {type(error).__name__}"):
+                WAYS[way](kind(4, error))
+
+
+def test_datasets_that_shrink_or_return_too_few():
+    message = r"document [45] can't be read: IndexError"
+    for kind in (Failing, AtOnce):
+        dataset = kind()
+        loader = make(dataset, 8)
+        del dataset[4:]
+        with pytest.raises(ValueError, match=message) as info:
+            list(loader)
+        assert isinstance(info.value.__cause__, IndexError)
+
+    class Short(AtOnce):
+        def __getitems__(self, numbers):
+            if self.error is not None:
+                raise self.error
+            return super().__getitems__(numbers)[:1]
+
+    with pytest.raises(ValueError, match=r"__getitems__ returned 1 document for the 2 numbers [0-5], [0-5]; it must"):
+        list(make(Short(), **GIVEN))
+    with pytest.raises(ValueError, match=r"one of the documents 1, 4 can't be read: OSError: no connection"):
+        BinDataset(Short(None, OSError("no connection")))[[1, 4]]
 
 
 def test_accelerate_cannot_count_batches():
@@ -238,9 +442,8 @@ def one_of_two_processes(rank, store):
     for epoch in range(2):
         assert one_pass(prepared) == planned(epoch, ranks=2, rank=rank, seed=3)
 
-    def pairs(budget=4, state=None):
-        counted = {"resources": {"pairs": lambda pair: 1}, "budgets": {"pairs": budget}}
-        loader = dataloader(PAIRS, 96, documents=of_pair, epochs=2, **counted)
+    def pairs(tokens=96, state=None):
+        loader = dataloader(PAIRS, tokens, documents=of_pair, epochs=2)
         if state is not None:
             loader.load_state_dict(state)
         return loader, [documents_in(batch)[::2] for batch in loader]
@@ -254,18 +457,17 @@ def one_of_two_processes(rank, store):
         return [pair[0] for each in of_all_ranks(rows) for row in each for pair in row]
 
     whole, rows = pairs()
-    assert max(map(len, rows)) <= 4
     assert len(set(of_all_ranks(len(rows)))) == 1
     assert len(numbers(rows)) - whole.rows.plan.filler_rows == len(set(numbers(rows))) == 60
     whole.set_epoch(0)
     state = whole.state_dict(batches_done=2)
     assert of_all_ranks(state) == [state, state]
     assert pairs(state=state)[1] == rows[2:]
-    later = numbers(pairs(budget=5, state=state)[1])
+    later = numbers(pairs(tokens=120, state=state)[1])
     assert sorted({*numbers(rows[:2]), *later}) == list(range(60))
     assert not set(numbers(rows[:2])) & set(later)
-    with pytest.raises(ValueError, match=r"budgets is \{'pairs': 4\} on rank 0 and \{'pairs': 5\} on rank 1"):
-        pairs(budget=4 + rank)
+    with pytest.raises(ValueError, match="batch_max_length is 96 on rank 0 and 97 on rank 1"):
+        pairs(tokens=96 + rank)
     dist.destroy_process_group()
 
 

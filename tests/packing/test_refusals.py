@@ -10,15 +10,12 @@ import torch
 
 from tritonpack import (
     BinDataset,
-    PackedDataset,
     PackingCollator,
     TreeCollator,
     dataloader,
-    pack,
     pack_dataset,
     pack_stream,
     pack_tree,
-    pack_trees,
 )
 
 DOCUMENTS = [{"input_ids": [5, 6, 7]}] * 6
@@ -32,10 +29,6 @@ def documents_of_pair(pair: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"input_ids": pair["prompt_ids"] + pair[name]} for name in ("chosen_ids", "rejected_ids")]
 
 
-def patches(example: dict[str, Any]) -> Any:
-    return torch.tensor(example["num_patches"])
-
-
 def own(examples: Any) -> dict[str, Any]:
     return {"input_ids": torch.ones(1, len(examples))}
 
@@ -43,10 +36,6 @@ def own(examples: Any) -> dict[str, Any]:
 def load(**options: Any) -> list[Any]:
     defaults = {"dataset": DOCUMENTS, "tokens": 96, "num_replicas": 1, "rank": 0, "seed": 0}
     return list(dataloader(**{**defaults, **options}))
-
-
-def load_images(options: dict[str, Any]) -> list[Any]:
-    return load(**{"dataset": IMAGES, "drop_columns": ("num_patches",), **options})
 
 
 def pack_table(columns: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -65,16 +54,13 @@ CALLS: dict[str, Any] = {
     "settings": lambda settings: PackingCollator(**settings),
     "dataloader": lambda options: load(**options),
     "dataloader of pairs": lambda options: load(**{"dataset": PAIRS, **options}),
-    "dataloader of images": load_images,
     "collate_fn": lambda options: load(**{"dataset": IMAGES, "collate_fn": own, **options}),
     "pack_dataset of a table": pack_table,
     "pack_dataset": lambda dataset, options: pack_dataset(dataset, 10, **options),
-    "PackedDataset": lambda dataset, lengths: list(PackedDataset(dataset, pack(lengths, 10, overlong="split"))),
     "BinDataset": BinDataset,
     "pack_stream": stream,
     "pack_tree": lambda sequences, labels: pack_tree(sequences, labels=labels),
     "TreeCollator": lambda features: TreeCollator()(features),
-    "pack_trees": pack_trees,
 }
 REFUSED: dict[str, list[Any]] = {
     "collate": [
@@ -92,20 +78,18 @@ REFUSED: dict[str, list[Any]] = {
         ([{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}], {},
          "document 0 has input_ids on meta; collate in host memory"),
         ([A | {"id": "x", "text": "..."}], {}, r"document 0 has 'id', 'text', which .* takes 'input_ids', .*per_token"),
-        ([A | {"seq_idx": [0, 1]}], {}, "'seq_idx', which .*it makes 'seq_idx' itself"),
+        ([A | {"seq_idx": [0, 1]}], {}, "'seq_idx', which .*it makes 'seq_idx' itself. Remove"),
         ([A | {"position_ids": [1, 2]}], {}, "has 2 position_ids for 2 input_ids that don't count from 0 in each"),
         ([A | {"position_ids": [0]}], {}, "has 1 position_ids for 2 input_ids"),
         ([A | {"seq_lengths": [1, 2]}], {}, r"has 2 input_ids, but its seq_lengths are \[1, 2\], which add up to 3"),
         ([A | {"seq_lengths": [2, 0]}], {}, r"seq_lengths are \[2, 0\], .*the length of each document .*at least 1"),
         ([A | {"seq_lengths": [2], "position_ids": [0, 0]}], {},
          r"don't count from 0 in each document of its seq_lengths \[2\]"),
-        ([A | {"seq_lengths": [1, 1], "label": [1, 0, 1]}], {"objective": "documents"},
-         r"document 0 holds 2 documents, but its labels have the shape \(3,\)"),
         ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs only tokens.*processor's own collator"),
-        ([A | {"labels": 1}], {}, "document 0 has one number as labels, 1, .*'causal'.*Pass objective='documents'"),
+        ([A | {"labels": 1}], {}, r"row of integers as labels; got torch.int64 of shape \(\). Give one integer"),
         ([A | {"labels": [1, 2], "label": 1}], {}, "document 0 has 'labels', 'label', which all name its labels"),
         ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "needs a row of integers as labels; got .*float32"),
-        ([A | {"labels": "yes"}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got 'yes'"),
+        ([A | {"labels": "yes"}], {}, "needs a row of integers as labels; got 'yes'"),
         ([A | {"token_type_ids": [0]}], {}, "document 0 has 2 input_ids but 1 token_type_ids"),
         ([A | {"w": [0.5]}], {"per_token": ["w"]}, "document 0 has 2 input_ids but 1 w; give every token one value"),
         ([A | {"w": 0.5}], {"per_token": ["w"]}, "needs one number, or one row of numbers, per token as w; got 0.5"),
@@ -116,13 +100,12 @@ REFUSED: dict[str, list[Any]] = {
         ([A, {"input_ids": [5, -100, 7]}], {},
          "document 1 has -100 at position 1 of input_ids, which holds numbers of at least 0. Only labels may be"),
         ([A | {"w": np.ones(2, np.float16)}, A | {"w": [70000, 1]}], {"per_token": ["w"]},
-         "w holds integers .* in document 1 and floating point .* in document 0; give every document .* of one kind"),
+         "w holds torch.int64 .* in document 1 and torch.float16 .* in document 0; give every document .* of one kind"),
         ([{"input_ids": torch.tensor([2**63 + 5, 1], dtype=torch.uint64)}], {},
          r"needs a row of integers as input_ids; got uint64 values of 2\*\*63 or more"),
         ([{"input_ids": torch.tensor([1, 2]).to_sparse()}], {}, "needs a row of integers as input_ids; got tensor"),
-        ([A | {"label": [1, 2]}, A | {"label": [1]}], {"objective": "documents"}, r"shape \(1,\) in document 1 and "),
         ([A | {"bbox": [[1, 2]] * 2}, A | {"bbox": [[1]] * 2}], {"per_token": ["bbox"]},
-         r"bbox holds integers of shape \(1,\) in document 1 and integers of shape \(2,\) in document 0"),
+         r"bbox holds torch.int64 of shape \(1,\) per token in document 1 and .* \(2,\) in document 0"),
     ],
     "settings": [
         ({"pad_to_multiple_of": 8}, "go together.*got pad_to_multiple_of=8 and pad_token_id=None"),
@@ -131,7 +114,8 @@ REFUSED: dict[str, list[Any]] = {
         ({"pad_to_multiple_of": 8, "pad_token_id": -100}, "pad_token_id must be an integer from 0 to .* got -100"),
         ({"pad_to_multiple_of": 8, "pad_token_id": 2**70},
          f"pad_token_id must be an integer from 0 to 2147483647; got {2**70}"),
-        ({"objective": "mlm"}, "objective must be one of 'causal', 'tokens', 'documents'; got 'mlm'"),
+        ({"objective": "mlm"}, "objective must be one of 'causal', 'tokens'; got 'mlm'"),
+        ({"objective": "documents"}, "objective='documents' of PackingCollator was removed: collate labels"),
         ({"max_document_length": 0}, "max_document_length must be an integer from 1 to .* got 0"),
         ({"per_token": "bbox"}, r"per_token must be a collection of column names, such as \('bbox',\); got 'bbox'"),
         ({"per_token": ["labels"]}, "per_token names 'labels', which PackingCollator knows already"),
@@ -140,19 +124,19 @@ REFUSED: dict[str, list[Any]] = {
         ({"batch_size": 4}, "no option 'batch_size'. .* use DataLoader itself with tritonpack.PackingCollator"),
         ({"collate_fn": 5}, "collate_fn must be a function of a list of examples.*; got 5"),
         ({"collate_fn": list, "pad_token_id": 0},
-         "of its options: give pad_token_id=0 to the collator itself"),
+         "pad_to_multiple_of and pad_token_id go together"),
         ({"num_wokers": 4}, "no option 'num_wokers'.*num_workers"),
         ({"objective": "tokens"}, "objective must be one of 'quadratic'"),
-        ({"labels": "linear"}, "labels must be one of 'causal', 'tokens', 'documents'"),
+        ({"labels": "linear"}, "labels must be one of 'causal', 'tokens'"),
         ({"overlong": "none"}, "overlong must be 'error' or 'drop'; got 'none'"),
         ({"overlong": "split"}, "got 'split'.*pass max_document_length, .* pack_dataset"),
-        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: each of 1 documents"),
+        ({"tokens": 1, "overlong": "drop", "dataset": [{"input_ids": [1, 2]}]}, "leaves nothing: the document is"),
         ({"drop_columns": ("input_ids",)}, "input_ids can't be dropped"),
         ({"tokens": 0}, "tokens must be an integer from 1"),
         ({"dataset": []}, "the dataset has no document to pack"),
         ({"dataset": [{"text": "a"}]}, r"must be a mapping with 'input_ids'; got the keys \['text'\].*Tokenize"),
         ({"dataset": [{"input_ids": []}]}, "document 0 is empty; every document needs at least one token"),
-        ({"dataset": [{"input_ids": [1]}, {"input_ids": []}]}, "document 1 has 0"),
+        ({"dataset": [{"input_ids": [1]}, {"input_ids": []}]}, "document 1 is empty"),
         ({"dataset": iter(DOCUMENTS)}, "must have a length and be indexed by document"),
     ],
     "dataloader of pairs": [
@@ -161,34 +145,16 @@ REFUSED: dict[str, list[Any]] = {
         ({"documents": "chosen"}, "documents must be a function that returns the documents of an example; got 'chos"),
         ({"documents": lambda pair: []}, r"documents\(\.\.\.\) of example 0 must be a list of documents, .*got \[\]"),
         ({"documents": lambda pair: [{"input_ids": pair["chosen_ids"]}, {"input_ids": pair["chosen_ids"][9:]}]},
-         r"every document needs at least one token, .*; document 1 of example \d+ has 0"),
+         r"document 1 of example \d+ is empty; every document needs at least one token"),
         ({"dataset": [UNITS[0], []]}, r"example 1 must be a list of documents.* at least one; got \[\]"),
         ({"documents": None}, r"got the keys \['chosen_ids'.*as preference pairs do, pass documents=, a function of"),
         ({"dataset": [[{"ids": [1]}]]}, "must be a mapping with 'input_ids'; got the keys"),
-        ({"tokens": 20, "documents": documents_of_pair}, r"units take more than a row has .*row size is 20"),
+        ({"tokens": 20, "documents": documents_of_pair}, r"units are longer than the row size of 20"),
         ({"dataset": UNITS, "lengths": [sum(len(each["input_ids"]) for each in unit) for unit in UNITS]},
-         r"example 0 has \d+ squared tokens, but \d+ by the argument lengths. .*Units.of_sequences"),
-    ],
-    "dataloader of images": [
-        ({"resources": {"patches": "num_patch"}, "drop_columns": ()},
-         r"resources\['patches'\] failed on example 0, .*'num_patches': KeyError: 'num_patch'"),
-        ({"resources": {"patches": lambda example: example["x"]}}, r"resources\['patches'\] failed on example 0.*'x'"),
-        ({"resources": {"patches": lambda example: 1.5}}, "patches of example 0 must be an integer .*; got 1.5"),
-        ({"resources": {"patches": lambda example: True}}, "patches of example 0 must be an integer .*; got True"),
-        ({"resources": {"patches": [1, 2]}},
-         r"resources must be a mapping .*lengths=Units.of_documents\(lengths, patches"),
-        ({"resources": ["patches"]}, r"resources must be a mapping from names .*; got \['patches'\]"),
-        ({"resources": {"patches": patches}},
-         r"resource 'patches', and budgets={} doesn't say how much.*budgets=\{'patches'.* out of resources"),
-        ({"budgets": {"patches": 3}},
-         "budgets has 'patches', which isn't a resource.* dataloader resources= with a column"),
-        ({"resources": {"patches": lambda example: 2**62}, "budgets": {"patches": 3}},
-         r"resource 'patches' must be integers from 0 to 2\*\*62 - 1; unit 0 has"),
-        ({"resources": {"patches": lambda example: 4}, "budgets": {"patches": 3}},
-         "or pass overlong='drop', which leaves them out"),
+         r"example 0 has \d+ tokens and \d+ squared tokens, but .* by the argument lengths. .*Units.of_sequences"),
     ],
     "collate_fn": [
-        ({"max_document_length": 5}, "of its options: give max_document_length=5 to the collator itself"),
+        ({"max_document_length": 5}, "place of PackingCollator.*max_document_length=5.*to the collator itself"),
         ({"dataset": [{"text": "a"}]}, "document 0 must be a row of tokens .*; got the keys"),
     ],
     "pack_dataset of a table": [
@@ -202,7 +168,7 @@ REFUSED: dict[str, list[Any]] = {
         (IDS, {"jobs": 0}, "jobs must be an integer from 1"),
         (IDS | {"position_ids": [[0, 1], [0]]}, {"columns": ["input_ids", "position_ids"]}, "names 'position_ids', wh"),
         (IDS | {"labels": IDS["input_ids"], "label": IDS["input_ids"]}, {}, "at most one of labels"),
-        (IDS | {"label": [0, 1]}, {}, "document 0 has one number as label"),
+        (IDS | {"label": [0, 1]}, {}, "document 0 needs a row of integers as label"),
         (IDS | {"attention_mask": [[1, 1], [0]]}, {}, "document 1 has an attention_mask that isn't 1 for each of its"),
         (IDS | {"completion_mask": [[1, 2], [0]]}, {}, "document 0 needs only 0 and 1 in completion_mask; got"),
         (IDS | {"special_tokens_mask": [[1, 200], [0]]}, {}, "document 0 Integer value 200 not in range"),
@@ -220,33 +186,20 @@ REFUSED: dict[str, list[Any]] = {
         ({"input_ids": [[1] * 9]}, {}, r"1 of 1 document is longer .* The longest is document 0: 9 tokens\."),
     ],
     "pack_dataset": [
-        (DOCUMENTS, {"lengths": [3] * 5}, "5 lengths for a dataset of 6 documents"),
-        (iter(DOCUMENTS), {}, "got list_iterator. Pack iterables with pack_stream"),
-        ([[1], []], {}, "document 1 has 0"),
-        (torch.utils.data.TensorDataset(torch.ones(2, 7)), {}, "document 0 must be a row of tokens"),
-        (DOCUMENTS, {"length": 3}, "length must be a function that returns the number of a document's tokens"),
-        (DOCUMENTS, {"columns": ["input_ids"]},
-         r"columns and jobs are for a datasets\.Dataset .* for list\. Leave them"),
-        (DOCUMENTS, {"jobs": 2}, r"columns and jobs are for a datasets\.Dataset .* for list\. Leave them"),
-    ],
-    "PackedDataset": [
-        (DOCUMENTS[:3], [3] * 4, "the packing has a document 3, but the dataset only 3 documents"),
-        ([[1] * 7], [8], "document 0 has 7 tokens, but its tokens .* were packed"),
-        ([[1] * 9], [8], "document 0 has 9 tokens, but its tokens .* were packed"),
-        ([[1] * 30], [8], "document 0 has 30 tokens, but its tokens .* were packed"),
-        ([[1] * 8], [30], "document 0 has 8 tokens, but its tokens .* were packed"),
-        ([[1] * 15], [30], "document 0 has 15 tokens, but its tokens .* were packed"),
+        (DOCUMENTS, {}, r"takes a datasets\.Dataset .* got list\. Make one by .*from_list.*batch_sampler="),
+        (iter(DOCUMENTS), {}, "got list_iterator.*those of a stream by pack_stream"),
+        (DOCUMENTS, {"lengths": [3] * 6}, "length or lengths of pack_dataset was removed: .*counts its tokens"),
     ],
     "BinDataset": [
         (iter(DOCUMENTS), "must have a length and be indexed by document"),
     ],
     "pack_stream": [
-        ([[1], []], {}, "document 1 has 0"),
+        ([[1], []], {}, "document 1 is empty"),
         ([[1] * 9], {}, r"document 0 has 9 tokens, longer than the capacity of 8.*overlong="),
         (["text"], {}, "document 0 must be a row of tokens.*got str. Tokenize text first"),
         ([{"input_ids": "words"}], {}, "got 'input_ids' of str"),
         ([np.ones((2, 3))], {}, r"got shape \(2, 3\)"),
-        ([[1]], {"length": lambda document: 1.5}, "document 0 has 1.5"),
+        ([[1]], {"length": lambda document: 1.5}, "length of pack_stream was removed"),
         ([{"input_ids": [1] * 9, "text": "words", "id": 3, "labels": [1] * 8}], {"overlong": "split"},
          "document 0 has 9 tokens and must be cut, but 'id', 'labels', 'text' isn't a row of one value per token"),
         ([[1]], {"capacity": 0}, "capacity must be an integer from 1 .*got 0"),
@@ -279,10 +232,6 @@ REFUSED: dict[str, list[Any]] = {
         ([{"input_ids": [1], "advantage": 0.5}], "document 0 has 'advantage', which TreeCollator doesn't.*gather"),
         ([{"input_ids": [1], "attention_mask": [0]}], "document 0 has an attention_mask that isn't 1"),
         ([{"input_ids": [1, 2], "labels": [1, -7]}], "sequence 0 has the label -7"),
-    ],
-    "pack_trees": [
-        ([[1, 2], [1] * 9, [1] * 7], 6, r"document 1, 9 tokens\). Raise the capacity to at least 9, or cut"),
-        ([[1, 2]], 0, "capacity must be an integer from 1 to 2147483647; got 0"),
     ],
 }  # fmt: skip
 CASES = [

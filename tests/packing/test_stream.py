@@ -65,7 +65,7 @@ class Divided(IterableDataset):
         yield from DOCUMENTS if worker is None else DOCUMENTS[worker.id :: worker.num_workers]
 
 
-@pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
 @pytest.mark.parametrize("max_items", [None, 4])
 def test_bins_are_those_of_pack(overlong, max_items):
     """With at most about three windows of 1,024 documents read ahead."""
@@ -97,9 +97,6 @@ def test_pieces_have_all_columns_and_whole_documents_are_not_copied():
     document = {"input_ids": [1, 2], "source": "a book"}
     ((same,),) = pack_stream([document], 2)
     assert same is document
-    assert list(pack_stream([(3,), (5,), (2,)], 5, length=lambda row: row[0])) == [[(3,), (2,)], [(5,)]]
-    with pytest.raises(ValueError, match=r"document 0 has 5 tokens and must be cut, but a Shuffled isn't a row"):
-        list(pack_stream([Shuffled()], 4, length=lambda row: 5, overlong="split"))
     empty = pack_stream([[1] * 9], 8, overlong="drop")
     assert (list(empty), empty.efficiency, empty.report.tokens_lost) == ([], 1.0, 9)
 
@@ -115,145 +112,27 @@ RANKS = st.sampled_from([{}, {"num_replicas": 5, "rank": 2}, {"num_replicas": 7,
 )  # fmt: skip
 def test_resumes_exactly_anywhere(source, ranks, overlong, capacity, window, items, data):
     """The same bins, counts and states as of a pass that wasn't interrupted; the next pass begins at the beginning."""
-    options = {"overlong": overlong, "capacity": capacity, "window": window}
+    options = {"overlong": overlong, "capacity": capacity, "window": window, "max_items": items, **ranks}
     rows = DOCUMENTS[: data.draw(st.integers(1, 80))]
-    stream = make(SOURCES[source](rows), max_items=items, **options, **ranks)
+    stream = make(SOURCES[source](rows), **options)
     states, bins = [stream.state_dict()], []
     for packed in stream:
         bins.append(packed)
         states.append(json.loads(json.dumps(stream.state_dict())))
     assert len(json.dumps(states[-1])) < 4000 + 30 * window, "a state holds no documents"
+    over = {"split": lambda length: length, "truncate": lambda length: capacity, "drop": lambda length: 0}[overlong]
+    kept = [length if length <= capacity else over(length) for length in LENGTHS[: len(rows)]]
+    assert sum(len(document["input_ids"]) for document in chain.from_iterable(bins)) == stream.num_tokens
+    if stream.rank is None and not stream.dropped_documents:
+        assert stream.num_tokens == sum(kept), "nothing is lost or cut but by the policy"
     done = data.draw(st.integers(0, len(bins)))
-    again = make(SOURCES[source](rows), max_items=items, **options, **ranks)
+    again = make(SOURCES[source](rows), **options)
     again.load_state_dict(states[done])
     assert again.state_dict() == states[done]
     assert list(again) == bins[done:]
     assert (again.num_bins, again.num_tokens, again.report) == (len(bins), stream.num_tokens, stream.report)
     assert again.state_dict() == stream.state_dict(), "after the last bin"
     assert list(again) == bins
-
-
-# options before and after -> what the refusal says; or "", if the bins go on
-SETTINGS = [
-    ({}, {"capacity": 200}, "capacity was 100 and is 200"),
-    ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
-    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was None and is 1"),
-    ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "rank was 0 and is None. "),
-    ({"capacity": 80, "overlong": "drop"}, {"capacity": 80, "overlong": "split"}, "overlong was 'drop' and"),
-    ({}, {"documents": [[1] * 5] * 300}, "the documents aren't those that the state was saved with"),
-    ({}, {"shard": False}, ""),
-    ({}, {"overlong": "split"}, ""),
-]  # fmt: skip
-
-
-class TestStates:
-    def test_go_on_after_reading_failed_with_less_reading(self):
-        def failing():
-            yield from DOCUMENTS[:200]
-            raise ConnectionError
-
-        stream, again, counting = make(failing), make(), Counting()
-        with pytest.raises(ConnectionError, match="document 200 of the stream can't be read"):
-            list(stream)
-        again.load_state_dict(stream.state_dict())
-        bins = list(make())
-        assert list(again) == bins[stream.num_bins :]
-        assert 0 < stream.num_bins < len(bins)
-        stream = make(counting)
-        list(islice(stream, 90))
-        counting.reads = 0
-        stream.load_state_dict(stream.state_dict())
-        list(stream)
-        assert counting.reads < 150
-
-    def test_of_datasets_and_of_their_shuffle_buffers(self):
-        """The state of a buffer is lost, so the documents are read again, with a warning."""
-        bins = list(make(streaming()))
-        for done in (0, 1, 40, len(bins)):
-            stream, again = make(streaming()), make(streaming())
-            list(islice(stream, done))
-            again.load_state_dict(stream.state_dict())
-            assert (list(again), list(again)) == (bins[done:], bins)
-        stream, again = (make(streaming().shuffle(seed=3, buffer_size=64)) for _ in range(2))
-        list(islice(stream, 70))
-        again.load_state_dict(stream.state_dict())
-        with pytest.warns(PackingWarning, match=r"stream-state: .*shuffle buffers.*read again"):
-            assert list(again) == list(make(streaming().shuffle(seed=3, buffer_size=64)))[70:]
-
-    @pytest.mark.parametrize(("before", "after", "message"), SETTINGS)
-    def test_of_other_settings(self, before, after, message):
-        source, again = make(**before), make(**{**before, **after})
-        list(islice(source, 30))
-        state = json.loads(json.dumps(source.state_dict()))
-        if not message:
-            again.load_state_dict(state)
-            assert list(again) == list(make(**before))[30:]
-            assert again.report.policy == after.get("overlong", "error")
-            return
-        with pytest.raises(ValueError, match=message):
-            _ = again.load_state_dict(state), next(iter(again))
-
-    def test_a_policy_goes_on_where_another_one_failed(self):
-        documents = [*DOCUMENTS[:140], {"input_ids": [1] * 300}, *DOCUMENTS[140:]]
-        source, again, bins = make(documents), make(documents, overlong="drop"), []
-        with pytest.raises(ValueError, match="document 140 has 300 tokens"):
-            bins.extend(source)
-        again.load_state_dict(source.state_dict())
-        assert sorted(numbers_of(bins) + numbers_of(again)) == list(range(300))
-
-    def test_that_are_damaged(self):
-        stream = make()
-        list(islice(stream, 30))
-        state = stream.state_dict()
-        wrong = [("version", 1), ("more", 1), ("epoch", -1), ("worker", 1), ("settings", None), ("place", 7)]
-        damaged = [None, {}, *({**state, name: value} for name, value in wrong)]
-        damaged += [{**state, "place": {**state["place"], name: value}} for name, value in [
-            ("first", -5), ("carried", [[10**9, 1, 1]]), ("checked", 3), ("other", 3), ("report", {})]]  # fmt: skip
-        for each in damaged:
-            with pytest.raises(ValueError, match="state of PackedStream of version 3, or it is damaged"):
-                stream.load_state_dict(each)
-            assert stream.state_dict() == state
-
-
-class TestPasses:
-    def test_read_what_can_be_read_again(self):
-        stream, iterator = make(), make(iter(DOCUMENTS))
-        assert list(stream) == list(stream) == list(make(lambda: iter(DOCUMENTS)))
-        list(islice(stream, 5))
-        assert list(pickle.loads(pickle.dumps(stream))) == list(make())
-        assert len(numbers_of(iterator)) == 300
-        with pytest.raises(ValueError, match=r"an iterator, which an earlier pass has read\. Pass something that can"):
-            list(iterator)
-        with pytest.raises(TypeError):
-            len(stream)
-
-    @pytest.mark.parametrize("workers", [0, 1])
-    @pytest.mark.parametrize("documents", [Shuffled, lambda: lambda: Shuffled()])
-    def test_epoch_reaches_documents_also_in_workers_that_stay(self, documents, workers):
-        def epoch(number):
-            stream = make(Shuffled(), capacity=200)
-            stream.set_epoch(number)
-            return list(stream)
-
-        stream = make(documents(), capacity=200)
-        loader = DataLoader(stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
-        for number in range(3):
-            stream.set_epoch(number)
-            assert list(loader) == epoch(number)
-        if not workers:
-            stream.set_epoch(3)
-            assert (stream.state_dict()["epoch"], stream.state_dict()["place"]["num_bins"]) == (3, 0), "between passes"
-        given = Shuffled()
-        given.set_epoch(2)
-        assert list(make(given, capacity=200)) == epoch(2), "it stays if nobody chooses one"
-
-    @pytest.mark.filterwarnings("error::tritonpack.PackingWarning")
-    @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-    def test_the_first_worker_warns(self, options):
-        loader = DataLoader(make(Shuffled(), capacity=200), batch_size=None, **options)
-        list(loader)
-        with pytest.raises(PackingWarning, match="same-epoch: a stream begins a second pass over epoch 0"):
-            list(loader)
 
 
 @REPEATABLE
@@ -264,81 +143,214 @@ def test_ranks_share_bins(ranks, count, window):
     shares = [list(stream) for stream in streams]
     found = numbers_of(chain.from_iterable(shares))
     assert len(set(found)) == len(found) == count - streams[0].dropped_documents
+    assert streams[0].dropped_documents < ranks, "only of documents that make no bin for each rank"
     whole = list(make(rows, shard=False, **options))
     assert len(whole) % ranks == 0, "all ranks have the same number of bins"
     assert shares == [whole[rank::ranks] for rank in range(ranks)]
 
 
-class TestRanks:
-    def test_come_from_the_launcher_and_divided_datasets_are_refused(self, monkeypatch):
-        expected = list(make(num_replicas=3, rank=2))
-        split = pytest.importorskip("datasets.distributed").split_dataset_by_node
-        divided = split(streaming(3), rank=2, world_size=3)
-        monkeypatch.setenv("WORLD_SIZE", "3")
-        monkeypatch.setenv("RANK", "2")
-        assert list(make()) == expected
-        assert make(shard=False).rank is None
-        assert len(numbers_of(make(divided, num_replicas=1))) == 100
-        for options in ({}, {"shard": False}):
-            with pytest.raises(ValueError, match=r"divided among ranks already.*or num_replicas=1"):
-                make(divided, **options)
-
-    def test_documents_that_make_no_round_are_counted(self):
-        stream = pack_stream([[number] * 8 for number in range(1, 12)], 8, window=2, num_replicas=4, shard=False)
-        with pytest.warns(PackingWarning, match="stream-end: 3 documents at the end of a stream .* each of 4 ranks"):
-            assert len(list(stream)) == 8
-        assert stream.dropped_documents == 3
-
-    def test_accelerate_divides_bins_of_all_ranks_alone(self, monkeypatch):
-        """It would slice every tensor of a batch that it dispatches, also the boundaries of documents."""
-        data_loader = pytest.importorskip("accelerate.data_loader")
-
-        def prepare(stream, ranks=2, rank=1, collate_fn=list, **options):
-            loader = DataLoader(stream, batch_size=1, collate_fn=collate_fn)
-            options = options or {"put_on_device": False}
-            return data_loader.prepare_data_loader(loader, num_processes=ranks, process_index=rank, **options)
-
-        shares = [list(prepare(make(num_replicas=5, shard=False), 5, rank)) for rank in range(5)]
-        assert len({len(share) for share in shares}) == 1
-        assert sorted(numbers_of(chain.from_iterable(chain.from_iterable(shares)))) == list(range(300))
-        with pytest.raises(ValueError, match=r"bins of rank 1 only.* among 2 processes again.*Pass shard=False"):
-            prepare(make(num_replicas=2, rank=1))
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match="Pass shard=False"):
-            prepare(make(num_replicas=1))
-        monkeypatch.delenv("WORLD_SIZE")
-        dispatched = {"device": torch.device("cpu"), "put_on_device": True, "collate_fn": PackingCollator()}
-        with pytest.raises(ValueError, match="Configure it with dispatch_batches=False"):
-            next(iter(prepare(make(), 1, 0, **dispatched)))
+# options before and after -> what the refusal says; or "", if the bins go on
+SETTINGS = [
+    ({}, {"capacity": 200}, "capacity was 100 and is 200"),
+    ({}, {"window": 8, "max_items": 2}, "max_items was None and is 2; window was 16 and is 8"),
+    ({}, {"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was None and is 1"),
+    ({"num_replicas": 2, "rank": 0}, {"num_replicas": 2, "shard": False}, "rank was 0 and is None. "),
+    ({"capacity": 80, "overlong": "drop"}, {"capacity": 80, "overlong": "split"}, "overlong was 'drop' and"),
+    ({}, {"documents": [[1] * 5] * 300}, "the documents aren't those that the state was saved with"),
+    ({}, {"documents": DOCUMENTS[:30]}, "the documents aren't those that the state was saved with"),
+    ({}, {"shard": False}, ""),
+    ({}, {"overlong": "split"}, ""),
+]  # fmt: skip
 
 
-class TestWorkers:
-    @pytest.mark.fast("<lambda>0")
-    @pytest.mark.parametrize("source", [lambda: DOCUMENTS, Divided, streaming, lambda: streaming(1)])
-    def test_share_the_documents(self, source):
-        assert sorted(numbers_of(DataLoader(make(source()), batch_size=None, num_workers=2))) == list(range(300))
+@pytest.mark.parametrize(("before", "after", "message"), SETTINGS)
+def test_states_of_other_settings(before, after, message):
+    source, again = make(**before), make(**{**before, **after})
+    list(islice(source, 30))
+    state = json.loads(json.dumps(source.state_dict()))
+    if not message:
+        again.load_state_dict(state)
+        assert list(again) == list(make(**before))[30:]
+        assert again.report.policy == after.get("overlong", "error")
+        return
+    with pytest.raises(ValueError, match=message):
+        _ = again.load_state_dict(state), next(iter(again))
 
-    def test_refuse_iterators_and_states_of_other_processes(self, monkeypatch):
-        stream, again = make(), make()
-        list(DataLoader(stream, batch_size=None, num_workers=1))
-        with pytest.raises(ValueError, match=r"workers of a DataLoader read this stream.*StatefulDataLoader"):
-            stream.state_dict()
-        list(islice(stream, 5))
+
+def test_damaged_states():
+    stream = make()
+    list(islice(stream, 30))
+    state = stream.state_dict()
+    wrong = [("more", 1), ("epoch", -1), ("worker", 1), ("capacity", None), ("first", -5), ("checked", 3),
+             ("carried", [[10**9, 1, 1]]), ("report", {}), ("waiting", {1}), ("digests", 3)]  # fmt: skip
+    damaged = [({**state, name: value}, f"the state is damaged: .*'{name}'") for name, value in wrong]
+    lacking = {name: value for name, value in state.items() if name != "epoch"}
+    damaged += [(lacking, "lacks, or shouldn't have, 'epoch'")]
+    damaged += [(each, "a PackedStream of version 4, .* got") for each in (None, {}, {**state, "version": 3})]
+    for each, message in damaged:
+        with pytest.raises(ValueError, match=message):
+            stream.load_state_dict(each)
+        assert stream.state_dict() == state
+
+
+def test_states_after_reading_failed_with_less_reading():
+    def failing():
+        yield from DOCUMENTS[:200]
+        raise ConnectionError
+
+    stream, again, counting = make(failing), make(), Counting()
+    with pytest.raises(ConnectionError, match="document 200 of the stream can't be read"):
+        list(stream)
+    again.load_state_dict(stream.state_dict())
+    bins = list(make())
+    assert list(again) == bins[stream.num_bins :]
+    assert 0 < stream.num_bins < len(bins)
+    stream = make(counting)
+    list(islice(stream, 90))
+    counting.reads = 0
+    stream.load_state_dict(stream.state_dict())
+    iter(stream)  # as Lightning makes one that it doesn't use
+    list(stream)
+    assert counting.reads < 150
+    documents, bins = [*DOCUMENTS[:140], {"input_ids": [1] * 300}, *DOCUMENTS[140:]], []
+    source, again = make(documents), make(documents, overlong="drop")
+    with pytest.raises(ValueError, match="document 140 has 300 tokens"):
+        bins.extend(source)
+    again.load_state_dict(source.state_dict())
+    assert sorted(numbers_of(bins) + numbers_of(again)) == list(range(300)), "another policy goes on"
+
+
+def test_states_of_datasets_and_of_their_shuffle_buffers():
+    """The state of a buffer is lost, so the documents must be read from the beginning."""
+    bins = list(make(streaming()))
+    for done in (0, 1, 40, len(bins)):
+        stream, again = make(streaming()), make(streaming())
+        list(islice(stream, done))
         again.load_state_dict(stream.state_dict())
-        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
-        with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
-            list(again)
-        with pytest.raises(ValueError, match="and 2 workers can't read one"):
-            list(make(iter(DOCUMENTS)))
+        assert (list(again), list(again)) == (bins[done:], bins)
+    shuffled = streaming().shuffle(seed=3, buffer_size=64)
+    stream, again = make(shuffled), make(shuffled)
+    list(islice(stream, 70))
+    again.load_state_dict(stream.state_dict())
+    with pytest.raises(ValueError, match=r"shuffle buffers.*pack_stream\(lambda: iter"):
+        list(again)
+    stream, again = (make(lambda: iter(shuffled)) for _ in range(2))
+    bins = list(stream)
+    list(islice(stream, 70))
+    again.load_state_dict(stream.state_dict())
+    assert list(again) == bins[70:]
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    @pytest.mark.parametrize("source", [lambda: DOCUMENTS, pytest.param(streaming, marks=pytest.mark.slow)])
-    def test_stateful_dataloader(self, workers, source):
-        stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-        bins = list(stateful(make(source()), batch_size=None, num_workers=workers))
-        assert sorted(numbers_of(bins)) == list(range(300))
-        for done in (3, 90):
-            loader, again = (stateful(make(source()), batch_size=None, num_workers=workers) for _ in range(2))
-            list(islice(loader, done))
-            again.load_state_dict(loader.state_dict())
-            assert list(again) == bins[done:]
+
+def test_passes_read_what_can_be_read_again():
+    stream, iterator = make(), make(iter(DOCUMENTS))
+    assert list(stream) == list(stream) == list(make(lambda: iter(DOCUMENTS)))
+    list(islice(stream, 5))
+    assert list(pickle.loads(pickle.dumps(stream))) == list(make())
+    assert len(numbers_of(iterator)) == 300
+    with pytest.raises(ValueError, match=r"an iterator, which an earlier pass has read\. Pass something that can"):
+        list(iterator)
+    with pytest.raises(TypeError):
+        len(stream)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("documents", [Shuffled, lambda: lambda: Shuffled()])
+def test_epoch_reaches_documents_also_in_workers_that_stay(documents, workers):
+    def epoch(number):
+        stream = make(Shuffled(), capacity=200)
+        stream.set_epoch(number)
+        return list(stream)
+
+    stream = make(documents(), capacity=200)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    for number in range(3):
+        stream.set_epoch(number)
+        assert list(loader) == epoch(number)
+    if not workers:
+        stream.set_epoch(3)
+        assert (stream.state_dict()["epoch"], stream.state_dict()["num_bins"]) == (3, 0), "between passes"
+    given = Shuffled()
+    given.set_epoch(2)
+    assert list(make(given, capacity=200)) == epoch(2), "it stays if nobody chooses one"
+
+
+@pytest.mark.filterwarnings("error::tritonpack.PackingWarning")
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_the_first_worker_warns(options):
+    loader = DataLoader(make(Shuffled(), capacity=200), batch_size=None, **options)
+    list(loader)
+    with pytest.raises(PackingWarning, match="same-epoch: a stream begins a second pass over epoch 0"):
+        list(loader)
+
+
+def test_ranks_of_the_launcher_and_divided_datasets(monkeypatch):
+    expected = list(make(num_replicas=3, rank=2))
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node
+    divided = split(streaming(3), rank=2, world_size=3)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    assert list(make()) == expected
+    assert make(shard=False).rank is None
+    assert len(numbers_of(make(divided, num_replicas=1))) == 100
+    for options in ({}, {"shard": False}):
+        with pytest.raises(ValueError, match=r"divided among ranks already.*or num_replicas=1"):
+            make(divided, **options)
+    stream = pack_stream([[number] * 8 for number in range(1, 12)], 8, window=2, num_replicas=4, shard=False)
+    with pytest.warns(PackingWarning, match="stream-end: 3 documents at the end of a stream .* each of 4 ranks"):
+        assert len(list(stream)) == 8
+
+
+def test_accelerate_divides_bins_of_all_ranks_alone(monkeypatch):
+    """It would slice every tensor of a batch that it dispatches, also the boundaries of documents."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def prepare(stream, ranks=2, rank=1, collate_fn=list, **options):
+        loader = DataLoader(stream, batch_size=1, collate_fn=collate_fn)
+        options = options or {"put_on_device": False}
+        return data_loader.prepare_data_loader(loader, num_processes=ranks, process_index=rank, **options)
+
+    shares = [list(prepare(make(num_replicas=5, shard=False), 5, rank)) for rank in range(5)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(numbers_of(chain.from_iterable(chain.from_iterable(shares)))) == list(range(300))
+    with pytest.raises(ValueError, match=r"bins of rank 1 only.* among 2 processes again.*Pass shard=False"):
+        prepare(make(num_replicas=2, rank=1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="Pass shard=False"):
+        prepare(make(num_replicas=1))
+    monkeypatch.delenv("WORLD_SIZE")
+    dispatched = {"device": torch.device("cpu"), "put_on_device": True, "collate_fn": PackingCollator()}
+    with pytest.raises(ValueError, match="Configure it with dispatch_batches=False"):
+        next(iter(prepare(make(), 1, 0, **dispatched)))
+
+
+@pytest.mark.fast("<lambda>0")
+@pytest.mark.parametrize("source", [lambda: DOCUMENTS, Divided, streaming, lambda: streaming(1)])
+def test_workers_share_the_documents(source):
+    assert sorted(numbers_of(DataLoader(make(source()), batch_size=None, num_workers=2))) == list(range(300))
+
+
+def test_workers_refuse_iterators_and_states_of_other_processes(monkeypatch):
+    stream, again = make(), make()
+    list(DataLoader(stream, batch_size=None, num_workers=1))
+    with pytest.raises(ValueError, match=r"workers of a DataLoader read this stream.*StatefulDataLoader"):
+        stream.state_dict()
+    list(islice(stream, 5))
+    again.load_state_dict(stream.state_dict())
+    monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
+    with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
+        list(again)
+    with pytest.raises(ValueError, match="and 2 workers can't read one"):
+        list(make(iter(DOCUMENTS)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("source", [lambda: DOCUMENTS, pytest.param(streaming, marks=pytest.mark.slow)])
+def test_stateful_dataloader(workers, source):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    bins = list(stateful(make(source()), batch_size=None, num_workers=workers))
+    assert sorted(numbers_of(bins)) == list(range(300))
+    for done in (3, 90):
+        loader, again = (stateful(make(source()), batch_size=None, num_workers=workers) for _ in range(2))
+        list(islice(loader, done))
+        again.load_state_dict(loader.state_dict())
+        assert list(again) == bins[done:]

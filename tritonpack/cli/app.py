@@ -119,13 +119,11 @@ def plan(
     capacity: CapacityOption,
     num_ranks: Annotated[int, _number(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
     seed: SeedOption = 0,
-    objective: Annotated[Literal["quadratic", "linear", "cost"], Option(help="What the ranks of a step share evenly: "
-        "squared lengths (attention's load), tokens, the model's cost.")] = "quadratic",
+    objective: Annotated[Literal["quadratic", "linear"], Option(help="What the ranks of a step share evenly: "
+        "squared lengths (attention's load) or tokens.")] = "quadratic",
     tail: Annotated[Literal["drop", "spread", "keep"], Option(help="Documents left for the last step: drop them, "
         "spread them over all steps, or keep a partial step.")] = "drop",
     overlong: OverlongOption = "error",
-    model: Annotated[str | None, Option(show_default="a Llama of 8B", help="The model whose cost counts: on the Hub, a "
-        "folder, a config.json.")] = None,
     column: Annotated[str | None, Option(help="The column with the lengths, if the file has several.")] = None,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
@@ -149,7 +147,7 @@ def pack(
     columns: Annotated[str | None, Option(show_default="all", help="Columns with one value per token that rows keep, "
         "such as input_ids,labels.")] = None,
     overlong: OverlongOption = "error",
-    algorithm: Annotated[Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"], Option(help="How "
+    algorithm: Annotated[Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"], Option(help="How "
         "documents are chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.")
                          ] = "best_fit_decreasing",
     seed: SeedOption = 0,

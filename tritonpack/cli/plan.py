@@ -20,8 +20,8 @@ from tritonpack.cli.lengths import read_lengths
 from tritonpack.cli.machine import console_beside, require_writable, write_json
 from tritonpack.cli.strategies import BASELINES, OURS, PADDED, Result, measure
 from tritonpack.packing.lengths import Overlong, count, fit_lengths
-from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.statistics import EVEN_LENGTH
 
 # The header of each column, the statistic that it shows, and whether it compares ranks. docs/command-line.md explains
 # them.
@@ -36,42 +36,30 @@ _COLUMNS = (
     ("length\nspread", "spread", False),
     ("covered\n%", "tokens_covered", False),
 )
-# A Llama of 8 billion parameters.
-_SHAPE = {
-    "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256,
-}  # fmt: skip
 _DRAWN, _WIDTH = 8, 72  # rows, and letters of a full row
 # Okabe and Ito's palette, which people with common forms of color blindness can tell apart, its dark colors lighter.
 _COLORS = ("#56B4E9", "#E69F00", "#66C2A5", "#CC79A7", "#F0E442", "#E0885A")
 
 
 def examine(
-    *, path: Path, column: str | None, capacity: int, num_ranks: int, seed: int, overlong: Overlong, model: str | None,
-    json: Path | None, objective: str, **options: Any,
+    *, path: Path, column: str | None, capacity: int, num_ranks: int, seed: int, overlong: Overlong, json: Path | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Read the lengths, plan them with each strategy, print the table and the first rows, write the numbers.
 
     Args:
         path: the file of lengths.
-        model: None is a Llama of 8 billion parameters.
         json: the file for the numbers; with "-" they go to standard output and the table to standard error.
         **options: further options of `plan_epoch`. The others are the command's.
 
     Raises:
-        ValueError: the lengths can't be read or planned, there is no such model, or an output can't be written.
+        ValueError: the lengths can't be read or planned, or an output can't be written.
         OSError: a result can't be written.
     """
     given = {**locals(), **options}
     del given["options"]
-    require_writable(json, inputs=[path, *([] if model is None else [Path(model), Path(model) / "config.json"])])
+    require_writable(json, inputs=[path])
     console = console_beside(json)
-    cost = CostModel.from_shape(**_SHAPE)
-    if model is not None:
-        from tritonpack.cli.model_source import load_config
-
-        cost = CostModel.from_config(load_config(model, trust_remote_code=False))
-    options |= {"objective": objective, "cost_model": cost if objective == "cost" else None}
     with console.status("reading lengths") as status:
         documents = read_lengths(path, column)
         fitted = fit_lengths(documents, capacity, overlong, name="--capacity")
@@ -80,7 +68,7 @@ def examine(
         for name, strategy in strategies.items():
             status.update(f"planning: {name}")
             plan = strategy(fitted.lengths, capacity, num_ranks, seed=seed)
-            results.append(measure(name, plan, fitted.lengths, cost, tokens))
+            results.append(measure(name, plan, fitted.lengths, tokens))
 
     size = f"{count(len(documents), 'document')}, {count(tokens, 'token')}"
     spread = f"from {documents.min():,} to {documents.max():,}, {documents.mean():,.0f} in the mean"
@@ -88,10 +76,10 @@ def examine(
     if fitted.report.documents:
         console.print(f"{fitted.report}.")
     console.print(table(results))
-    console.print(*findings(results, cost, model or "a Llama of 8 billion parameters"), sep="\n", markup=False)
+    console.print(*findings(results), sep="\n", markup=False)
     console.print(*rows_of_letters(results[0].plan, fitted.lengths, seed), sep="\n")
     ways = {result.name: result.measures for result in results}
-    numbers = {"options": given, "documents": len(documents), "tokens": tokens, "cost": asdict(cost), "ways": ways}
+    numbers = {"options": given, "documents": len(documents), "tokens": tokens, "ways": ways}
     write_json(json, numbers | {"overlong": asdict(fitted.report)})
 
 
@@ -110,14 +98,16 @@ def table(results: Sequence[Result]) -> Table:
     return result
 
 
-def findings(results: Sequence[Result], cost: CostModel, owner: str) -> Iterator[str]:
-    """What the table says about tritonpack's plan, in sentences. The cost belongs to the model `owner`."""
+def findings(results: Sequence[Result]) -> Iterator[str]:
+    """What the table says about tritonpack's plan, in sentences."""
     measures = {found.name: {key: value or 0.0 for key, value in found.measures.items()} for found in results}
     ours, padded = measures[OURS], measures[PADDED]
     if without := [name for name in measures if not measures[name]["num_steps"]]:
         yield f"There are too few documents for a step of {', '.join(without)}, which leave out an incomplete step."
-    even = f"{cost.per_token / cost.per_square:,.0f}" if cost.per_square else "no number of"
-    yield f"Costs are those of {owner}: attention to a document of {even} tokens takes as long as all else."
+    yield (
+        "Costs are those of a Llama of 8 billion parameters: attention to a document of "
+        f"{EVEN_LENGTH:,} tokens takes as long as all else."
+    )
     if padded["num_steps"]:
         times = ours["cost_utilization"] / padded["cost_utilization"]
         waits = ", and ranks wait for the longest documents" if results[0].plan.num_ranks > 1 else ""

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.bins import pack
-from tritonpack.packing.planning.cost import CostModel
 from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.planning.statistics import plan_statistics
 
@@ -62,10 +61,11 @@ class Result(NamedTuple):
     measures: dict[str, float | None]
 
 
-def measure(name: str, plan: Plan, lengths: Lengths, cost: CostModel, total_tokens: int) -> Result:
+def measure(name: str, plan: Plan, lengths: Lengths, total_tokens: int) -> Result:
     """Measure the plan of a strategy.
 
     `total_tokens` counts all documents as they were before they were truncated, split or dropped.
     """
-    found = plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=name == PADDED)
-    return Result(name, plan, asdict(found))
+    found = plan_statistics(plan, lengths, padded=name == PADDED)
+    covered = found.tokens_covered * int(lengths.sum()) / total_tokens
+    return Result(name, plan, asdict(found) | {"tokens_covered": covered})

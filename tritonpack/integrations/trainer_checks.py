@@ -57,7 +57,7 @@ def labels_of(trainer: Trainer) -> str:
     if loss not in LABELS:
         raise ValueError(
             f"the loss of {type(model).__name__} doesn't tell what its labels belong to. Pass labels='causal' (the "
-            "next token), 'tokens' (the token itself) or 'documents'."
+            "next token) or 'tokens' (the token itself)."
         )
     return LABELS[loss]
 

@@ -21,9 +21,9 @@ from tritonpack.integrations.trainer_checks import check_trainer, check_training
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.reader import LENGTH_COLUMNS, Reader, fetch
+from tritonpack.packing.reader import Reader, fetch
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
-from tritonpack.packing.samplers.state import Words, describe_changes
+from tritonpack.packing.samplers.resume import describe_changes
 from tritonpack.patches import Patch, patch
 from tritonpack.removed import OPTIONS, refuse_removed
 
@@ -49,18 +49,7 @@ _FROM_ARGUMENTS = {
     "shuffle": "train_sampling_strategy",
     "epochs": "num_train_epochs",
 }
-# What messages about checkpoints call settings of rows.
-_WORDS = Words(
-    {
-        "batch_max_length": "tokens",
-        "num_replicas": "the number of processes",
-        "seed": "data_seed (or else seed)",
-        "shuffle": "the shuffling (train_sampling_strategy)",
-    },
-    "Train on the same {} in the same order, with the same max_document_length",
-    "Set that seed in the TrainingArguments",
-    "pass ignore_data_skip=True in the TrainingArguments to begin the epoch anew",
-)
+_ANEW = "pass ignore_data_skip=True in the TrainingArguments to begin the epoch anew"
 _MADE_HERE = ("num_replicas", "rank", "group", "shard", "worker_init_fn")
 _OPTIONS = tuple(
     name
@@ -179,22 +168,25 @@ class TrainerSetup:
                 "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
             )
         rows, steps = self._loader.rows, len(self._loader)
-        place = rows._find_place(saved["loader"])
+        try:
+            place = rows._find_place(saved["loader"])
+        except ValueError as error:
+            raise ValueError(f"{error} Or {_ANEW}.") from error
         epoch, done = place.epoch, place.done
         if place.before:
             was, now = ({**settings, "least_steps": 0} for settings in (place.saved, place.made.settings))
-            changes = describe_changes(was, now, _WORDS.names) or (
+            changes = describe_changes(was, now) or (
                 f"num_train_epochs or max_steps give each epoch {steps} steps, and it had {saved['steps_per_epoch']}"
             )
             raise ValueError(
                 f"the checkpoint can't be resumed, because the rest of its epoch {epoch} has other batches since: "
-                f"{changes}. Restore that, or {_WORDS.anew}."
+                f"{changes}. Restore that, or {_ANEW}."
             )
         accumulated, before = self.trainer.args.gradient_accumulation_steps, saved["gradient_accumulation_steps"]
         if accumulated != before:
             raise ValueError(
                 f"the checkpoint can't be resumed, because gradient_accumulation_steps was {before} and is "
-                f"{accumulated}. Restore that, or {_WORDS.anew}."
+                f"{accumulated}. Restore that, or {_ANEW}."
             )
         batches = done // rows.num_replicas
         return (epoch + 1, 0) if batches == steps else (epoch, batches)
@@ -260,7 +252,6 @@ class TrainerSetup:
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=place["rank"]),
             **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
         )
-        loader.rows._words = _WORDS
         self._documents = loader.documents
         return loader
 
@@ -270,7 +261,7 @@ class TrainerSetup:
         if not trainer.args.remove_unused_columns or not len(trainer.train_dataset):
             return ()
         trainer._set_signature_columns_if_needed()
-        used = {*trainer._signature_columns, *TAKEN, *LENGTH_COLUMNS, *self._packing.get("per_token", ())}
+        used = {*trainer._signature_columns, *TAKEN, *self._packing.get("per_token", ())}
         used |= set(self._packing.get("drop_columns", ()))
         (first,) = fetch(trainer.train_dataset, [0])
         return tuple(name for name in first if name not in used) if isinstance(first, Mapping) else ()
@@ -322,10 +313,9 @@ def setup(
         tokens: the tokens of a row, from 1 to 2**30.
         labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
         attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
-        options: `lengths`, `documents`, `resources`, `budgets`, `collate_fn`, `objective`, `cost_model`, `tail`,
-            `lookahead`, `steps_together`, `overlong`, `order`, `per_token`, `drop_columns`, `max_document_length`,
-            `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With `documents` or `collate_fn` no column is
-            removed. Evaluation keeps the trainer's own collator.
+        options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `order`, `per_token`,
+            `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With
+            `documents` or `collate_fn` no column is removed. Evaluation keeps the trainer's own collator.
 
     Returns:
         A handle, which `print` shows. `undo()` restores the trainer and its model.

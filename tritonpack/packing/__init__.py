@@ -2,31 +2,23 @@
 
 from tritonpack.packing.bins import Packing, pack
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
+from tritonpack.packing.dataset import BinDataset, pack_dataset
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.loader import PackedDataLoader, dataloader
-from tritonpack.packing.planning.cost import CostModel
-from tritonpack.packing.planning.order import Mixture
 from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.multipack import MultipackBatchSampler
 from tritonpack.packing.stream import PackedStream, pack_stream
 from tritonpack.packing.trees.tree_batch import TreeBatch, TreeCollator, pack_tree
-from tritonpack.packing.trees.tree_packing import TreePacking, pack_trees
 from tritonpack.packing.units import Units
 from tritonpack.packing.vision.collator import VisionPackingCollator
-from tritonpack.packing.vision.sizes import ExampleSize
 
 __all__ = [
     "BinDataset",
-    "CostModel",
-    "ExampleSize",
-    "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataLoader",
-    "PackedDataset",
     "PackedStream",
     "Packing",
     "PackingCollator",
@@ -34,7 +26,6 @@ __all__ = [
     "PlanStatistics",
     "TreeBatch",
     "TreeCollator",
-    "TreePacking",
     "Units",
     "VisionPackingCollator",
     "dataloader",
@@ -43,7 +34,6 @@ __all__ = [
     "pack_dataset",
     "pack_stream",
     "pack_tree",
-    "pack_trees",
     "plan_epoch",
     "plan_statistics",
 ]

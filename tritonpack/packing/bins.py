@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from operator import index
 from typing import Any, Literal, get_args
 
@@ -16,41 +14,14 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_choice
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
 from tritonpack.packing.units import Units
+from tritonpack.removed import refuse_removed
 
-Algorithm = Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
+Algorithm = Literal["best_fit_decreasing", "best_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
-class Bins:
-    """Bins of documents: bin b holds `items[offsets[b] : offsets[b + 1]]`."""
-
-    items: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-
-    @property
-    def num_bins(self) -> int:
-        return len(self.offsets) - 1
-
-    def __len__(self) -> int:
-        return self.num_bins
-
-    def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
-        """The items of a bin, a view; negative indices count from the end."""
-        return self.items[self._entries(bin_index)]
-
-    def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        return (self[bin_index] for bin_index in range(self.num_bins))
-
-    def _entries(self, bin_index: int) -> slice:
-        num_bins, bin_index = self.num_bins, index(bin_index)
-        if not -num_bins <= bin_index < num_bins:
-            raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
-        bin_index %= num_bins
-        return slice(self.offsets[bin_index], self.offsets[bin_index + 1])
-
-
 @dataclass(frozen=True, eq=False)
-class Packing(Bins):
+class Packing:
     """The documents of each bin, as arrays of entries and the offsets at which bins begin.
 
     An entry is a whole document, or a piece of a document that was too long.
@@ -110,12 +81,32 @@ class Packing(Bins):
         """A number of bins that no packing of these entries can go below, see the function `lower_bound`."""
         return lower_bound(self.lengths, self.capacity, self.max_items)
 
+    @property
+    def num_bins(self) -> int:
+        return len(self.offsets) - 1
+
+    def __len__(self) -> int:
+        return self.num_bins
+
+    def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
+        """The items of a bin, a view; negative indices count from the end."""
+        return self.items[self._entries(bin_index)]
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        return (self[bin_index] for bin_index in range(self.num_bins))
+
+    def _entries(self, bin_index: int) -> slice:
+        num_bins, bin_index = self.num_bins, index(bin_index)
+        if not -num_bins <= bin_index < num_bins:
+            raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
+        bin_index %= num_bins
+        return slice(self.offsets[bin_index], self.offsets[bin_index + 1])
+
     def spans(self, bin_index: int) -> list[tuple[int, int, int]]:
         """(document, start, stop) of each entry of a bin; the bin holds `tokens[document][start:stop]`."""
         entries = self._entries(bin_index)
-        stops = self.starts[entries] + self.lengths[entries]
-        columns = (self.items[entries].tolist(), self.starts[entries].tolist(), stops.tolist())
-        return list(zip(*columns, strict=True))
+        starts, lengths = self.starts[entries], self.lengths[entries]
+        return list(zip(self.items[entries].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def __repr__(self) -> str:
         entries = "documents" if not self.report.documents else "documents and pieces of documents"
@@ -138,7 +129,7 @@ def pack(
     | algorithm | documents are taken | into the | time |
     |---|---|---|---|
     | best_fit_decreasing | from long to short | fullest bin with room | documents + capacity |
-    | first_fit | in input order | first bin with room | documents x log bins |
+    | best_fit | in input order | fullest bin with room | documents x log capacity |
     | next_fit | in input order | last bin, or a new one: bins hold consecutive documents | documents |
     | windowed | in input order by windows of 1024, from long to short in each | fullest bin with room | documents |
 
@@ -150,7 +141,7 @@ def pack(
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
-            memory; or `Units` that take tokens alone.
+            memory; or `Units`.
         capacity: tokens per bin, at least 1.
         algorithm: see above.
         max_items: documents (or pieces) per bin, at least 1; None for any number.
@@ -159,21 +150,17 @@ def pack(
 
     Raises:
         ValueError: no lengths, lengths that aren't a row of integers, an empty document, a document longer than
-            `capacity` under "error", an unknown option, units with other resources than tokens, or units that would
-            have to be cut.
+            `capacity` under "error", an unknown option, or units that would have to be cut.
         ImportError: numba can't be imported.
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
     capacity = check_integer(capacity, "capacity")
+    if algorithm == "first_fit":
+        refuse_removed([algorithm], "pack()")
     check_choice(algorithm, ALGORITHMS, "algorithm")
     limit = check_limit(max_items, "max_items")
     if isinstance(lengths, Units):
-        if lengths.resources:
-            raise ValueError(
-                f"pack fills bins with tokens alone, and the units have the resources {', '.join(lengths.resources)}. "
-                "tritonpack.packing.plan_epoch plans them: pass it budgets."
-            )
         if overlong in ("truncate", "split"):
             raise ValueError(f"overlong={overlong!r} cuts documents, and units can't be cut. Use 'error' or 'drop'.")
         lengths = lengths.tokens
@@ -229,36 +216,3 @@ def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None
     excess = int((tokens_up_to[half] - below - room).max())
     bins = large + max(0, -(-excess // capacity))
     return bins if max_items is None else max(bins, -(-len(lengths) // max_items))
-
-
-def divide_bins(lengths: NDArray[Any], offsets: NDArray[np.int64], num_bins: int, first: int = 0) -> NDArray[np.int64]:
-    """Divide bins until there are `num_bins`: the fullest first, in halves of about equally many tokens.
-
-    Bins [0, 2) and [2, 3) of 3 + 4 and 8 tokens become three:
-
-    >>> divide_bins(np.array([3, 4, 8]), np.array([0, 2, 3]), 3).tolist()
-    [0, 1, 2, 3]
-
-    Args:
-        lengths: (entries,) integers, the tokens of each entry.
-        offsets: (bins + 1,) int64; bin b holds the entries offsets[b] to offsets[b + 1].
-        num_bins: at least the number of bins, at most `first` and the number of entries after them.
-        first: bins before this one stay whole.
-
-    Returns:
-        (num_bins + 1,) int64, offsets of the same entries in the same order.
-    """
-    tokens = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    ends = offsets.tolist()
-    bins = [(int(tokens[start] - tokens[stop]), start, stop) for start, stop in pairwise(ends[first:])]
-    heapify(bins)  # the fullest on top
-    single = []
-    for _ in range(num_bins - len(ends) + 1):
-        while bins[0][2] - bins[0][1] == 1:
-            single.append(heappop(bins))
-        _, start, stop = heappop(bins)
-        half = (tokens[start] + tokens[stop]) / 2
-        cut = start + 1 + int(np.argmin(np.abs(tokens[start + 1 : stop] - half)))
-        for begin, end in ((start, cut), (cut, stop)):
-            heappush(bins, (int(tokens[begin] - tokens[end]), begin, end))
-    return np.array(ends[: first + 1] + sorted(stop for _, _, stop in single + bins), dtype=np.int64)

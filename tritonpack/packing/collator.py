@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, get_args
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonpack import notices
-from tritonpack.checks import check_choice
 from tritonpack.packing.columns import (
     IGNORED_LABEL,
     MADE,
@@ -20,13 +20,15 @@ from tritonpack.packing.columns import (
     Columns,
     Name,
     Objective,
+    check_names,
+    check_objective,
     documents_of,
     join,
     masked_labels,
     quote,
     read_feature,
 )
-from tritonpack.packing.lengths import check_integer, check_limit
+from tritonpack.packing.lengths import check_integer
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,6 @@ class PackingCollator:
     ([[0, 1, 2, 0, 1]], [[0, 0, 0, 1, 1]])
     >>> batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]
     ([0, 3, 5], 3)
-
-    A classifier of documents gets one label for each:
-
-    >>> documents = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [8, 9], "label": 0}]
-    >>> PackingCollator(objective="documents")(documents)["labels"].tolist()
-    [1, 0]
 
     A feature may be a row of several documents, as `pack_dataset` and TRL make it. The batch is that of
     the single documents:
@@ -80,8 +76,7 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
         pad_token_id: the token of the padding, required with `pad_to_multiple_of`.
         objective: what a label belongs to. "causal": the next token. Labels are made from the input ids if no document
             of the batch has any. "tokens": the token itself, for masked language models, token classification and
-            encoders with decoders. All labels are kept, and none are made. "documents": the whole document, one number
-            or a row of numbers each.
+            encoders with decoders. All labels are kept, and none are made.
         max_document_length: the number of tokens that are kept of each document, in all columns; None keeps all.
         per_token: further columns with one value, or one row of values, per token: (1, T, ...) in the batch. Every
             document must have them. Padding is 0 in them.
@@ -97,9 +92,11 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
     per_token: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        multiple, token = self.pad_to_multiple_of, self.pad_token_id
-        check_limit(multiple, "pad_to_multiple_of")
-        check_limit(self.max_document_length, "max_document_length")
+        multiple, token, names = self.pad_to_multiple_of, self.pad_token_id, self.per_token
+        if multiple is not None:
+            check_integer(multiple, "pad_to_multiple_of")
+        if self.max_document_length is not None:
+            check_integer(self.max_document_length, "max_document_length")
         if token is not None:
             check_integer(token, "pad_token_id", 0)
         if (multiple is None) != (token is None):
@@ -107,10 +104,8 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
                 f"pad_to_multiple_of={multiple} and pad_token_id={token}."
             )
-        check_choice(self.objective, get_args(Objective), "objective")
-        names = self.per_token
-        if not isinstance(names, (list, tuple, set, frozenset)) or not set(map(type, names)) <= {str}:
-            raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
+        check_objective(self.objective, "objective")
+        check_names(names, "per_token")
         if reserved := sorted({*TAKEN, *MADE}.intersection(names)):
             raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
 
@@ -124,11 +119,11 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 both.
 
         Returns:
-            For T tokens, on the CPU: `input_ids` and `position_ids` (1, T) int64, positions restarting at 0;
-            `labels` (1, T) int64, or under "documents" (documents, ...); `seq_idx` (1, T) int32, the document of each
-            token; `cu_seq_lens_q` and `cu_seq_lens_k` (documents + 1,) int32, the start of each document, and T;
-            `max_length_q` and `max_length_k`, ints, the length of the longest document; with `pad_to_multiple_of` also
-            `attention_mask` (1, T) int64; further columns (1, T, ...), integers as int64.
+            For T tokens, on the CPU: `input_ids` and `position_ids` (1, T) int64, positions restarting at 0; `labels`
+            (1, T) int64; `seq_idx` (1, T) int32, the document of each token; `cu_seq_lens_q` and `cu_seq_lens_k`
+            (documents + 1,) int32, the start of each document, and T; `max_length_q` and `max_length_k`, ints, the
+            length of the longest document; with `pad_to_multiple_of` also `attention_mask` (1, T) int64; further
+            columns (1, T, ...), integers as int64.
 
         Raises:
             ValueError: no features, a column that can't be packed or that some documents don't have, a document that
@@ -146,27 +141,25 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
     def join(self, documents: list[Columns], names: list[Name], collator: str) -> dict[str, Tensor | int]:
         """The batch of documents that are read. Their names and the collator's are for messages."""
         rows = join(documents, names)
-        batch: dict[str, Tensor | int] = {}
-        lengths = [len(columns["input_ids"]) for columns in documents]
+        lengths = [*map(len, map(itemgetter("input_ids"), documents))]
         if self.objective == "causal" and "labels" not in rows:
             rows["labels"] = masked_labels(rows, lengths)
-        elif self.objective == "documents" and "labels" in rows:
-            batch["labels"] = rows.pop("labels")
-        if len(documents) > 1:
-            padded = "don't, because of the attention_mask that pad_to_multiple_of adds"
-            flash = "do so, too" if self.pad_to_multiple_of is None else padded
-            warn_if_unpatched(
-                "unpatched-model",
-                f"{collator} laid {len(documents)} documents into one row, and no model is patched in this process. "
-                "Most models then let the documents see each other. Call tritonpack.patch(model) before the first "
-                "batch. A patched model keeps documents apart. transformers' FlashAttention implementations, which "
-                f"read position_ids in training, {flash}.",
-            )
+        padded = "don't, because of the attention_mask that pad_to_multiple_of adds"
+        flash = "do so, too" if self.pad_to_multiple_of is None else padded
+        warn_if_unpatched(
+            documents,
+            "unpatched-model",
+            f"{collator} laid {len(documents)} documents into one row, and no model is patched in this process. Most "
+            "models then let the documents see each other. Call tritonpack.patch(model) before the first batch. A "
+            "patched model keeps documents apart. transformers' FlashAttention implementations, which read "
+            f"position_ids in training, {flash}.",
+        )
         tokens = sum(lengths)
         padding = -tokens % (self.pad_to_multiple_of or 1)
         total = tokens + padding
         if total >= 2**31:
             raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
+        batch: dict[str, Tensor | int] = {}
         if self.pad_to_multiple_of is not None:
             batch["attention_mask"] = (torch.arange(total, device="cpu") < tokens).to(torch.int64)[None]
         if padding:
@@ -174,12 +167,12 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
             filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
             for name, row in rows.items():
                 rows[name] = torch.cat([row, row.new_full((padding, *row.shape[1:]), filling.get(name, 0))])
-        offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0)
+        counts = torch.tensor(lengths, device="cpu")
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         if self.objective == "causal":
             rows["labels"][offsets[:-1]] = IGNORED_LABEL
         for name, row in rows.items():
             batch[name] = row[None]
-        counts = torch.tensor(lengths, device="cpu")
         seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
         batch["position_ids"] = (torch.arange(total, device="cpu") - offsets[seq_idx])[None]
         batch["seq_idx"] = seq_idx.to(torch.int32)[None]
@@ -188,8 +181,8 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
         return batch
 
 
-def warn_if_unpatched(key: str, message: str) -> None:
-    """Warn once if transformers' models are imported and none is patched, as far as this process can know."""
+def warn_if_unpatched(documents: Sized, key: str, message: str) -> None:
+    """Warn once if documents share a row, and transformers' models are imported and none is patched here."""
     known = "transformers.modeling_utils" in sys.modules and not notices.patched_models
-    if known and notices.knows_patched_models():
+    if len(documents) > 1 and known and notices.knows_patched_models():
         notices.say_once(key, message)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonpack.checks import describe
+from tritonpack.checks import check_choice, describe
+from tritonpack.removed import refuse_removed
 
-Objective = Literal["causal", "tokens", "documents"]
+Objective = Literal["causal", "tokens"]
 Columns = dict[str, Tensor]
 Name = int | str  # of a document, for messages: its number, or "0 of example 5"
 
@@ -41,9 +43,7 @@ _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 class Numbered(list[Any]):
     """Examples with their numbers in a dataset, by which messages name documents in place of their places here."""
 
-    def __init__(self, examples: Iterable[Any], numbers: Iterable[int]) -> None:
-        super().__init__(examples)
-        self.numbers = list(numbers)
+    numbers: Sequence[int]
 
 
 def is_iterable(values: Any) -> bool:
@@ -110,44 +110,39 @@ def read_feature(
 
     Returns:
         For each document `input_ids`, the columns with one value per token, and `labels` if it has any, (n, ...) each.
-        Integers are int64. Labels of tokens are combined with the masks of `LEARNED`. Under the objective "documents"
-        `labels` belong to the document and have any shape.
+        Integers are int64. Labels are combined with the masks of `LEARNED`.
 
     Raises:
         ValueError: see PackingCollator.
     """
-    with naming(f"document {number}"):
-        columns = _convert(feature, objective, per_token)
-        tokens, of_documents = len(columns[TOKENS]), objective == "documents"
-        lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
+    try:
+        columns = _convert(feature, per_token)
+        tokens = len(columns[TOKENS])
         for name, values in columns.items():
-            if not (name == "labels" and of_documents) and len(values) != tokens:
+            if len(values) != tokens:
                 hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
                 raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
-        if "labels" in columns and not of_documents:
+        lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
+        if "labels" in columns:
             columns["labels"] = masked_labels(columns, lengths or [tokens], objective == "causal", never_learned)
-        elif "labels" in columns and lengths is None:
-            columns["labels"] = columns["labels"][None]
-        elif "labels" in columns and columns["labels"].shape[:1] != (len(lengths or ()),):
-            raise ValueError(
-                f"holds {len(lengths or ())} documents, but its labels have the shape "
-                f"{tuple(columns['labels'].shape)}; objective='documents' takes one label, or one row of labels, for "
-                "each document."
-            )
+    except ValueError as error:
+        raise ValueError(f"document {number} {error}") from error
     if lengths is None and longest is None:
         return [columns]
     lengths = lengths or [tokens]
-    parts = {n: values.split(1 if of_documents and n == "labels" else lengths) for n, values in columns.items()}
+    parts = {name: values.split(lengths) for name, values in columns.items()}
     return [{name: values[at][:longest] for name, values in parts.items()} for at in range(len(lengths))]
 
 
-def _convert(feature: Any, objective: Objective, per_token: Collection[str]) -> Columns:
+def _convert(feature: Any, per_token: Collection[str]) -> Columns:
     """The columns of a feature that are packed, as tensors."""
     if not isinstance(feature, Mapping) or TOKENS not in feature:
         given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
         raise ValueError(f"must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
     if unknown := feature.keys() - _TAKEN.union(per_token):
         _refuse(sorted(map(str, unknown)))
+    if absent := set(per_token) - feature.keys():
+        raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
     columns = {TOKENS: integers(feature[TOKENS], TOKENS)}
     tokens = len(columns[TOKENS])
     if not tokens:
@@ -173,36 +168,25 @@ def _convert(feature: Any, objective: Objective, per_token: Collection[str]) -> 
         elif name in LABELS and "labels" in columns:
             both = quote([each for each in LABELS if each in feature])
             raise ValueError(f"has {both}, which all name its labels; keep one of them.")
-        elif name in LABELS and objective == "documents":
-            labels = as_tensor(values, name, "a number, or a row of numbers,")
-            columns["labels"] = labels.to(torch.int64) if labels.dtype == torch.bool else labels
         elif name in LABELS:
-            if as_tensor(values, name, "a row of integers").ndim == 0:
-                raise ValueError(
-                    f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. "
-                    "Pass objective='documents' for a head that scores whole documents."
-                )
             columns["labels"] = integers(values, name, negative=True)
-    if absent := per_token and sorted({*per_token} - columns.keys()):
-        raise ValueError(f"has no {quote(absent)}, which per_token names; got {quote(feature)}.")
     return columns
 
 
-def _refuse(unknown: list[str]) -> None:
+def _refuse(unknown: list[str]) -> NoReturn:
     """ValueError for columns that can't be packed."""
+    advice = f"it takes {quote(TAKEN)}. Name columns with one value per token in per_token=(...)"
     if made := [name for name in unknown if name in MADE]:
-        advice = f": it makes {quote(made)} itself. Remove such columns first (dataset.remove_columns)."
+        advice = f"it makes {quote(made)} itself"
     elif any(name.startswith(_MEDIA) for name in unknown):
         advice = (
-            ": it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds "
-            "use the processor's own collator; a patched model takes its batches, too."
+            "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds use "
+            "the processor's own collator; a patched model takes its batches, too"
         )
-    else:
-        advice = (
-            f"; it takes {quote(TAKEN)}. Name columns with one value per token in per_token=(...), and remove the "
-            "others from the dataset first (dataset.remove_columns)."
-        )
-    raise ValueError(f"has {quote(unknown)}, which PackingCollator can't pack{advice}")
+    raise ValueError(
+        f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the dataset "
+        "(dataset.remove_columns)."
+    )
 
 
 def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
@@ -232,18 +216,14 @@ def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
 
 
 def masked_labels(
-    columns: Columns, lengths: Sequence[int] = (), is_causal: bool = True, never_learned: Collection[int] = ()
+    columns: Columns, lengths: Sequence[int], is_causal: bool = True, never_learned: Collection[int] = ()
 ) -> Tensor:
-    """The labels of documents, or a copy of their input ids, combined with the masks of `LEARNED`.
-
-    `lengths` are those of the documents; none for one document.
-    """
-    labels = columns["labels"] if "labels" in columns else columns["input_ids"].clone()
+    """The labels of documents of these lengths, or a copy of their input ids, combined with the masks of `LEARNED`."""
+    labels = columns["labels"] if "labels" in columns else columns[TOKENS].clone()
     if columns.keys().isdisjoint(LEARNED):
         return labels
-    masks = {name: columns[name].numpy() for name in LEARNED if name in columns}
-    ids, counts = columns["input_ids"].numpy(), np.array(lengths or [len(labels)])
-    return torch.from_numpy(combine_labels(ids, labels.numpy(), masks, counts, is_causal, never_learned))
+    masks, ids = {name: columns[name].numpy() for name in LEARNED if name in columns}, columns[TOKENS].numpy()
+    return torch.from_numpy(combine_labels(ids, labels.numpy(), masks, np.array(lengths), is_causal, never_learned))
 
 
 def combine_labels(
@@ -300,7 +280,7 @@ def join(documents: Sequence[Columns], names: Sequence[Name]) -> Columns:
     Raises:
         ValueError: a document with other columns than the first, or with values of another kind or shape.
     """
-    first, joined = documents[0], {}
+    first, joined = documents[0], dict[str, Tensor]()
     for name, columns in zip(names, documents, strict=True):
         if different := sorted(first.keys() ^ columns.keys()):
             with_it, without = (name, names[0]) if different[0] in columns else (names[0], name)
@@ -308,23 +288,18 @@ def join(documents: Sequence[Columns], names: Sequence[Name]) -> Columns:
                 f"document {with_it} has {different[0]!r} and document {without} hasn't; give every document the same "
                 "columns."
             )
-    for column, wanted in first.items():
-        values = [columns[column] for columns in documents]
-        for name, one in zip(names, values, strict=True):
-            # torch.cat makes integers float16, where 70000 is infinite. Labels may mix numbers, as 1 and 0.5.
-            other = column != "labels" and one.dtype != wanted.dtype and _kind(one) != _kind(wanted)
-            if other or one.shape[1:] != wanted.shape[1:]:
-                here, there = (f"{_kind(each)} of shape {tuple(each.shape[1:])}" for each in (one, wanted))
+        for column, wanted in first.items():
+            one = columns[column]
+            # torch.cat makes integers float16, where 70000 is infinite.
+            if one.is_floating_point() != wanted.is_floating_point() or one.shape[1:] != wanted.shape[1:]:
+                here, there = (f"{each.dtype} of shape {tuple(each.shape[1:])}" for each in (one, wanted))
                 raise ValueError(
-                    f"{column} holds {here} in document {name} and {there} in document {names[0]}; give every document "
-                    "values of one kind and shape: per token, or for labels of documents as many of each document."
+                    f"{column} holds {here} per token in document {name} and {there} in document {names[0]}; give "
+                    "every document values of one kind and shape."
                 )
-        joined[column] = torch.cat(values)
+    for column in first:
+        joined[column] = torch.cat([*map(itemgetter(column), documents)])
     return joined
-
-
-def _kind(values: Tensor) -> str:
-    return "floating point" if values.is_floating_point() else "bool" if values.dtype == torch.bool else "integers"
 
 
 def integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:
@@ -333,8 +308,8 @@ def integers(values: Any, name: str, *, bools: bool = False, negative: bool = Fa
     is_integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
     if tensor.ndim != 1 or (tensor.numel() and not is_integer):
         raise ValueError(
-            f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}. Cast it where you "
-            "tokenize."
+            f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}. Give one integer "
+            "for each token."
         )
     tensor = tensor.to(torch.int64)
     if not negative and (tensor < 0).any():
@@ -366,10 +341,7 @@ def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 
         return tensor.detach()
     tensor = tensor.to(torch.int64)
     if str(getattr(values, "dtype", "")).endswith("uint64") and (tensor < 0).any():
-        raise ValueError(
-            f"needs {expected} as {name}; got uint64 values of 2**63 or more. Look for negative ids that were cast to "
-            "an unsigned type."
-        )
+        raise ValueError(f"needs {expected} as {name}; got uint64 values of 2**63 or more, such as negative ids.")
     return tensor
 
 
@@ -386,6 +358,19 @@ def read_sequences(sequences: Any, name: str = "sequences") -> list[Tensor]:
     if not rows:
         raise ValueError(f"{name} is empty; pass at least one sequence.")
     return rows
+
+
+def check_objective(objective: Any, option: str) -> None:
+    """ValueError unless the value of an option is an `Objective`."""
+    if objective == "documents":
+        refuse_removed(["objective='documents'"], "PackingCollator")
+    check_choice(objective, get_args(Objective), option)
+
+
+def check_names(names: Any, option: str) -> None:
+    """ValueError unless the value of an option is a collection of column names."""
+    if not isinstance(names, (list, tuple, set, frozenset)) or not set(map(type, names)) <= {str}:
+        raise ValueError(f"{option} must be a collection of column names, such as ('bbox',); got {names!r:.100}.")
 
 
 def quote(names: Collection[str]) -> str:

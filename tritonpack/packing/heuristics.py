@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tritonpack packs and plans with loops that numba compiles, and numba can't be imported here "
-        f"({error}). Install it: pip install numba. PackingCollator, CostModel and everything outside of "
+        f"({error}). Install it: pip install numba. PackingCollator and everything outside of "
         "tritonpack.packing work without it."
     ) from error
 
@@ -88,12 +88,18 @@ def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: in
         items and offsets, as `group_by_bin` returns them.
     """
     order, sorted_lengths = longest_first(lengths, capacity)
-    bins, num_bins = best_fit(sorted_lengths, capacity, max_items)
+    bins, num_bins = fullest_with_room(sorted_lengths, capacity, max_items)
     return group_by_bin(bins, order, num_bins)
 
 
+def best_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
+    """Best-fit in the input order; arguments and result as for best_fit_decreasing."""
+    bins, num_bins = fullest_with_room(lengths, capacity, max_items)
+    return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
+
+
 @compiled
-def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
+def fullest_with_room(lengths: Any, capacity: int, max_items: int) -> Any:
     """Put each document, in the given order, into the fullest bin with room for it.
 
     Within a run of equal lengths the fullest bin with room remains the fullest until it has no room for that length, so
@@ -169,49 +175,6 @@ def _next_marked(marks: Any, room: int) -> int:
     while node < leaves:
         node = 2 * node + (not marks[2 * node])
     return node - leaves
-
-
-# First-fit: a binary tree over the bins holds at each node the largest room of the bins below it, so one descent from
-# the root finds the first bin with enough room, in O(log bins). Bins that aren't open yet are leaves with full room.
-
-
-def first_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """First-fit in the input order; arguments and result as for best_fit_decreasing."""
-    # Take two bins that have fewer than max_items documents. The second was opened for a document that the first had no
-    # room for, so together they hold more than one capacity.
-    most_bins = 1 + 2 * int(lengths.sum(dtype=np.int64)) // capacity + len(lengths) // max_items
-    num_leaves = 1 << (min(most_bins, len(lengths)) - 1).bit_length()  # a power of two, at least the number of bins
-    bins, num_bins = _first_fit(lengths, capacity, max_items, num_leaves)
-    return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
-
-
-@compiled
-def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> Any:
-    """Put each document, in the given order, into the first bin with room; the result is as for `best_fit`."""
-    # The children of node i are 2 i and 2 i + 1; node 1 is the root, and bin b is leaf num_leaves + b.
-    most_room = np.full(2 * num_leaves, capacity, dtype=np.int32)
-    bins = np.empty(len(lengths), dtype=np.int32)
-    held = np.zeros(num_leaves, dtype=np.int32)  # by bin: documents in it
-
-    num_bins = 0
-    for item in range(len(lengths)):
-        node = 1
-        while node < num_leaves:
-            node *= 2
-            if most_room[node] < lengths[item]:
-                node += 1
-        chosen = node - num_leaves
-        num_bins = max(num_bins, chosen + 1)
-        bins[item] = chosen
-        held[chosen] += 1
-        most_room[node] = most_room[node] - lengths[item] if held[chosen] < max_items else 0
-        while node > 1:
-            node //= 2
-            largest = max(most_room[2 * node], most_room[2 * node + 1])
-            if most_room[node] == largest:
-                break
-            most_room[node] = largest
-    return bins, num_bins
 
 
 @compiled
@@ -299,7 +262,7 @@ class WindowPacker:
         # Overdue ones first, then from long to short.
         overdue = carries == MAX_CARRIES
         order = np.argsort(-(lengths + np.where(overdue, self.capacity, 0)), kind="stable").astype(np.int32)
-        bins, num_bins = best_fit(lengths[order], self.capacity, self.max_items)
+        bins, num_bins = fullest_with_room(lengths[order], self.capacity, self.max_items)
         items, offsets = group_by_bin(bins, order, num_bins)
         starts, sizes = offsets[:-1], np.diff(offsets)
         done = np.add.reduceat(lengths[items], starts, dtype=np.int64) >= self.carry_threshold * self.capacity

@@ -23,25 +23,27 @@ class OverlongReport:
 
     Attributes:
         policy: "error", "truncate", "split" or "drop".
-        documents: the number of documents that are longer than the capacity.
+        documents: the number of documents, or units, that are longer than the capacity.
         tokens_lost: their tokens that were cut off or dropped.
         pieces: the number of pieces that were made of them.
+        noun: "document" or "unit".
     """
 
     policy: str
     documents: int = 0
     tokens_lost: int = 0
     pieces: int = 0
+    noun: str = "document"
 
     def __str__(self) -> str:
         if not self.documents:
-            return "every document fits"
+            return f"every {self.noun} fits"
         done = {
             "truncate": f"truncated: {count(self.tokens_lost, 'token')} cut off",
             "split": f"split into {count(self.pieces, 'piece')}: no token lost",
             "drop": f"dropped: {count(self.tokens_lost, 'token')} lost",
         }[self.policy]
-        return f"{count(self.documents, 'document')} longer than the capacity {done}"
+        return f"{count(self.documents, self.noun)} longer than the capacity {done}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,7 @@ def fit_lengths(
     *,
     name: str = "capacity",
     remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'",
-    cutting: str = "truncate or split them",
+    noun: str = "document",
 ) -> FittedLengths:
     """Check lengths, and truncate, split or drop the documents that are longer than the capacity.
 
@@ -133,8 +135,8 @@ def fit_lengths(
         lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
         overlong: see `pack`.
-        name, remedy, cutting: the name of the capacity in messages, and their advice for documents that are too long,
-            and if all of them are.
+        name, remedy, noun: the name of the capacity in messages, what they advise for documents that are too long, and
+            what they call a document.
 
     Raises:
         ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
@@ -146,21 +148,21 @@ def fit_lengths(
     longest = int(array.max())
     if longest <= capacity:
         # A copy, because samplers keep it, and because numba compiles every loop again for a read-only array.
-        return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong))
+        return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong, noun=noun))
 
     above = array > capacity
     too_long = int(above.sum())
-    whole, room = count(array.size, "document"), count(capacity, "token")
+    whole, room = count(array.size, noun), count(capacity, "token")
     if overlong == "error":
         first = int(np.argmax(above))
         raise ValueError(
             f"{too_long:,} of {whole} {'is' if too_long == 1 else 'are'} longer than the {name} of {room} (the first: "
-            f"document {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest}, or {remedy}."
+            f"{noun} {first}, {count(array[first], 'token')}). Raise the {name} to at least {longest}, or {remedy}."
         )
     if overlong == "drop" and too_long == array.size:
         raise ValueError(
-            f"overlong='drop' leaves nothing: {'the document is' if too_long == 1 else f'all {whole} are'} longer than "
-            f"the {name} of {room}. Raise it, or {cutting}."
+            f"overlong='drop' leaves nothing: {f'the {noun} is' if too_long == 1 else f'all {whole} are'} longer than "
+            f"the {name} of {room}. Raise it, or cut documents."
         )
     wide = array.astype(np.int64)
     pieces = np.ones(array.size, dtype=np.int64)
@@ -173,24 +175,10 @@ def fit_lengths(
     first_piece = np.cumsum(pieces) - pieces
     starts = (np.arange(total) - first_piece[documents]) * capacity
     tokens = np.minimum(wide[documents] - starts, capacity)
-    report = OverlongReport(overlong, too_long, int(wide.sum() - tokens.sum()), int(pieces[above].sum()))
+    lost = int(wide.sum() - tokens.sum())
     return FittedLengths(
         tokens.astype(np.int32),
         None if overlong == "truncate" else documents,
         starts if overlong == "split" else None,
-        report,
+        OverlongReport(overlong, too_long, lost, int(pieces[above].sum()), noun),
     )
-
-
-def fit_for_sampler(
-    lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Literal["error", "drop"], name: str
-) -> FittedLengths:
-    """`fit_lengths` for a sampler, which yields document numbers and can't cut documents."""
-    advice = (
-        f"to truncate pass lengths=numpy.minimum(lengths, {capacity}) and load with "
-        f"PackingCollator(max_document_length={capacity}); to split use pack_dataset"
-    )
-    if overlong not in ("error", "drop"):
-        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. A sampler can't cut: {advice}.")
-    remedy = f"pass overlong='drop', which leaves them out; {advice}"
-    return fit_lengths(lengths, capacity, overlong, name=name, remedy=remedy, cutting=advice)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from tritonpack.checks import check_choice, check_flag
+from tritonpack.checks import check_flag
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import TOKENS, Numbered
+from tritonpack.packing.columns import TOKENS, Numbered, check_objective
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.lengths import check_integer, count
-from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.lengths import check_integer, count, fit_lengths
 from tritonpack.packing.planning.order import Order
 from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Tail
-from tritonpack.packing.reader import DocumentsOf, Reader, Resource, require_map_style
+from tritonpack.packing.reader import DocumentsOf, Reader, require_map_style
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
-from tritonpack.packing.samplers.state import Words
-from tritonpack.packing.units import Units, fit_units
+from tritonpack.packing.units import Units
+from tritonpack.removed import OPTIONS, refuse_removed
 
-_SAME_LENGTHS = "Pass the same {} in the same order, with the same max_document_length"
 _CHOSEN_HERE = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"}
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
 
@@ -57,7 +55,6 @@ class PackedDataLoader(DataLoader):
     ) -> None:
         self.rows, self.rank = rows, rank
         rows._advances = True
-        rows._words = Words({**rows._words.names, "batch_max_length": "tokens"}, _SAME_LENGTHS)
         self._own = _Rows(rows, rank)
         self._pass, self._done = 0, 0  # the latest pass over this loader, and the batches that it has handed out
         self.documents = documents
@@ -106,10 +103,18 @@ class PackedDataLoader(DataLoader):
             ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
                 fetches batches from a copy of this loader.
         """
-        if batches_done is None:
-            batches_done = self._count()
+        rows = self.rows
+        if batches_done is None and (rows._resumed or rows._counted_epoch != self.epoch):
+            batches_done = rows._batches_done // rows.num_replicas  # that a loaded state counts
+        elif batches_done is None and self._pass == rows._passes:
+            batches_done = self._done
+        elif batches_done is None:
+            raise ValueError(
+                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
+                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+            )
         done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
-        return self.rows.state_dict(done * self.rows.num_replicas)
+        return rows.state_dict(done * rows.num_replicas)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass begins with the batch after the last one that the state counts.
@@ -119,17 +124,6 @@ class PackedDataLoader(DataLoader):
                 unchanged.
         """
         self.rows.load_state_dict(state)
-
-    def _count(self) -> int:
-        """The batches of the epoch that were handed out, or that a loaded state counts."""
-        if self.rows._resumed or self.rows._counted_epoch != self.epoch:
-            return self.rows._batches_done // self.rows.num_replicas
-        if self._pass != self.rows._passes:
-            raise ValueError(
-                "the batches were fetched from the loader that accelerate made of this one, so they weren't "
-                "counted here. Pass batches_done, the batches of this epoch that this process trained on."
-            )
-        return self._done
 
     def __str__(self) -> str:
         rows, reader = self.rows, self.documents
@@ -141,9 +135,6 @@ class PackedDataLoader(DataLoader):
             f"  epoch {self.epoch}: {count(plan.num_steps, 'step')} of {count(plan.num_ranks, 'rank')} with "
             f"{count(plan.capacity, 'token')} each, {rows.efficiency():.1%} full",
         ]
-        for name, amounts in units.resources.items():
-            full = f", {rows.efficiency(name):.1%} full" if rows.budgets[name] else ""
-            lines.append(f"  {name}: {amounts.sum():,}, at most {rows.budgets[name]:,} a row{full}")
         if plan.filler_rows:
             lines.append(f"  {count(plan.filler_rows, 'filler row')} in the last step, of documents that come twice")
         left_out = [str(rows.report)] if rows.report.documents else []
@@ -164,15 +155,10 @@ def dataloader(
     *,
     lengths: Sequence[int] | NDArray[Any] | Units | None = None,
     documents: DocumentsOf | None = None,
-    resources: Mapping[str, Resource] | None = None,
-    budgets: Mapping[str, int] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int | None = None,
     objective: Objective = "quadratic",
-    cost_model: CostModel | None = None,
     tail: Tail = "spread",
-    lookahead: float = 0.01,
-    steps_together: int | None = None,
     overlong: Literal["error", "drop"] = "error",
     shuffle: bool = True,
     order: Order | None = None,
@@ -219,26 +205,19 @@ def dataloader(
         dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
             takes, or lists of such mappings.
         tokens: the tokens of a row, from 1 to 2**30.
-        lengths: (documents,) integers, the tokens of each document, or `Units`. None reads the column `length` or
-            `lengths` of a dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads
-            no tokens. A `collate_fn` with a method `measure` counts the tokens itself.
+        lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
+            `datasets.Dataset` it reads no tokens.
         documents: a function of an example that returns its documents, a list of mappings. It is called to measure
             examples and again at each loading, and must return the same each time. Workers that are spawned need a
             function that pickle can send.
-        resources: what else an example takes of a row, by name: the column of an integer, a function of the example
-            that returns an integer. Columns of a `datasets.Dataset` are read at once. The columns that are named aren't
-            packed, and don't reach `collate_fn`. For numbers of your own pass `lengths=Units(...)`.
-        budgets: the most that the examples of a row may take of a resource, by its name, from 0 to 2**30 each.
         collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below.
             It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
             its documents together, as in trees, pass its `lengths`. A batch with more than `tokens` `input_ids` is an
-            error. A method `measure` of it, as VisionPackingCollator has one, returns for a document an object with
-            the attribute `tokens`, and with resources by name. It gives the `lengths` and the resources of `budgets`
-            that aren't passed, and checks each example again when it is loaded.
+            error.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
-        objective, cost_model, tail, lookahead, steps_together, shuffle, order: see MultipackDistributedBatchSampler.
-            The default tail "spread" leaves out no document.
-        overlong: "error" refuses documents longer than `tokens` or over a budget, "drop" leaves them out.
+        objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
+            document.
+        overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
         group: the ranks that share every row (`SequenceParallel`) and count as one: see
             MultipackDistributedBatchSampler. It stands in place of `num_replicas` and `rank`.
@@ -254,17 +233,18 @@ def dataloader(
             `worker_init_fn` and others, but none that choose documents.
 
     Raises:
-        ValueError: a wrong option, lengths or resources that don't fit, a column that can't be packed, a function that
+        ValueError: a wrong option, lengths that don't fit, a column that can't be packed, a function that
             fails, on every rank if it is so on one; while loading, a document with another number of tokens than its
-            length, an example with other resources than before, documents with other columns than the first.
+            length, documents with other columns than the first.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
     with raise_faults_on_all_ranks("loader", num_replicas):
         require_map_style(dataset)
         tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
-        check_choice(labels, get_args(LabelObjective), "labels")
+        check_objective(labels, "labels")
         check_flag(shard, "shard")
         if unknown := sorted(options.keys() - set(_PASSED_ON)):
+            refuse_removed([name for name in unknown if name in OPTIONS], "dataloader()")
             raise ValueError(
                 f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
                 f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "
@@ -275,43 +255,35 @@ def dataloader(
                 f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. To train on the first tokens of long "
                 "documents pass max_document_length, to train on all of them split them first, as pack_dataset does."
             )
-        packing: dict[str, Any] = {
-            "labels": labels, "per_token": per_token, "max_document_length": max_document_length,
-            "pad_to_multiple_of": pad_to_multiple_of, "pad_token_id": pad_token_id,
-        }  # fmt: skip
+        packing = PackingCollator(pad_to_multiple_of, pad_token_id, labels, max_document_length, per_token)
         if collate_fn is None:
-            collate_fn = PackingCollator(objective=packing.pop("labels"), **packing)
-        else:
-            defaults = inspect.signature(dataloader).parameters
-            changed = [name for name, value in packing.items() if value != defaults[name].default]
-            if not callable(collate_fn):
-                raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
-            if changed:
-                raise ValueError(
-                    "collate_fn comes in place of PackingCollator and of its options: give "
-                    f"{changed[0]}={packing[changed[0]]!r:.50} to the collator itself."
-                )
+            collate_fn = packing
+        elif not callable(collate_fn):
+            raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
+        elif packing != PackingCollator():
+            raise ValueError(f"collate_fn comes in place of {packing}: give these options to the collator itself.")
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(
                 f"rows of up to {tokens} tokens can't be padded to multiples of {collate.pad_to_multiple_of} without "
                 f"growing past {tokens}. Make tokens a multiple of pad_to_multiple_of."
             )
-        measure = getattr(collate_fn, "measure", None)
-        reader = Reader(dataset, lengths, documents, resources, drop_columns, collate, measure, budgets)
-        units = reader.cut(None if collate is None else collate.max_document_length)
+        if hasattr(collate_fn, "measure"):
+            refuse_removed(["measure"], "a collate_fn")
+        reader = Reader(dataset, lengths, documents, drop_columns, collate)
+        longest = None if collate is None else collate.max_document_length
+        units = reader.units if longest is None else reader.cut(longest)
         remedy = "pass overlong='drop', which leaves them out"
-        if collate and not units.resources:
+        if collate:
             remedy += ", or max_document_length, which trains on the first tokens of each document"
-        fit_units(units, tokens, budgets, overlong, name="row size", remedy=remedy)
+        fit_lengths(units.tokens, tokens, overlong, name="row size", remedy=remedy, noun=units.noun)
         _, own_rank = place_in_world(num_replicas, rank, True, group)
         assert own_rank is not None
         own_collate: Callable[[Any], Any] = collate or _OwnCollator(collate_fn, tokens)
         DataLoader(reader, collate_fn=own_collate, **options)  # raises for options that torch refuses
     rows = MultipackDistributedBatchSampler(
-        tokens, units, num_replicas, seed=seed, objective=objective, cost_model=cost_model, tail=tail,
-        lookahead=lookahead, steps_together=steps_together, overlong=overlong, shuffle=shuffle, order=order,
-        budgets=budgets, epochs=epochs, shard=False, group=group,
+        tokens, units, num_replicas, seed=seed, objective=objective, tail=tail, overlong=overlong, shuffle=shuffle,
+        order=order, epochs=epochs, shard=False, group=group,
     )  # fmt: skip
     return PackedDataLoader(reader, rows, own_rank, own_collate, shard, **options)
 

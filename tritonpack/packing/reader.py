@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import index, itemgetter
+from operator import mul
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tritonpack.packing.columns import TAKEN, TOKENS, Numbered, is_unit, quote
+from tritonpack.packing.columns import TAKEN, TOKENS, Numbered, check_names, is_unit, quote
 from tritonpack.packing.lengths import count, whole_lengths
 from tritonpack.packing.units import Units
 
-Length = Callable[[Any], int]
 DocumentsOf = Callable[[Any], Sequence[Mapping[str, Any]]]
-Resource = str | Callable[[Any], int]
 
-LENGTH_COLUMNS = ("length", "lengths")
 _AT_ONCE = 16  # documents that are read together, which is faster for a datasets.Dataset
-_GIVEN, _BY_COLLATOR = "the argument lengths", "collate_fn.measure"  # where lengths come from
+_GIVEN, _BY_FUNCTION = "the argument lengths", "the documents of each example"  # where lengths come from
 
 
 def require_map_style(dataset: Any) -> None:
@@ -35,20 +31,6 @@ def require_map_style(dataset: Any) -> None:
         raise ValueError(
             f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. {remedy}"
         )
-
-
-def require_callable(length: Any) -> None:
-    """ValueError for a `length` that can't be called."""
-    if length is not None and not callable(length):
-        raise ValueError(
-            f"length must be a function that returns the number of a document's tokens, or None; got {length!r:.100}."
-        )
-
-
-def require_lengths(lengths: Any, dataset: Any) -> None:
-    """ValueError unless there is a length for each document of a dataset."""
-    if len(lengths) != len(dataset):
-        raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
 
 
 def unreadable(what: str, error: Exception) -> Exception:
@@ -68,7 +50,7 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     """
     at_once = getattr(dataset, "__getitems__", None)
     try:
-        documents = list(at_once(list(numbers))) if callable(at_once) else [dataset[number] for number in numbers]
+        documents = list(at_once(list(numbers)) if callable(at_once) else map(dataset.__getitem__, numbers))
     except Exception as error:
         for number in numbers:  # one of which fails alone, too
             try:
@@ -86,13 +68,15 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
 
 def examples_of(dataset: Any) -> Iterator[tuple[int, Any]]:
     """All examples with their numbers."""
-    numbers = range(len(dataset))
-    parts = (fetch(dataset, numbers[start : start + _AT_ONCE]) for start in range(0, len(dataset), _AT_ONCE))
-    return enumerate(chain.from_iterable(parts))
+    for start in range(0, len(dataset), _AT_ONCE):
+        numbers = range(start, min(start + _AT_ONCE, len(dataset)))
+        yield from zip(numbers, fetch(dataset, numbers), strict=True)
 
 
-def document_length(document: Any, name: int | str, length: Length | None = None) -> int:
-    """The number of tokens of a document: what `length` returns, or the length of the row or of its "input_ids".
+def document_length(document: Any, name: int | str) -> int:
+    """The number of tokens of a document: the length of the row or of its "input_ids".
+
+    A batch of one row, as processors return it with `return_tensors="pt"`, is that row.
 
     Args:
         name: the document's number, for messages.
@@ -101,61 +85,37 @@ def document_length(document: Any, name: int | str, length: Length | None = None
         ValueError: a document of another form, or with less than one token.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
-    if length is not None:
-        found = length(document)
-    elif (type(tokens) is list and tokens and type(tokens[0]) is int) or _is_row(tokens):  # most are plain lists
-        found = len(tokens)
-    else:
+    if (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
+        tokens = tokens if _is_row(tokens) else tokens[0]
+    if not (type(tokens) is list and tokens and type(tokens[0]) is int) and not _is_row(tokens):  # most are plain lists
         given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
         if isinstance(document, Mapping):
             given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
         raise ValueError(
             f"document {name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. "
-            "Tokenize text first. For documents of another form pass the tokens of each: length=, a function that "
-            "counts them, or for dataloader lengths=, or a collate_fn with a method measure (VisionPackingCollator)."
+            "Tokenize text first. For documents of another form pass dataloader their lengths=."
         )
-    if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 1:
-        raise ValueError(
-            f"every document needs at least one token, counted as an integer; document {name} has {found!r}. "
-            "Remove empty documents first."
-        )
-    return int(found)
+    if not len(tokens):
+        raise ValueError(f"document {name} is empty; every document needs at least one token. Remove it first.")
+    return len(tokens)
 
 
-def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
-    """(documents,) int64, the number of tokens of each document of a map-style dataset.
-
-    Without `length` the offsets in the table of a `datasets.Dataset` are read, and no tokens. Of other datasets each
-    document is read.
-
-    Raises:
-        ValueError: a dataset that can't be indexed, and see `document_length`.
-    """
-    require_map_style(dataset)
-    require_callable(length)
-    if length is None and (found := table_lengths(dataset)) is not None:
-        return found
-    return np.array([document_length(each, number, length) for number, each in examples_of(dataset)], dtype=np.int64)
+def is_from_datasets(values: Any, kind: str) -> bool:
+    """Return whether values are an object of a class of the package datasets, which needn't be imported for that."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(values, getattr(module, kind))
 
 
-def table_columns(dataset: Any) -> Collection[str]:
-    """The columns of a `datasets.Dataset`; none of other datasets."""
-    return getattr(dataset, "column_names", None) or () if hasattr(dataset, "with_format") else ()
-
-
-def table_column(dataset: Any, name: str, meaning: str, remedy: str = "") -> NDArray[Any]:
-    """A column of integers of a `datasets.Dataset`."""
-    column = np.asarray(dataset.with_format("numpy")[name][:])
-    if column.ndim != 1 or column.dtype.kind not in "iu":
-        raise ValueError(
-            f"the column {name!r} must hold {meaning}; got {column.dtype} of shape {column.shape}.{remedy}"
-        )
-    return column
+def is_table(dataset: Any) -> bool:
+    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    return (
+        hasattr(dataset, "with_format") and is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
+    )
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """The lengths of documents by the offsets of a `datasets.Dataset`, if it is one and they tell them."""
-    if TOKENS not in table_columns(dataset):
+    """The lengths of documents by the offsets of a table, if the dataset is one and they tell them."""
+    if not is_table(dataset) or TOKENS not in dataset.column_names:
         return None
     tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
     chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
@@ -166,28 +126,21 @@ def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
-def is_table(dataset: Any) -> bool:
-    """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
-    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
-
-
 def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
     """Tokens start to stop of a document of `tokens` tokens, in all of its columns.
 
     Raises:
         ValueError: a column that isn't a row of one value per token; the message has the document's number.
     """
-    is_mapping = isinstance(document, Mapping)
-    columns = {repr(name): document[name] for name in document} if is_mapping else {}
-    columns = columns or {f"a {type(document).__name__}": document}
-    if whole := sorted(name for name, values in columns.items() if not _is_row(values) or len(values) != tokens):
+    if not isinstance(document, Mapping):
+        return document[start:stop]
+    if whole := sorted(name for name in document if not _is_row(document[name]) or len(document[name]) != tokens):
         raise ValueError(
-            f"document {number} has {tokens} tokens and must be cut, but {', '.join(whole)} isn't a row of one value "
-            "per token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
+            f"document {number} has {tokens} tokens and must be cut, but {quote(whole)} isn't a row of one value per "
+            "token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
             "documents that are too long: overlong='drop'."
         )
-    return {name: document[name][start:stop] for name in document} if is_mapping else document[start:stop]
+    return {name: document[name][start:stop] for name in document}
 
 
 def _is_row(values: Any) -> bool:
@@ -200,7 +153,7 @@ def _is_row(values: Any) -> bool:
 
 
 class Reader(Dataset):
-    """The documents of each example of a dataset: measured once, and compared with that whenever they are loaded.
+    """The documents of each example of a dataset: measured once, and counted again whenever they are loaded.
 
     Item i is the document of example i, or the list of its documents.
 
@@ -213,10 +166,9 @@ class Reader(Dataset):
         columns: the columns of the first document that are used, and those that aren't.
 
     Args:
-        dataset, documents, resources, drop_columns, budgets: see `dataloader`.
+        dataset, documents, drop_columns: see `dataloader`.
         lengths: see `dataloader`; or a `Reader` of the same dataset, which isn't measured again.
         collate: PackingCollator, which checks the columns of the first document; None for a collator of the user's.
-        measure: the `measure` of a collator of the user's. It counts the resources in `budgets` that nothing else does.
     """
 
     units: Units
@@ -229,60 +181,51 @@ class Reader(Dataset):
         dataset: Any,
         lengths: Any = None,
         documents: DocumentsOf | None = None,
-        resources: Mapping[str, Resource] | None = None,
         drop_columns: Collection[str] = (),
         collate: Any = None,
-        measure: Callable[[Any], Any] | None = None,
-        budgets: Any = None,
     ) -> None:
-        if not len(dataset):
-            raise ValueError("the dataset has no document to pack; it is empty.")
-        if isinstance(drop_columns, str) or not set(map(type, drop_columns)) <= {str}:
-            raise ValueError(
-                f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
-            )
+        check_names(drop_columns, "drop_columns")
         if TOKENS in drop_columns:
             raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
         if documents is not None and not callable(documents):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
-        if resources is not None and not (
-            isinstance(resources, Mapping)
-            and all(isinstance(n, str) and (isinstance(each, str) or callable(each)) for n, each in resources.items())
-        ):
-            raise ValueError(
-                "resources must be a mapping from names to columns of integers, or to functions of an example, such as "
-                f"{{'patches': 'num_patches'}}; got {resources!r:.100}. Numbers of your own go into "
-                "lengths=Units.of_documents(lengths, patches=...)."
-            )
-        resources = resources or {}
-        self.dataset, self._documents, self._counts_lengths = dataset, documents, False
-        self._measure: Callable[[Any], Any] | None = None
-        self._unused: set[str] = set()
-        self._measured: list[str] = []  # the resources that `measure` counts
-        self._resources: dict[str, Callable[[Any], Any]] = {}
-        for name, resource in resources.items():
-            self._resources[name] = itemgetter(resource) if isinstance(resource, str) else resource
+        if not len(dataset):
+            raise ValueError("the dataset has no document to pack; it is empty.")
+        self.dataset, self._documents, self._unused, self._counts = dataset, documents, set[str](), False
         (first,) = fetch(dataset, [0])
-        (whole, *_), *_ = self._read(first, 0)
-        self._unused = {*drop_columns, *(() if collate is None else LENGTH_COLUMNS)}
-        self._unused.update(name for name in resources.values() if isinstance(name, str))
-        (document, *_), *_ = self._read(first, 0)
-        self.columns = self._check_columns(whole, document, drop_columns, collate)
-        if measure is not None:
-            self._measure = measure
-            size = self._sizes([document], 0)[0]
-            self._measured = [name for name in (budgets if isinstance(budgets, Mapping) else ()) if hasattr(size, name)]
+        whole = self._read(first, 0)[0][0]
+        names = set(map(str, whole)) if isinstance(whole, Mapping) else set()
+        if absent := sorted({*drop_columns} - names):
+            raise ValueError(
+                f"drop_columns names {quote(absent)}, which isn't there; the first example has the columns "
+                f"{quote(sorted(names)) or 'none'}."
+            )
+        self._unused |= {*drop_columns}
+        self.columns = sorted(names - self._unused), sorted(names & self._unused)
+        if collate is not None:
+            try:
+                collate(self._read(first, 0)[0][:1])
+            except ValueError as error:
+                used, hint = self.columns[0], ""
+                refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
+                if TOKENS in used and refused:
+                    hint = f" To leave them out while loading, pass drop_columns={refused!r}."
+                elif refused and documents is None:
+                    hint = (
+                        " If examples have their tokens in other columns, as preference pairs do, pass documents=, a "
+                        "function of an example that returns its documents."
+                    )
+                raise ValueError(f"{error}{hint}") from error
         if isinstance(lengths, Reader):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._measure_all(lengths, resources, drop_columns)
+            self._measure_all(lengths)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
-        self._counts_lengths = collate is not None or self.source != _GIVEN
-        self._planned = {**self.units.resources, "tokens": self.units.tokens, "squared tokens": self.units.squares}
-        self._checked(first, 0)
+        self._counts = collate is not None or self.source != _GIVEN
+        self._load(first, 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -291,22 +234,22 @@ class Reader(Dataset):
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        return Numbered(map(self._checked, fetch(self.dataset, numbers), numbers), numbers)
+        examples = Numbered(map(self._load, fetch(self.dataset, numbers), numbers))
+        examples.numbers = numbers
+        return examples
 
-    def cut(self, longest: int | None) -> Units:
+    def cut(self, longest: int) -> Units:
         """The units with at most `longest` tokens of each document.
 
         Raises:
             ValueError: only units are known, so documents can't be cut.
         """
-        if longest is None:
-            return self.units
         if self.lengths is None:
             raise ValueError(
                 "lengths=Units(...) don't tell the lengths of documents, so max_document_length can't cut them. Cut "
                 "the documents, and pass the units of what is left."
             )
-        return Units.of_counts(np.minimum(self.lengths, longest), self.counts, self.units.resources)
+        return Units.of_counts(np.minimum(self.lengths, longest), self.counts)
 
     def padded_tokens(self, numbers: NDArray[Any], longest: int | None) -> int:
         """The tokens of a padded batch of the documents of these examples, each cut to `longest` tokens."""
@@ -316,107 +259,49 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _check_columns(
-        self, whole: Any, document: Any, drop_columns: Collection[str], collate: Any
-    ) -> tuple[list[str], list[str]]:
-        """The names of the first document's columns that are used, and of those that aren't.
-
-        Raises:
-            ValueError: it has a column that can't be packed, or not one that is to be dropped.
-        """
-        names = sorted(map(str, whole)) if isinstance(whole, Mapping) else []
-        if absent := sorted(set(drop_columns) - set(names)):
-            raise ValueError(
-                f"drop_columns names {quote(absent)}, but the first document has the columns "
-                f"{', '.join(names) or 'none'}."
-            )
-        used, unused = sorted(set(names) - self._unused), sorted(set(names) & self._unused)
-        try:
-            if collate is not None:
-                collate([document])
-        except ValueError as error:
-            hint, refused = "", tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
-            if names and TOKENS not in names and self._documents is None:
-                hint = (
-                    " If examples have their tokens in other columns, as preference pairs do, pass documents=, a "
-                    "function of an example that returns its documents."
-                )
-            elif refused and TOKENS in names:
-                hint = f" To leave them out while loading, pass drop_columns={refused!r}."
-            raise ValueError(f"{error}{hint}") from error
-        return used, unused
-
-    def _measure_all(self, lengths: Any, resources: Mapping[str, Resource], drop_columns: Collection[str]) -> None:
-        """Measure all examples. None is loaded if `lengths` or columns of a `datasets.Dataset` tell what they take."""
+    def _measure_all(self, lengths: Any) -> None:
+        """Measure all examples. None is loaded if `lengths` or a column of a `datasets.Dataset` tell their tokens."""
         self.source = _GIVEN
-        units = lengths if isinstance(lengths, Units) else None
-        columns = table_columns(self.dataset)
-        for name in LENGTH_COLUMNS if self._documents is None else ():
-            if lengths is None and name in columns and name not in drop_columns:
-                remedy = f" Pass lengths=, or leave the column out: drop_columns=({name!r},)."
-                lengths = table_column(self.dataset, name, "the number of each document's tokens", remedy)
-                self.source = f"the column {name!r}"
-        if lengths is None and self._measure is not None:
-            self.source = _BY_COLLATOR
-        elif lengths is None and self._documents is not None:
-            self.source = "the documents of each example"
+        if lengths is None and self._documents is not None:
+            self.source = _BY_FUNCTION
         elif lengths is None:
-            lengths, self.source = table_lengths(self.dataset) if columns else None, TOKENS
-        self._counts_lengths = lengths is None
-        known: dict[str, Any] = {} if units is None else dict(units.resources)
-        if both := sorted(known.keys() & resources.keys()):
-            raise ValueError(f"lengths=Units(...) has {both[0]!r}, and so has resources; pass it once.")
-        for name, resource in resources.items():
-            if isinstance(resource, str) and resource in columns:
-                known[name] = table_column(self.dataset, resource, f"the {name} of each example")
-        asked: dict[str, list[int]] = {}
-        for name in (*resources, *self._measured):
-            asked |= {} if name in known else {name: []}
+            self.source, lengths = TOKENS, table_lengths(self.dataset)
+
         own: list[int] = []
         counts: list[int] = []
-        for number, example in examples_of(self.dataset) if lengths is None or asked else ():
-            _, _, tokens, amounts = self._read(example, number)
+        self._counts = lengths is None
+        for number, example in examples_of(self.dataset) if lengths is None else ():
+            _, tokens, _ = self._read(example, number)
             own += tokens
             counts.append(len(tokens))
-            found = dict(amounts)
-            for name, values in asked.items():
-                values.append(found[name])
-        known |= asked
-        if units is not None:
-            self.lengths, self.counts = None, np.ones(len(units), dtype=np.int64)
-            self.units = Units(units.tokens, units.squares, known)
+        if isinstance(lengths, Units):
+            self.lengths, self.counts, self.units = None, np.ones(len(lengths), dtype=np.int64), lengths
         else:
             self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
             self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
-            self.units = Units.of_counts(self.lengths, self.counts, known)
-        require_lengths(self.units, self.dataset)
+            self.units = Units.of_counts(self.lengths, self.counts)
+        if len(self.units) != len(self.dataset):
+            raise ValueError(
+                f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."
+            )
 
-    def _checked(self, example: Any, number: int) -> Any:
-        """The document or documents of an example; ValueError unless it takes what was measured."""
-        documents, several, lengths, amounts = self._read(example, number)
-        if lengths:
-            amounts.append(("tokens", sum(lengths)))
-        if lengths and self._counts_lengths:
-            amounts.append(("squared tokens", int(np.square(lengths).sum())))
-        for name, amount in amounts:
-            if amount != self._planned[name][number]:
-                counted = f" by {_BY_COLLATOR}" if self._measure is not None and name not in self._resources else ""
-                by = self.source if "tokens" in name else "resources or Units"
-                raise ValueError(
-                    f"example {number} has {amount} {name}{counted}, but {self._planned[name][number]} by {by}. An "
-                    "example must take the same whenever it is loaded. Functions must return the same each time, and "
-                    "lengths= must be the tokens of each document, of examples with several Units.of_sequences(...); "
-                    "without it they are counted."
-                )
+    def _load(self, example: Any, number: int) -> Any:
+        """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
+        documents, lengths, several = self._read(example, number)
+        found = sum(lengths), sum(map(mul, lengths, lengths))
+        planned = self.units.tokens[number], self.units.squares[number]
+        if self._counts and found != planned:
+            raise ValueError(
+                f"example {number} has {found[0]} tokens and {found[1]} squared tokens, but {planned[0]} and "
+                f"{planned[1]} by {self.source}. An example must have the same tokens whenever it is loaded. A "
+                "function must return the same documents each time, and lengths= must be the tokens of each document, "
+                "of examples with several Units.of_sequences(...); without it they are counted."
+            )
         return documents if several else documents[0]
 
-    def _read(self, example: Any, number: int) -> tuple[list[Any], bool, list[int], list[tuple[str, int]]]:
-        """The documents of an example, without unused columns, and what they take.
-
-        Returns:
-            The documents; whether the example is a list of documents; the tokens of each, none if they aren't counted;
-            the amounts of resources.
-        """
+    def _read(self, example: Any, number: int) -> tuple[list[Any], list[int], bool]:
+        """The documents of an example, without unused columns; their lengths, if they are counted; whether it is a
+        list of documents."""
         found, made = example, f"example {number}"
         if self._documents is not None:
             found, made = _called(self._documents, example, number, "documents"), f"documents(...) of example {number}"
@@ -426,46 +311,13 @@ class Reader(Dataset):
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        documents = list(found) if several else [found]
+        documents, lengths = list(found) if several else [found], list[int]()
         for place, one in enumerate(documents):
             if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
                 documents[place] = {name: one[name] for name in one if name not in self._unused}
-        lengths: list[int] = []
-        amounts: list[tuple[str, int]] = []
-        if self._measure is not None:
-            sizes = self._sizes(documents, number)
-            lengths = [size.tokens for size in sizes]
-            amounts = [(name, sum(getattr(size, name) for size in sizes)) for name in self._measured]
-        elif self._counts_lengths:
-            for place, one in enumerate(documents):
+            if self._counts:
                 lengths.append(document_length(one, f"{place} of example {number}" if several else number))
-        for name in self._resources:  # which count where `measure` counts, too
-            amounts.append((name, self._amount(example, number, name)))
-        return documents, several, lengths, amounts
-
-    def _sizes(self, documents: list[Any], number: int) -> list[Any]:
-        """What the collator's `measure` returns for each document of an example."""
-        assert self._measure is not None
-        sizes = [_called(self._measure, one, number, _BY_COLLATOR) for one in documents]
-        for size in sizes:
-            tokens = getattr(size, "tokens", None)
-            if not isinstance(tokens, (int, np.integer)) or tokens < 1:
-                raise ValueError(
-                    f"{_BY_COLLATOR} must return an object whose attribute tokens is an integer of at least 1; for "
-                    f"example {number} it returned {size!r:.100}."
-                )
-        return sizes
-
-    def _amount(self, example: Any, number: int, name: str) -> int:
-        """The amount of a resource that an example takes, by its column or function."""
-        value = _called(self._resources[name], example, number, f"resources[{name!r}]")
-        try:
-            whole = index(value)
-        except (TypeError, ValueError, RuntimeError):  # of torch, if it has several values
-            whole = -1
-        if whole < 0 or isinstance(value, bool):
-            raise ValueError(f"{name} of example {number} must be an integer of at least 0; got {value!r:.100}.")
-        return whole
+        return documents, lengths, several
 
 
 def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:

@@ -104,13 +104,13 @@ class Compaction:
         too_long = self.longest is not None and tokens[1] > self.longest
         if apart or too_long or packed_batch.shape != tokens or arguments.get("use_cache"):
             return False
-        ordinary, own = (ORDINARY[:1], (*PACKING, *OF_HEADS)) if is_head else (ORDINARY, PACKING)
+        own = (*PACKING, *OF_HEADS) if is_head else PACKING
         for name, value in arguments.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name in own:
                 continue
-            if name in ordinary:
+            if name in ORDINARY:
                 return False
-            if name in own or value.ndim == 0 or OF_OTHERS.fullmatch(name):
+            if value.ndim == 0 or OF_OTHERS.fullmatch(name):
                 continue
             pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
             if pairs or not is_of_tokens(name, value, tokens):

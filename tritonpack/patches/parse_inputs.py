@@ -236,13 +236,10 @@ def require_depths(packed_batch: PackedBatch) -> None:
     given = packed_batch.position_ids
     if given is None or given.ndim != 2 or torch.compiler.is_compiling():
         return
-    mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask
-    depth = mask.diagonal
-    assert depth is not None
-    stream = given.expand(packed_batch.tokens).flatten()
-    rise = stream - stream[mask.key_start]  # from the first token of the tree
+    first = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask.key_start  # of each token's tree
+    depth, stream = packed_batch.positions().flatten(), given.expand(packed_batch.tokens).flatten()
+    rise = stream - stream[first]
     wrong = rise != depth
-
     where = ""
     if wrong.device.type == "cpu" and bool(wrong.any()):
         place = int(wrong.nonzero()[0])

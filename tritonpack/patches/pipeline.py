@@ -127,7 +127,13 @@ class Pipeline(InstanceForward):
             add_loss = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
-                row, within = self._compact(packed_batch, arguments)
+                labels = arguments.get("shift_labels")
+                labels = arguments.get("labels") if labels is None else labels
+                if self._runs_on_rows(arguments, packed_batch, labels):  # so does the base then
+                    within, shifts = dict(arguments), shifts_labels(self.module, arguments)
+                    row = self.base.compaction(packed_batch, within, shifts, labels)
+                else:
+                    check_padding_labels(self.module, arguments, packed_batch, refuse=True)
             output = self.run_packed(within, row)
         except (ValueError, RuntimeError, IndexError) as error:
             self._explain(error, arguments, packed_batch)
@@ -152,16 +158,6 @@ class Pipeline(InstanceForward):
             leave_positions_to_model(packed_batch, arguments)
         outer = self.context.current
         return self.context.run(Call(packed_batch, outer.running, outer.packed_batch), self.inner, **arguments)
-
-    def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
-        """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
-        labels = arguments.get("shift_labels")
-        labels = arguments.get("labels") if labels is None else labels
-        if not self._runs_on_rows(arguments, packed_batch, labels):
-            check_padding_labels(self.module, arguments, packed_batch, refuse=True)
-            return packed_batch, arguments
-        within, shifts = dict(arguments), shifts_labels(self.module, arguments)
-        return self.base.compaction(packed_batch, within, shifts, labels), within
 
     def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch, labels: Any) -> bool:
         """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""

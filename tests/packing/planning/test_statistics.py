@@ -3,11 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing import Units
 from tritonpack.packing.planning.plan import Plan
-from tritonpack.packing.planning.statistics import plan_statistics
-
-COST = CostModel(per_token=3.0, per_square=0.25)
+from tritonpack.packing.planning.statistics import EVEN_LENGTH, plan_statistics
 
 
 def plan_of(steps, capacity):
@@ -27,11 +25,11 @@ def naive(steps, lengths, capacity, padded):
         taken = [[max(lengths[i] for i in row) if padded else lengths[i] for i in row] for row in step]
         loads.append([sum(row) for row in taken])
         squares.append([sum(x * x for x in row) for row in taken])
-        costs.append([3.0 * sum(row) + 0.25 * sum(x * x for x in row) for row in taken])
+        costs.append([EVEN_LENGTH * sum(row) + sum(x * x for x in row) for row in taken])
         lags.append(math.sqrt(max(squares[-1]) - min(squares[-1])))
         for row in step:
             own += sum(lengths[i] for i in row)
-            own_cost += sum(3.0 * lengths[i] + 0.25 * lengths[i] ** 2 for i in row)
+            own_cost += sum(EVEN_LENGTH * lengths[i] + lengths[i] ** 2 for i in row)
             if row:
                 slots += len(row) * max(lengths[i] for i in row)
     planned = {i for step in steps for row in step for i in row}
@@ -45,13 +43,9 @@ def naive(steps, lengths, capacity, padded):
         spread = deviation / (sigma * math.sqrt(sum(1 / sum(map(len, step)) for step in whole) / len(whole)))
     share = 1 - own / slots if slots else 0.0
     return {
-        "num_steps": len(steps),
-        "num_ranks": ranks,
-        "capacity": capacity,
-        "documents": sum(len(row) for step in steps for row in step),
-        "tokens": own,
+        "num_steps": len(steps), "num_ranks": ranks, "capacity": capacity, "filler_rows": 0,
+        "documents": sum(len(row) for step in steps for row in step), "tokens": own,
         "left_out": len(lengths) - len(planned),
-        "filler_rows": 0,
         "efficiency": own / (len(steps) * ranks * capacity),
         "utilization": own / (ranks * sum(map(max, loads))),
         "cost_utilization": own_cost / (ranks * sum(map(max, costs))),
@@ -60,7 +54,7 @@ def naive(steps, lengths, capacity, padded):
         "padding": share if padded else 0.0,
         "spread": spread,
         "tokens_covered": sum(lengths[i] for i in planned) / sum(lengths),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,7 +66,7 @@ def test_random_plans_equal_definitions(seed):
     for item in rng.permutation(count)[: rng.integers(1, count + 1)].tolist():
         rows[rng.integers(num_steps)][rng.integers(ranks)].append(item)
     for padded in (False, True):
-        found = plan_statistics(plan_of(rows, 10_000), lengths, cost=COST, padded=padded)
+        found = plan_statistics(plan_of(rows, 10_000), lengths, padded=padded)
         assert vars(found) == pytest.approx(naive(rows, lengths.tolist(), 10_000, padded))
 
 
@@ -80,9 +74,10 @@ def test_squares_and_sums_exceed_64_bits():
     """The square of 2**31 - 1 tokens takes 62 bits, and the running sum of more than four squares more than 64."""
     longest = 2**31 - 1
     plan = plan_of([[[0], [1]], [[2], [3]], [[4], [5]]], longest)
-    found = plan_statistics(plan, np.full(6, longest, dtype=np.int32), cost=COST)
+    found = plan_statistics(plan, np.full(6, longest, dtype=np.int32))
     assert found.tokens == 6 * longest
-    assert (found.efficiency, found.utilization, found.cost_utilization, found.l2_lag_max) == (1, 1, 1, 0)
+    assert (found.efficiency, found.utilization, found.l2_lag_max) == (1, 1, 0)
+    assert found.cost_utilization == pytest.approx(1)
     uneven = plan_statistics(plan, np.array([longest, 1] * 3, dtype=np.int32))
     assert uneven.l2_lag == uneven.l2_lag_max == pytest.approx(longest)
 
@@ -90,55 +85,47 @@ def test_squares_and_sums_exceed_64_bits():
 def test_filler_rows_take_time_and_count_no_tokens():
     rows = plan_of([[[0, 1], [2]], [[3], [1]]], 10)
     plan = Plan(rows.items, rows.offsets, 2, 10, filler_rows=1)
-    found = plan_statistics(plan, [2, 3, 6, 4], cost=CostModel(1.0, 0.0))
+    found = plan_statistics(plan, [2, 3, 6, 4])
     assert (found.documents, found.tokens, found.left_out, found.filler_rows) == (4, 15, 0, 1)
     assert found.efficiency == 15 / 40
-    assert found.utilization == found.cost_utilization == 15 / (2 * (6 + 4))
+    assert found.utilization == 15 / (2 * (6 + 4))
     assert found.l2_lag_max == (6**2 - 2**2 - 3**2) ** 0.5
     assert found.padding == 0
 
 
-def test_no_cost_utilization_without_cost():
-    assert plan_statistics(plan_of([[[0], [1]]], 9), [4, 5]).cost_utilization is None
-
-
-def test_empty_plan():
-    found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4], cost=COST)
+def test_of_nothing_and_of_few_steps():
+    found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4])
     assert (found.num_steps, found.tokens, found.documents_per_step) == (0, 0, 0.0)
     assert (found.efficiency, found.utilization, found.cost_utilization, found.tokens_covered) == (1, 1, 1, 0)
     assert (found.l2_lag, found.l2_lag_max, found.padding, found.spread) == (0, 0, 0, None)
-
-
-def test_tokens_covered_is_share_of_total_tokens():
-    plan = plan_of([[[0], [1]]], 8)
-    assert plan_statistics(plan, [8, 8], total_tokens=20).tokens_covered == 0.8
-
-
-def test_spread_is_1_for_shuffled_and_large_for_sorted_steps():
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1
-    shuffled = rng.permutation(len(lengths)).astype(np.int32)
-    offsets = np.arange(0, len(lengths) + 1, 50)
-    spread = plan_statistics(Plan(shuffled, offsets, 2, 10**6), lengths).spread
-    assert spread == pytest.approx(1, abs=0.15)  # 5 standard deviations, for 400 steps
-    by_length = np.argsort(lengths).astype(np.int32)
-    assert plan_statistics(Plan(by_length, offsets, 2, 10**6), lengths).spread > 5
-
-
-def test_spread_needs_three_steps_and_different_lengths():
     assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
     assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
 
 
+def test_spread_is_1_for_shuffled_and_large_for_sorted_steps():
+    rng = np.random.default_rng(0)
+    lengths, offsets = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1, np.arange(0, 40_001, 50)
+    shuffled, by_length = rng.permutation(40_000), np.argsort(lengths)
+    spreads = [plan_statistics(Plan(order, offsets, 2, 10**6), lengths).spread for order in (shuffled, by_length)]
+    assert spreads[0] == pytest.approx(1, abs=0.15)  # 5 standard deviations, for 400 steps
+    assert spreads[1] > 5
+
+
 @pytest.mark.parametrize(
-    ("lengths", "total", "message"),
+    ("lengths", "message"),
     [
-        ([3], None, "holds document 1, but there are only 1 lengths"),
-        ([3, 0], None, "document 1 has length 0"),
-        ([3.0, 4.0], None, "row of integers"),
-        ([3, 4], 0, "total_tokens must be an integer from 1 to .*; got 0"),
+        ([3], "holds document 1, but there are only 1 lengths"),
+        ([3, 0], "document 1 has length 0"),
+        ([3.0, 4.0], "row of integers"),
     ],
 )
-def test_refuses(lengths, total, message):
+def test_refuses(lengths, message):
     with pytest.raises(ValueError, match=message):
-        plan_statistics(plan_of([[[0], [1]]], 9), lengths, total_tokens=total)
+        plan_statistics(plan_of([[[0], [1]]], 9), lengths)
+
+
+def test_refuses_padded_units_and_other_plans():
+    with pytest.raises(ValueError, match="padded=True needs the lengths of documents"):
+        plan_statistics(plan_of([[[0], [1]]], 9), Units.of_documents([3, 4]), padded=True)
+    with pytest.raises(ValueError, match="plan must be a Plan; got list"):
+        plan_statistics([], [3, 4])

@@ -1,7 +1,5 @@
 """pack_tree and TreeCollator: the tree, the way back, and the loss and gradients of each sequence alone."""
 
-import re
-
 import pytest
 import torch
 from hypothesis import given
@@ -51,12 +49,15 @@ def gradients(model, loss):
 
 
 @REPEATABLE
-@given(SEQUENCES)
-def test_every_begin_is_one_token(sequences):
-    batch = pack_tree(sequences)
-    tokens, parents = batch.input_ids[0].tolist(), batch.parents.tolist()
-    paths = []
-    for place, token in enumerate(tokens):
+@given(SEQUENCES, st.integers(0, 3))
+def test_every_begin_is_one_token_and_predicts_its_targets(sequences, prompt):
+    labels = [
+        [IGNORED if place < prompt else token + 10 * number for place, token in enumerate(row)]
+        for number, row in enumerate(sequences)
+    ]
+    batch = pack_tree(sequences, labels=labels)
+    parents, paths = batch.parents.tolist(), []
+    for place, token in enumerate(batch.input_ids[0].tolist()):
         paths.append((*(paths[parents[place]] if parents[place] >= 0 else ()), token))
     assert sorted(paths) == sorted({tuple(row[:stop]) for row in sequences for stop in range(1, len(row) + 1)})
     assert batch.num_tokens == len(paths)
@@ -65,32 +66,15 @@ def test_every_begin_is_one_token(sequences):
     assert torch.equal(batch.ends, by_parents.query_stop.long())
     assert torch.equal(batch.mask.to_dense(), by_parents.to_dense())
     assert [row.tolist() for row in batch.gather(batch.input_ids)] == sequences
-    assert [row.tolist() for row in batch.gather(batch.position_ids)] == [list(range(len(row))) for row in sequences]
-
-
-@REPEATABLE
-@given(SEQUENCES, st.integers(0, 3))
-def test_each_target_is_predicted_by_the_token_before(sequences, prompt):
-    labels = prompt_learned_late(sequences, prompt)
-    batch = pack_tree(sequences, labels=labels)
     expected = [
         (tuple(row[: place + 1]), label)
         for row, own in zip(sequences, labels, strict=True)
         for place, label in enumerate(own[1:])
         if label != IGNORED
     ]
-    path_of = {}
-    for row, places in zip(sequences, batch.gather(torch.arange(batch.num_tokens)), strict=True):
-        path_of |= {place: tuple(row[: number + 1]) for number, place in enumerate(places.tolist())}
     found = zip(batch.logits_to_keep.tolist(), batch.targets.tolist(), strict=True)
-    assert [(path_of[place], target) for place, target in found] == expected
+    assert [(paths[place], target) for place, target in found] == expected
     assert list(batch.target_counts) == [sum(label != IGNORED for label in own[1:]) for own in labels]
-
-
-def test_labels_may_differ_from_tokens_and_between_sequences():
-    batch = pack_tree([[1, 2, 3], [1, 2, 3]], labels=[[9, 8, 7], [6, 5, IGNORED]])
-    assert batch.logits_to_keep.tolist() == [0, 1, 0]
-    assert batch.targets.tolist() == [8, 7, 5]
 
 
 @pytest.mark.parametrize("row", [True, False], ids=["row", "stream"])
@@ -98,11 +82,8 @@ def test_gather_adds_gradients_up(row):
     batch = pack_tree(GROUPS)
     shape = (1, batch.num_tokens, 3) if row else (batch.num_tokens, 3)
     values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    parts = batch.gather(values)
-    (gradient,) = torch.autograd.grad(sum(part.sum() for part in parts), values)
+    (gradient,) = torch.autograd.grad(sum(part.sum() for part in batch.gather(values)), values)
     assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
-    with pytest.raises(ValueError, match=r"padded of gather was removed: torch.nn.utils.rnn.pad_sequence"):
-        batch.gather(values, padded=True)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -166,41 +147,35 @@ def test_to_moves_everything_but_ends():
     assert batch.gather(torch.empty(1, batch.num_tokens, device="meta"))[0].device.type == "meta"
 
 
-class TestWrongValues:
-    @pytest.mark.parametrize(
-        "values", [torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3]], ids=str
-    )
-    def test_values(self, values):
-        with pytest.raises(ValueError, match=r"values must be of shape \(1, N, ...\) or \(N, ...\); there are N = 3"):
-            pack_tree([[1, 2], [1, 3]]).gather(values)
+WRONG = [  # N = 3, M = 2
+    *[(lambda batch, one=one: batch.gather(one), r"values must be of shape \(1, N, ...\) or .*there are N = 3")
+      for one in (torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3])],
+    *[(lambda batch, one=one, kept=kept: batch.logprobs(one, kept=kept), r"kept=True, or \(1, N, vocab.* and M = 2")
+      for kept, size in ((True, 3), (False, 2))
+      for one in (torch.zeros(1, 4, 5), torch.zeros(1, size, 5), torch.zeros(3, 5), torch.zeros(1, 3))],
+    (lambda batch: batch.logprobs(torch.zeros(1, 2, 5), kept=1), "kept must be True or False; got int 1"),
+    (lambda batch: batch.gather(torch.zeros(3, device="meta")), r"lie on meta and .*batch\.to\('meta'\)"),
+    (lambda batch: batch.gather(torch.zeros(3), padded=True), "padded of gather was removed: torch.nn.utils.rnn"),
+    (lambda batch: TreeCollator(capacity=5), "capacity= of TreeCollator was removed: dataloader"),
+]  # fmt: skip
 
-    @pytest.mark.parametrize("kept", [False, True])
-    def test_logits(self, kept):
-        batch = pack_tree([[1, 2], [1, 3]])  # N = 3, M = 2
-        message = re.escape(
-            "logits must be of shape (1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it; there are N "
-            "= 3 tokens in the row and M = 2 targets."
-        )
-        for logits in (torch.zeros(1, 4, 5), torch.zeros(1, 3 if kept else 2, 5), torch.zeros(3, 5), torch.zeros(1, 3)):
-            with pytest.raises(ValueError, match=message):
-                batch.logprobs(logits, kept=kept)
-        with pytest.raises(ValueError, match="kept must be True or False; got int 1"):
-            batch.logprobs(torch.zeros(1, 2, 5), kept=1)
+
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(pack_tree([[1, 2], [1, 3]]))
 
 
 @pytest.mark.filterwarnings("ignore:unpatched-tree")
-class TestCollator:
-    @pytest.mark.parametrize("columns", ["labels", "label_ids", "completion_mask", "assistant_masks", None])
-    def test_batch_is_that_of_pack_tree(self, columns):
-        prompt = 0 if columns is None else 2
-        labels = prompt_learned_late(GROUPS, prompt)
-        features = [{"input_ids": row, "attention_mask": [1] * len(row), "length": len(row)} for row in GROUPS]
-        if columns is not None:
-            masked = columns.endswith(("mask", "masks"))
-            for feature, own in zip(features, labels, strict=True):
-                feature[columns] = [int(label != IGNORED) for label in own] if masked else own
-        expected = pack_tree(GROUPS, labels=labels).inputs()
-        for given_features in (features, [features[:3], features[3:]]):  # documents, or groups of them
-            batch = TreeCollator(capacity=11)(given_features)
-            assert batch.keys() == expected.keys()
-            assert all(torch.equal(batch[name], value) for name, value in expected.items())
+@pytest.mark.parametrize("columns", ["labels", "label_ids", "completion_mask", "assistant_masks", None])
+def test_collator_makes_the_batch_of_pack_tree(columns):
+    labels = prompt_learned_late(GROUPS, 0 if columns is None else 2)
+    features = [{"input_ids": row, "attention_mask": [1] * len(row), "length": len(row)} for row in GROUPS]
+    for feature, own in zip(features, labels, strict=True) if columns else ():
+        masked = columns.endswith(("mask", "masks"))
+        feature[columns] = [int(label != IGNORED) for label in own] if masked else own
+    expected = pack_tree(GROUPS, labels=labels).inputs()
+    for given_features in (features, [features[:3], features[3:]]):  # documents, or groups of them
+        batch = TreeCollator()(given_features)
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[name], value) for name, value in expected.items())

@@ -17,7 +17,6 @@ TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 INDICES = {"image_token_index": IMAGE, "video_token_index": VIDEO}
 PIECES = {"vision_start_token_id": BEGIN, "vision_end_token_id": END}
 SIGLIP: dict[str, Any] = {"model_type": "siglip_vision_model", "vision_use_head": False}
-PINPOINTS = [[8, 8], [8, 16], [16, 8], [16, 16], [24, 8]]
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 
 Example = dict[str, Any]
@@ -80,7 +79,7 @@ def sized(merge: int) -> Callable[..., Part]:
     return make
 
 
-def rows(tokens: Callable[[int, int], int]) -> Callable[..., Part]:
+def rows(tokens: int) -> Callable[..., Part]:
     """Make images with a mask of their pixels."""
 
     def make(draw: Draw, height: int = 8, width: int = 8) -> Part:
@@ -88,32 +87,9 @@ def rows(tokens: Callable[[int, int], int]) -> Callable[..., Part]:
             "pixel_values": randoms(draw, 1, 3, height, width),
             "pixel_attention_mask": torch.ones(1, height, width, dtype=torch.int64),
         }
-        return [BEGIN, *[IMAGE] * tokens(height, width), END], columns
+        return [BEGIN, *[IMAGE] * tokens, END], columns
 
     return make
-
-
-def tiled(draw: Draw, height: int, width: int, tiles: int, tokens: int) -> Part:
-    """An image in tiles, and its overview."""
-    columns = {"pixel_values": randoms(draw, 1, tiles + 1, 3, 8, 8), "image_sizes": torch.tensor([[height, width]])}
-    return [BEGIN, *[IMAGE] * tokens, END], columns
-
-
-def counted(draw: Draw, height: int, width: int, tiles: int, tokens: int) -> Part:
-    """An image of LLaVA-OneVision, alone in its document."""
-    made, columns = tiled(draw, height, width, tiles, tokens)
-    return made, columns | {"batch_num_images": torch.tensor([1])}
-
-
-def one_of_two(draw: Draw, first: bool) -> Part:
-    """One of two images of a document of LLaVA-OneVision, in 4 tokens and a mark."""
-    columns = {"pixel_values": randoms(draw, 1, 1, 3, 8, 8), "image_sizes": torch.tensor([[9, 7]])}
-    return [BEGIN, *[IMAGE] * 5, END], columns | ({"batch_num_images": torch.tensor([2])} if first else {})
-
-
-def frames(draw: Draw, count: int) -> Part:
-    """A video of LLaVA-OneVision: a token a frame, and a mark."""
-    return [BEGIN, *[VIDEO] * (count + 1), END], {"pixel_values_videos": randoms(draw, 1, count, 3, 8, 8)}
 
 
 def placed(names: tuple[str, str], token: int) -> Callable[..., Part]:
@@ -168,15 +144,22 @@ SQUARES = [[], [parts(square(4))], [parts(square(4)), parts(square(4))], [parts(
 PLACES = placed(("pixel_values", "image_position_ids"), IMAGE)
 FILMS = placed(("pixel_values_videos", "video_position_ids"), VIDEO)
 
+QWEN3_5 = Kind({**QWEN, "vision_config": {"num_position_embeddings": 64}}, grids(stamped), "mm_token_type_ids")
+QWEN3_VL = Kind(
+    {**QWEN, "vision_config": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}}, grids(stamped),
+    "mm_token_type_ids",
+)  # fmt: skip
+GLM4V = Kind(
+    {**QWEN, "vision_config": {"image_size": 32}, "image_start_token_id": BEGIN, "image_end_token_id": END},
+    grids(None), "mm_token_type_ids",
+)  # fmt: skip
+
 KINDS: dict[str, Kind] = {
     "qwen2_vl": Kind({**QWEN}, IMAGES_OF_GRIDS, "mm_token_type_ids"),
     "qwen2_5_vl": Kind(
         {**QWEN, "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]}}, grids(timed), "mm_token_type_ids"
     ),
-    "qwen3_vl": Kind(
-        {**QWEN, "vision_config": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}}, grids(stamped),
-        "mm_token_type_ids",
-    ),
+    "qwen3_vl": QWEN3_VL,
     "llava": Kind({**INDICES, "vision_config": {"model_type": "clip_vision_model"}}, SQUARES),
     "llava_siglip": Kind(
         {**INDICES, "vision_config": SIGLIP, "vision_feature_select_strategy": "full"}, SQUARES, model_type="llava"
@@ -186,16 +169,6 @@ KINDS: dict[str, Kind] = {
          "vision_feature_select_strategy": "full"},
         [[], [parts(sized(1), 16, 8)], [parts(sized(1), 8, 8), parts(sized(1), 8, 12)]], model_type="llava",
     ),
-    "llava_next": Kind(
-        {**INDICES, "image_grid_pinpoints": PINPOINTS},
-        [[], [parts(tiled, 9, 30, 2, 4 + 8 + 2)], [parts(tiled, 8, 8, 1, 4 + 6), parts(tiled, 20, 20, 4, 4 + 20)],
-         [parts(tiled, 30, 9, 3, 4 + 18)]],
-    ),
-    "llava_onevision": Kind(
-        {**INDICES, "image_grid_pinpoints": PINPOINTS, "vision_config": SIGLIP},
-        [[], [parts(counted, 9, 30, 2, 4 + 8 + 2)], [parts(one_of_two, True), parts(one_of_two, False)],
-         [parts(counted, 20, 20, 4, 4 + 20)], [parts(frames, 3)]],
-    ),
     "gemma3": Kind({**INDICES, "mm_tokens_per_image": 4, "vision_config": SIGLIP}, SQUARES, "token_type_ids"),
     "paligemma": Kind(
         {**INDICES, "vision_config": {**SIGLIP, "projection_dim": 32}},
@@ -204,38 +177,26 @@ KINDS: dict[str, Kind] = {
     "internvl": Kind(
         {**TOKENS, "vision_feature_layer": -1}, [[], [parts(square(1), 3)], [parts(square(1)), parts(square(1), 2)]]
     ),
-    "idefics3": Kind({**TOKENS}, [[], [parts(rows(lambda h, w: 1))], [parts(rows(lambda h, w: 1))] * 3]),
-    "smolvlm": Kind({**TOKENS}, [[], [parts(rows(lambda h, w: 1))], [parts(rows(lambda h, w: 1))] * 3]),
+    "idefics3": Kind({**TOKENS}, [[], [parts(rows(1))], [parts(rows(1))] * 3]),
+    "smolvlm": Kind({**TOKENS}, [[], [parts(rows(1))], [parts(rows(1))] * 3]),
     "idefics2": Kind(
         {**TOKENS, "perceiver_config": {"resampler_n_latents": 3}},
-        [[], [parts(rows(lambda h, w: 3), 16, 8)], [parts(rows(lambda h, w: 3), 12, 12)] * 2,
-         [parts(rows(lambda h, w: 3), 18, 10)]],
+        [[], [parts(rows(3), 16, 8)], [parts(rows(3), 12, 12)] * 2, [parts(rows(3), 18, 10)]],
     ),
     "mistral3": Kind({**INDICES, "spatial_merge_size": 2, "vision_feature_layer": -1}, PIXTRAL),
-    "glm4v": Kind(
-        {**QWEN, "vision_config": {"image_size": 32}, "image_start_token_id": BEGIN, "image_end_token_id": END},
-        grids(None), "mm_token_type_ids",
-    ),
+    "glm4v": GLM4V,
     "glm4v_videos": Kind(
-        {**QWEN, "vision_config": {"image_size": 32}, "image_start_token_id": BEGIN, "image_end_token_id": END},
+        GLM4V.settings,
         [[], [parts(framed, 3, 4, 4)], [parts(framed, 1, 4, 6), parts(framed, 2, 2, 4)]], "frames", model_type="glm4v",
     ),
     "llama4": Kind(
         {**INDICES, "vision_config": {"intermediate_size": 128}},
         [[], [parts(square(1), 3)], [parts(square(1)), parts(square(1), 2)], [parts(square(1))]],
     ),
-    "qwen3_vl_moe": Kind(
-        {**QWEN, "vision_config": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}}, grids(stamped),
-        "mm_token_type_ids",
-    ),
-    "glm4v_moe": Kind(
-        {**QWEN, "vision_config": {"image_size": 32}, "image_start_token_id": BEGIN, "image_end_token_id": END},
-        grids(None), "mm_token_type_ids",
-    ),
-    "qwen3_5_moe": Kind(
-        {**QWEN, "vision_config": {"num_position_embeddings": 64}}, grids(stamped), "mm_token_type_ids"
-    ),
-    "qwen3_5": Kind({**QWEN, "vision_config": {"num_position_embeddings": 64}}, grids(stamped), "mm_token_type_ids"),
+    "qwen3_vl_moe": QWEN3_VL,
+    "glm4v_moe": GLM4V,
+    "qwen3_5_moe": QWEN3_5,
+    "qwen3_5": QWEN3_5,
     "gemma4": Kind(
         {**TOKENS, "audio_token_id": 62, "text_config": {"use_bidirectional_attention": "vision"}},
         [[], [parts(PLACES, 3, 6)], [parts(PLACES, 6, 6), parts(PLACES, 6, 3)], [parts(FILMS, 3, 6, 3)]],

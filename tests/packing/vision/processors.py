@@ -50,17 +50,6 @@ def qwen2_vl() -> Any:
         return Qwen2VLProcessor(images, words, video_processor=None)
 
 
-def llava() -> Any:
-    from transformers import LlavaProcessor
-    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-
-    square = {"height": 8, "width": 8}
-    return LlavaProcessor(
-        LlavaImageProcessorPil(size=square, crop_size=square), tokenizer(image_token=("<image>", IMAGE)), patch_size=4,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
-
-
 def gemma3() -> Any:
     from transformers import Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -75,7 +64,6 @@ def gemma3() -> Any:
 # By the row of `examples.KINDS`: what makes the processor, and what stands for an image in its text.
 PROCESSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "qwen2_vl": (qwen2_vl, "<|vision_start|> <|image_pad|> <|vision_end|>"),
-    "llava": (llava, "<image>"),
     "gemma3": (gemma3, "<start_of_image>"),
 }
 

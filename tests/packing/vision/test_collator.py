@@ -40,10 +40,7 @@ class Rotated(Model):
 
 LLAVA = Model("llava", vision_feature_select_strategy="default")
 QWEN = Rotated("qwen2_vl")
-NEXT = Model("llava_next", image_grid_pinpoints=[[8, 16], [16, 8]])
-ONEVISION = Model("llava_onevision", image_grid_pinpoints=[[8, 16]])
 GEMMA3 = Model("gemma3", mm_tokens_per_image=4)
-GEMMA4 = Model("gemma4", vision={"pooling_kernel_size": 2})
 TIMED = Rotated("qwen2_5_vl")
 TEXT: dict[str, Any] = {"input_ids": [3, 4, 5]}
 
@@ -68,27 +65,6 @@ def gemma3(**more: Any) -> dict[str, Any]:
     return llava() | {"token_type_ids": [0, 1, 1, 1, 1, 0]} | more
 
 
-def gemma4(**more: Any) -> dict[str, Any]:
-    columns = {"pixel_values": torch.ones(1, 4, 48), "image_position_ids": torch.ones(1, 4, 2, dtype=torch.int64)}
-    return {"input_ids": [3, IMAGE], "mm_token_type_ids": [0, 1], **columns} | more
-
-
-def gemma4_film(counts: torch.dtype) -> dict[str, Any]:
-    pixels, places = torch.ones(1, 4, 48), torch.ones(1, 4, 2, dtype=torch.int64)
-    columns = {"pixel_values_videos": pixels, "video_position_ids": places}
-    frames = torch.ones(1, dtype=counts)
-    return {"input_ids": [3, VIDEO], "mm_token_type_ids": [0, 2], "num_frames_per_video": frames, **columns}
-
-
-def tiles(size: list[int], count: int, tokens: int) -> dict[str, Any]:
-    pixels, sizes = torch.ones(1, count, 3, 8, 8), torch.tensor([size])
-    return {"input_ids": [3, *[IMAGE] * tokens], "pixel_values": pixels, "image_sizes": sizes}
-
-
-def clip(frames: int) -> dict[str, Any]:
-    return {"input_ids": [3, *[VIDEO] * (frames + 1)], "pixel_values_videos": torch.ones(1, frames, 3, 8, 8)}
-
-
 def row(height: int) -> dict[str, Any]:
     return {"input_ids": [3, *[IMAGE] * (height // 2)], "pixel_values": torch.ones(1, 3, height, 8)}
 
@@ -97,110 +73,96 @@ def without(example: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: values for name, values in example.items() if name not in names}
 
 
-class TestRow:
-    @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
-    def test_tokens_are_those_of_packing_collator(self) -> None:
-        """Labels leave out images; images are joined in the order of documents."""
-        examples = [llava(), TEXT, llava(2)]
-        examples[2]["pixel_values"] = torch.stack([torch.full((3, 8, 8), 2.0), torch.full((3, 8, 8), 3.0)])
-        row = VisionPackingCollator(LLAVA)(examples)
-        text = PackingCollator()([without(example, "pixel_values") for example in examples])
-        assert row["pixel_values"][:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
-        assert row["labels"].tolist() == [[-100] * 5 + [4, -100, 4, 5] + [-100] * 9 + [4]]
-        for name, values in text.items():
-            assert name == "labels" or torch.equal(torch.as_tensor(row[name]), torch.as_tensor(values)), name
-        assert set(row) == {*text, "pixel_values"}
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
 
-    @pytest.mark.parametrize("image", [IMAGE, -100])
-    def test_labels_beside_a_mask(self, image: int) -> None:
-        """A copy of the input ids, whether or not images are left out, is -100 where the mask is 0."""
-        example = llava(input_ids=[3, *[IMAGE] * 4, 4, 5, 6], assistant_masks=[0] * 6 + [1, 1])
-        collator = VisionPackingCollator(LLAVA)
-        batch = collator([example | {"labels": [3, *[image] * 4, 4, 5, 6]}])
-        assert batch["labels"].tolist() == [[-100] * 6 + [5, 6]]
-        with pytest.raises(ValueError, match="document 0 has the label 4 at token 5, where its assistant_masks is 0"):
-            collator([example | {"labels": [-100] * 5 + [4, 5, 6]}])
 
-    @pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
-    def test_none_and_empty_columns_of_images_are_absent(self, text: str) -> None:
-        """A table has all columns for all examples."""
-        plain = VisionPackingCollator(TIMED)([qwen(), TEXT, film()])
-        pixels, grids = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
-        for absent in (None, [], torch.ones(0, 96)):
-            columns = {text: None, "second_per_grid_ts": None, **dict.fromkeys((*pixels, *grids), absent)}
-            given = [columns | example for example in (qwen(), TEXT, film())]
-            made = VisionPackingCollator(TIMED)(given)
-            assert made.keys() == plain.keys()
-            assert all(torch.equal(torch.as_tensor(made[name]), torch.as_tensor(plain[name])) for name in plain)
-            assert VisionPackingCollator(TIMED).measure(given[0]) == (4, 8)
+@pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
+def test_tokens_are_those_of_packing_collator() -> None:
+    """Labels leave out images; images are joined in the order of documents."""
+    examples = [llava(), TEXT, llava(2)]
+    examples[2]["pixel_values"] = torch.stack([torch.full((3, 8, 8), 2.0), torch.full((3, 8, 8), 3.0)])
+    row = VisionPackingCollator(LLAVA)(examples)
+    text = PackingCollator()([without(example, "pixel_values") for example in examples])
+    assert row.pop("pixel_values")[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
+    assert row["labels"].tolist() == [[-100] * 5 + [4, -100, 4, 5] + [-100] * 9 + [4]]
+    assert_same(row, text | {"labels": row["labels"]})
 
-    def test_texts_of_gemma_3_may_lack_types(self) -> None:
-        made = VisionPackingCollator(GEMMA3)([TEXT, gemma3(), TEXT | {"token_type_ids": None}])
-        assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
 
-    def test_whole_seconds_beside_parts(self) -> None:
-        made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1]), film(second_per_grid_ts=[0.5])])
-        assert made["second_per_grid_ts"].tolist() == [1.0, 0.5]
-        assert made["second_per_grid_ts"].dtype == torch.float32
+@pytest.mark.parametrize("image", [IMAGE, -100])
+def test_labels_beside_a_mask(image: int) -> None:
+    """A copy of the input ids, whether or not images are left out, is -100 where the mask is 0."""
+    example = llava(input_ids=[3, *[IMAGE] * 4, 4, 5, 6], assistant_masks=[0] * 6 + [1, 1])
+    collator = VisionPackingCollator(LLAVA)
+    batch = collator([example | {"labels": [3, *[image] * 4, 4, 5, 6]}])
+    assert batch["labels"].tolist() == [[-100] * 6 + [5, 6]]
+    with pytest.raises(ValueError, match="document 0 has the label 4 at token 5, where its assistant_masks is 0"):
+        collator([example | {"labels": [-100] * 5 + [4, 5, 6]}])
 
-    def test_positions_of_three_axes_restart_in_each_document(self) -> None:
-        row = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)([qwen(), TEXT, film()])
-        assert row["position_ids"][:, 0].tolist() == [
-            [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5],
-            [3, 2, 1, 0, 2, 1, 0, 2, 1, 0, 0, 1, 2, 3, 4, 5],
-            [0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 1, 2, 3, 4, 5],
-            [0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 1, 2, 3, 4, 5],
-        ]
-        assert row["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0]]
-        assert row["cu_seq_lens_q"].tolist() == [0, 4, 7, 10, 16]
 
-    def test_a_default_device_changes_nothing(self, request: pytest.FixtureRequest) -> None:
-        """The model's own function makes positions without naming a device."""
-        collate = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)
-        expected = collate([qwen(), TEXT, film()])
-        request.getfixturevalue("meta_by_default")
-        for name, values in collate([qwen(), TEXT, film()]).items():
-            assert torch.equal(torch.as_tensor(values), torch.as_tensor(expected[name])), name
+@pytest.mark.parametrize("text", ["mm_token_type_ids", "attention_mask", "labels", "token_type_ids"])
+def test_examples_of_other_forms_make_the_same_batch(text: str, request: pytest.FixtureRequest) -> None:
+    """None and empty columns, as tables have them; the axis of a batch of one; another default device; a pickle."""
+    model = Rotated("qwen2_5_vl")
+    model.rope_deltas = torch.zeros(10_000)
+    model.get_rope_index = lambda *args: None  # type: ignore[method-assign]  # as a patch may put it there
+    collate, examples = VisionPackingCollator(model, pad_to_multiple_of=8, pad_token_id=0), [qwen(), TEXT, film()]
+    plain = collate(examples)
+    pixels, grids = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
+    for absent in (None, [], torch.ones(0, 96)):
+        columns = {text: None, "second_per_grid_ts": None, **dict.fromkeys((*pixels, *grids), absent)}
+        assert_same(collate([columns | example for example in examples]), plain)
+    rows = [{name: torch.as_tensor(values)[None] for name, values in example.items()} for example in examples]
+    assert_same(collate(rows), plain)
+    data = pickle.dumps(collate)
+    assert len(data) < 10_000, "workers get no weights"
+    assert_same(pickle.loads(data)(examples), plain)
+    for wrapped in (nn.Sequential(TIMED), nn.ModuleDict({"module": nn.ModuleDict({"model": TIMED})})):
+        assert_same(VisionPackingCollator(wrapped, pad_to_multiple_of=8, pad_token_id=0)(examples), plain)
+    request.getfixturevalue("meta_by_default")
+    assert_same(collate(examples), plain)
 
-    def test_the_axis_of_a_batch_of_one_is_taken_off(self) -> None:
-        plain = qwen()
-        rows = {name: torch.as_tensor(values)[None] for name, values in plain.items()}
-        collate = VisionPackingCollator(QWEN)
-        for name, values in collate([plain]).items():
-            assert torch.equal(torch.as_tensor(collate([rows])[name]), torch.as_tensor(values)), name
 
-    def test_tiles_are_padded_to_the_most(self) -> None:
-        """An overview of 4 patches, then 8 patches in 2 or in 4 lines, each with a mark."""
-        row = VisionPackingCollator(NEXT)([tiles([8, 16], 3, 4 + 8 + 2), tiles([16, 8], 4, 4 + 8 + 4)])
-        assert row["pixel_values"].shape == (2, 4, 3, 8, 8)
-        assert not row["pixel_values"][0, 3].any()
+def test_columns_that_only_some_examples_need() -> None:
+    made = VisionPackingCollator(GEMMA3)([TEXT, gemma3(), TEXT | {"token_type_ids": None}])
+    assert made["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]
+    made = VisionPackingCollator(TIMED)([film(second_per_grid_ts=[1]), film(second_per_grid_ts=[0.5])])
+    assert made["second_per_grid_ts"].tolist() == [1.0, 0.5]
+    assert made["second_per_grid_ts"].dtype == torch.float32
 
-    def test_workers_get_no_weights(self) -> None:
-        """Nor what a patch, or a call, puts on the model."""
-        model = Rotated("qwen2_vl")
-        model.rope_deltas = torch.zeros(10_000)
-        model.get_rope_index = lambda *args: None  # type: ignore[method-assign]
-        collate = VisionPackingCollator(model)
-        data = pickle.dumps(collate)
-        assert len(data) < 10_000
-        assert torch.equal(pickle.loads(data)([qwen()])["position_ids"], collate([qwen()])["position_ids"])
 
-    def test_wrapped_models(self) -> None:
-        for model in (nn.Sequential(QWEN), nn.ModuleDict({"module": nn.ModuleDict({"model": QWEN})})):
-            assert VisionPackingCollator(model)([qwen()])["position_ids"].shape == (4, 1, 4)
+def test_images_are_padded_at_their_end() -> None:
+    """Of 8 x 4 and 4 x 8 pixels, in a token for each 4 x 4; the model cuts them out by their sizes."""
+    sized = [
+        {"input_ids": [3, IMAGE, IMAGE], "pixel_values": torch.ones(1, 3, *size), "image_sizes": torch.tensor([size])}
+        for size in ([8, 4], [4, 8])
+    ]
+    made = VisionPackingCollator(Model("mistral3", spatial_merge_size=1))(sized)
+    assert made["image_sizes"].tolist() == [[8, 4], [4, 8]]
+    assert made["pixel_values"].shape == (2, 3, 8, 8)
+    for pixels, (height, width) in zip(made["pixel_values"], made["image_sizes"].tolist(), strict=True):
+        assert pixels.sum() == pixels[:, :height, :width].sum() == 3 * 32
 
-    def test_measure(self) -> None:
-        assert VisionPackingCollator(LLAVA).measure(llava(2)) == (10, 8)
-        assert VisionPackingCollator(QWEN).measure(qwen()) == (4, 8)
-        assert VisionPackingCollator(QWEN).measure(TEXT) == (3, 0)
+
+def test_positions_of_three_axes_restart_in_each_document() -> None:
+    row = VisionPackingCollator(QWEN, pad_to_multiple_of=8, pad_token_id=0)([qwen(), TEXT, film()])
+    assert row["position_ids"][:, 0].tolist() == [
+        [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5],
+        [3, 2, 1, 0, 2, 1, 0, 2, 1, 0, 0, 1, 2, 3, 4, 5],
+        [0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 1, 2, 3, 4, 5],
+        [0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 1, 2, 3, 4, 5],
+    ]
+    assert row["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0]]
+    assert row["cu_seq_lens_q"].tolist() == [0, 4, 7, 10, 16]
 
 
 # The model, the examples, and what the error says.
 REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "tokens without an image": (LLAVA, [TEXT, without(llava(), "pixel_values")],
-        r"document 1 has 4 tokens of images \(token 60\) in input_ids, and no 'pixel_values'\. Pass all columns"),
+        r"document 1 has 4 tokens of images \(token 60\) in input_ids, and no pixels of images\. Pass all columns"),
     "a cut image": (LLAVA, [TEXT, llava() | {"input_ids": [3, 60, 60, 60]}],
-        "document 1 has 3 tokens of images .* take 4. Don't truncate input_ids"),
+        "document 1 has 3 tokens of images .* take 4. .* don't truncate input_ids"),
     "tokens that don't match the grid": (QWEN,
         [TEXT, qwen(pixel_values=torch.ones(16, 96), image_grid_thw=torch.tensor([[1, 4, 4]]))],
         "document 1 has 2 tokens of images .* but its 'pixel_values', 'image_grid_thw' take 4"),
@@ -226,31 +188,23 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
         r"document 0 has pixel_values of shape \(3, 8, 8\); it takes \(images, channels, height, width\)"),
     "the first patch alone": (QWEN, [qwen(pixel_values=torch.ones(96))], "so don't take .0. of it or squeeze it"),
     "no images in a column": (LLAVA, [llava(pixel_values=torch.ones(0, 3, 8, 8))],
-        "document 0 has 4 tokens of images .* and no 'pixel_values'"),
+        "document 0 has 4 tokens of images .* and no pixels of images"),
     "no types of Gemma 3": (GEMMA3, [TEXT, without(gemma3(), "token_type_ids")],
         "document 1 has images or videos and no 'token_type_ids', by which the model tells their tokens from text"),
     "seconds in words": (TIMED, [film(second_per_grid_ts=["a"])], "needs an array .* as second_per_grid_ts"),
     "grids of two dtypes": (QWEN, [qwen(), qwen(image_grid_thw=torch.tensor([[1.0, 2, 4]]))],
         "image_grid_thw is torch.float32 .* one dtype and one size of 3: time, height, width in a call"),
-    "frames of two dtypes": (GEMMA4, [gemma4_film(torch.int64), gemma4_film(torch.float32)],
-        r"num_frames_per_video is torch.float32 .* the model takes one dtype in a call\. Process"),
     "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
         r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
     "a list of images of two shapes": (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
         r"document 0 has pixel_values of shapes \[\(3, 8, 8\), \(3, 8, 4\)\]; let the processor pad them"),
     "padding": (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
     "no mapping": (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
-    "too few tiles": (NEXT, [tiles([8, 16], 2, 14)],
-        "document 0 has an image of 8 x 16 pixels, which is 3 tiles, but 2 tiles in pixel_values"),
-    "sizes of other images": (NEXT, [tiles([8, 16], 3, 14) | {"image_sizes": torch.ones(2, 2)}],
-        r"document 0 has columns of different numbers of images: .'pixel_values': 1, 'image_sizes': 2."),
     "images and videos of GLM-4V": (Rotated("glm4v"),
         [qwen(), film(input_ids=[3, IMAGE, IMAGE])],
         "document 0 has images and document 1 has videos; the model type 'glm4v' takes one of them in a call"),
     "seconds of other videos": (Rotated("qwen2_5_vl"), [film(second_per_grid_ts=torch.ones(2))],
         r"document 0 has columns of different numbers of videos: .'video_grid_thw': 1, 'second_per_grid_ts': 2.; pass"),
-    "videos of other lengths": (ONEVISION, [clip(2), TEXT, clip(3)],
-        r"pixel_values_videos is .* \(1, 3, 3, 8, 8\) in document 2 .* in document 0; .* one size of frames and"),
     "images that Idefics 3 can't pad": (Model("idefics3", scale_factor=1), [row(8), row(12)],
         r"pixel_values is .* \(1, 3, 12, 8\) in document 1 .* one size of channels and height and width"),
     "a tower that isn't known": (Model("llava", vision_feature_select_strategy="full", vision={"model_type": "dino"}),

@@ -127,21 +127,6 @@ def test_rows_with_padding_and_rows_without_images(name: str) -> None:
             assert all(p.grad is None for p in towers)  # docs/vision.md warns of that
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_measured_tokens_and_patches(name: str) -> None:
-    """Tokens are those of the row; a model with rows of patches has as many patches."""
-    collate, documents = tritonpack.VisionPackingCollator(build(name)), examples(name)
-    measured = [collate.measure(document) for document in documents]
-    row = collate(documents)
-    assert sum(size.tokens for size in measured) == row["input_ids"].shape[1]
-    if "image_grid_thw" in collate.family.columns:
-        rows = sum(len(row[column]) for column in ("pixel_values", "pixel_values_videos") if column in row)
-        assert sum(size.patches for size in measured) == rows
-    for size, document in zip(measured, documents, strict=True):
-        assert (size.patches > 0) == any("pixel" in column for column in document)
-
-
 def test_every_family_is_tried() -> None:
     assert {kind.model_type or name for name, kind in KINDS.items()} == set(FAMILIES)
 

@@ -1,18 +1,17 @@
-"""dataloader with VisionPackingCollator: it measures tokens and patches itself, and checks those that are given."""
+"""dataloader with VisionPackingCollator: tokens are those of the row, also of a batch of one row."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("numba")
 
 from tests.packing.vision.test_collator import LLAVA, QWEN, TEXT, llava, qwen
-from tritonpack import TreeCollator, Units, VisionPackingCollator, dataloader, pack_dataset
-from tritonpack.packing.reader import measure_lengths
+from tritonpack import TreeCollator, VisionPackingCollator, dataloader, pack_dataset
 
-EXAMPLES = [TEXT, llava(), TEXT, llava(2), llava()]  # of 3, 6, 3, 10 and 6 tokens, and 0, 4, 0, 8 and 4 patches
-TOKENS, PATCHES = [3, 6, 3, 10, 6], [0, 4, 0, 8, 4]
+EXAMPLES = [TEXT, llava(), TEXT, llava(2), llava()]
 COLLATE = VisionPackingCollator(LLAVA)
 
 
@@ -28,79 +27,46 @@ def nested(examples: list[dict[str, Any]]) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def row_patches(loader: Any) -> list[int]:
-    return sorted(4 * len(batch.get("pixel_values", ())) for batch in loader)
+def tensors(examples: list[dict[str, Any]]) -> Any:
+    """What processors return with `return_tensors="pt"`: `input_ids` of shape (1, n)."""
+    return [example | {"input_ids": torch.tensor([example["input_ids"]])} for example in examples]
 
 
-@pytest.mark.parametrize("make", [list, nested])
+@pytest.mark.parametrize("make", [list, nested, tensors])
 @pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
-def test_collator_measures_tokens_and_patches(make: Callable[[list[Any]], Any]) -> None:
-    loader = dataloader(make(EXAMPLES), tokens=20, budgets={"patches": 8}, collate_fn=COLLATE, seed=0)
-    units = loader.documents.units
-    assert (units.tokens.tolist(), units.resources["patches"].tolist()) == (TOKENS, PATCHES)
-    assert sum(batch["input_ids"].shape[1] for batch in loader) == sum(TOKENS)
-    assert row_patches(loader) == [8, 8], "at most 8 patches a row, though 28 tokens fill two rows of 20"
-    assert "5 documents, 28 tokens (lengths from collate_fn.measure)" in str(loader)
-    assert "  patches: 16, at most 8 a row, 100.0% full" in str(loader)
+def test_tokens_are_counted_with_images(make: Callable[[list[Any]], Any]) -> None:
+    loader = dataloader(make(EXAMPLES), tokens=20, collate_fn=COLLATE, seed=0)
+    assert loader.documents.units.tokens.tolist() == [3, 6, 3, 10, 6]
+    assert sum(batch["input_ids"].shape[1] for batch in loader) == 28
+    assert sum(len(batch.get("pixel_values", ())) for batch in loader) == 4
+    assert "5 documents, 28 tokens (lengths from input_ids)" in str(loader)
     assert "columns of the first document: input_ids" in str(loader)
-    assert list(dataloader(EXAMPLES, 28, collate_fn=COLLATE).documents.units.resources) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"lengths": [3, 6, 3, 3, 6]}, "example 3 has 10 tokens by collate_fn.measure, but 3 by the argument lengths"),
-        ({"lengths": Units.of_documents([3, 6, 3, 3, 6])}, "example 3 has 10 tokens by collate_fn.measure, but 3 by"),
-        (
-            {"lengths": Units.of_documents(TOKENS, patches=[0, 1, 0, 1, 1]), "budgets": {"patches": 10}},
-            r"example [134] has [48] patches by collate_fn.measure, but 1 by resources or Units",
-        ),
-        (
-            {"resources": {"patches": lambda example: 1}, "budgets": {"patches": 10}},
-            "example 0 has 0 patches, but 1 by resources or Units",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
-def test_wrong_sizes_are_errors(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        list(dataloader(EXAMPLES, tokens=28, collate_fn=COLLATE, **given))
-
-
-def test_an_example_that_cannot_be_measured_is_named() -> None:
-    cut = llava() | {"input_ids": [3, 60, 60, 60]}
-    with pytest.raises(ValueError, match=r"collate_fn\.measure failed on example 2.*to measure has 3 tokens of"):
-        dataloader([TEXT, TEXT, cut], tokens=9, collate_fn=COLLATE)
-
-    class Odd:
-        measure = staticmethod(len)
-
-        def __call__(self, examples: list[Any]) -> Any:
-            raise AssertionError
-
-    with pytest.raises(ValueError, match=r"whose attribute tokens is an integer.* for example 0 it returned 1"):
-        dataloader([TEXT], tokens=9, collate_fn=Odd())
-
-
-@pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
-def test_left_out_columns_are_not_measured() -> None:
-    examples = [qwen(text="hello"), qwen(text="you")]
-    loader = dataloader(examples, 8, budgets={"patches": 16}, collate_fn=VisionPackingCollator(QWEN),
-                        drop_columns=("text",))  # fmt: skip
-    assert loader.documents.units.resources["patches"].tolist() == [8, 8]
+    options = {"collate_fn": VisionPackingCollator(QWEN), "drop_columns": ("text",)}
+    loader = dataloader([qwen(text="hello"), qwen(text="you")], 8, **options)
     assert [batch["pixel_values"].shape[0] for batch in loader] == [16]
 
 
-@pytest.mark.parametrize(
-    "measure",
-    [
-        measure_lengths,
-        lambda table: pack_dataset(table, 28),
-        lambda table: dataloader(table, 28),
-        lambda table: dataloader(table, 28, collate_fn=TreeCollator()),
-        lambda table: dataloader(list(table), 28, collate_fn=TreeCollator()),
-    ],
-)
-def test_rows_of_rows_are_never_counted_as_one_token(measure: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match=r"(document|example) 0"):
-        measure(nested([TEXT, TEXT]))
+class Measuring(TreeCollator):
+    measure = len
+
+
+CUT = llava() | {"input_ids": [3, 60, 60, 60]}
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (EXAMPLES, {"lengths": [3, 6, 3, 1, 6]}, "collate_fn made 28 input_ids of examples .*, and a row has at most 19"),
+    (EXAMPLES, {"lengths": [3, 6, 3, 3]}, "4 lengths for a dataset of 5 documents"),
+    ([TEXT, TEXT, CUT], {}, "document 2 has 3 tokens of"),
+    ([TEXT], {"collate_fn": Measuring()}, "measure of a collate_fn was removed: dataloader counts input_ids itself"),
+    ("nested", {"collate_fn": None}, r"document 0 needs a row of integers as input_ids; got .* of shape \(1, 3\)"),
+    ("nested", {"collate_fn": TreeCollator()}, r"document [01] needs a row of integers as input_ids; got .* \(1, 3\)"),
+]
+
+
+@pytest.mark.parametrize(("examples", "options", "message"), WRONG)
+@pytest.mark.filterwarnings("ignore::tritonpack.PackingWarning")
+def test_refused(examples: Any, options: dict[str, Any], message: str) -> None:
+    for given in [examples] if examples != "nested" else [nested([TEXT, TEXT]), list(nested([TEXT, TEXT]))]:
+        with pytest.raises(ValueError, match=message):
+            list(dataloader(given, **{"tokens": 19, "collate_fn": COLLATE, **options}))
+    if examples == "nested":
+        with pytest.raises(ValueError, match="document 0 "):
+            pack_dataset(nested([TEXT, TEXT]), 28)

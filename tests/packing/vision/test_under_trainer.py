@@ -53,7 +53,7 @@ def test_undo_restores_what_trainer_passes_to_the_model(tmp_path: Path) -> None:
     trainer = make(tmp_path, "qwen2_5_vl", 4)
     collate = tritonpack.VisionPackingCollator(trainer.model)
     assert trainer.model_accepts_loss_kwargs is False
-    with pytest.raises(ValueError, match="the row size is 4"):
+    with pytest.raises(ValueError, match="longer than the row size of 4"):
         tritonpack.setup(trainer, 4, collate_fn=collate)
     assert trainer.model_accepts_loss_kwargs is False
     with tritonpack.setup(trainer, 256, collate_fn=collate):

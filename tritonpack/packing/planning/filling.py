@@ -13,63 +13,46 @@ _BLOCK = 16  # rows that are searched together
 
 
 @compiled_without_arrays
-def fill_evenly(
-    own: Any, loads: Any, overdue: int, rows: int, limits: Any, share: int, row_of: Any, room: Any, of_rows: Any
-) -> None:  # fmt: skip
+def fill_evenly(own: Any, loads: Any, rows: int, limit: int, row_of: Any, of_rows: Any) -> None:
     """Put each unit into the least loaded row with room, and write its row, or -1, to `row_of`.
 
     Args:
-        own: (units, resources) what units take: `overdue` units that were deferred often, and then all others, both
-            from large to small.
+        own: (units,) the tokens of units: first of those that were deferred often, then of all others, both from large
+            to small.
         loads: (units,) at least 0.
-        share: the load that a row doesn't exceed, except by an overdue unit, or by one alone in its row.
-        room: (resources, rows or more) and `of_rows`, whose values don't matter. `of_rows[1]` are the rows' units.
+        limit: tokens that a row holds.
+        of_rows: (12, rows or more), whose values don't matter. `of_rows[1]` are the rows' units.
     """
-    load, size, block_load, block_room, tokens = of_rows[0], of_rows[1], of_rows[2], of_rows[3], room[0]
+    load, size, block_load, block_room, room = of_rows[0], of_rows[1], of_rows[2], of_rows[3], of_rows[11]
     blocks = (rows + _BLOCK - 1) // _BLOCK
     load[:rows] = size[:rows] = block_load[:blocks] = 0
-    room[:, :rows] = block_room[:blocks] = UNLIMITED  # of an empty row, which takes any unit
+    room[:rows] = block_room[:blocks] = UNLIMITED  # of an empty row, which takes any unit
     for unit in range(len(loads)):
-        row_of[unit], row, needed, least = -1, -1, own[unit, 0], np.int64(UNLIMITED)
+        row_of[unit], row, needed, least = -1, -1, own[unit], np.int64(UNLIMITED)
         for block in range(blocks):
             if block_load[block] >= least or block_room[block] < needed:
                 continue
             first, end = _BLOCK * block, min(_BLOCK * (block + 1), rows)
-            if len(room) > 1:
-                for each in range(first, end):
-                    if load[each] < least and tokens[each] >= needed and _has_room(own, unit, room, each):
-                        row, least = each, load[each]
-                continue
             found = np.int64(UNLIMITED)
-            part, has = load[first:end], tokens[first:end]
+            part, has = load[first:end], room[first:end]
             for each in range(len(part)):  # without branches, for vector instructions
                 found = min(found, part[each] | ((has[each] - needed) >> 63 & UNLIMITED))
             if found < least:
                 row, least = first, found
-                while load[row] != least or tokens[row] < needed:
+                while load[row] != least or room[row] < needed:
                     row += 1
-        if row < 0 or (unit >= overdue and size[row] and least + loads[unit] > share):
+        if row < 0:
             continue
-        for resource in range(len(limits)):
-            room[resource, row] = (room[resource, row] if size[row] else limits[resource]) - own[unit, resource]
+        room[row] = (room[row] if size[row] else limit) - needed
         row_of[unit] = row
         load[row] += loads[unit]
         size[row] += 1
         block, first = row // _BLOCK, row // _BLOCK * _BLOCK
         least, most = np.int64(UNLIMITED), np.int64(0)
-        part, has = load[first : min(first + _BLOCK, rows)], tokens[first : min(first + _BLOCK, rows)]
+        part, has = load[first : min(first + _BLOCK, rows)], room[first : min(first + _BLOCK, rows)]
         for each in range(len(part)):
             least, most = min(least, part[each]), max(most, has[each])
         block_load[block], block_room[block] = least, most
-
-
-@compiled_without_arrays
-def _has_room(own: Any, unit: int, room: Any, row: int) -> bool:
-    """Whether a row has room for a unit in every resource but tokens."""
-    fits = True
-    for resource in range(1, len(room)):
-        fits = fits and room[resource, row] >= own[unit, resource]
-    return fits
 
 
 @compiled_without_arrays
@@ -82,7 +65,8 @@ def fill_closely(
     goes to the least loaded row.
 
     Args:
-        own, overdue, row_of: see `fill_evenly`. Tokens are the only resource.
+        own, row_of: see `fill_evenly`.
+        overdue: the first of the units, that were deferred often.
         limit: tokens that a row holds.
         after, before: (units + 1,) int64, whose values don't matter.
         size: (rows or more,) int64, is set to the number of units of each row.
@@ -95,24 +79,24 @@ def fill_closely(
     after[end], before[overdue] = overdue, end
     for row in range(rows):
         room, size[row] = limit, 0
-        while late < overdue and (size[row] == 0 or (overdue - late >= rows - row and own[late, 0] <= room)):
+        while late < overdue and (size[row] == 0 or (overdue - late >= rows - row and own[late] <= room)):
             row_of[late] = row
-            room -= own[late, 0]
+            room -= own[late]
             late, size[row] = late + 1, size[row] + 1
-        while after[end] < end and (size[row] == 0 or own[before[end], 0] <= room):
+        while after[end] < end and (size[row] == 0 or own[before[end]] <= room):
             one, two, last = after[end], end, before[end]
-            if size[row] and own[one, 0] > room:  # search the largest unit that fits
+            if size[row] and own[one] > room:  # search the largest unit that fits
                 high = last
                 while one < high:
                     middle = (one + high) // 2
-                    one, high = (one, middle) if own[middle, 0] <= room else (middle + 1, high)
+                    one, high = (one, middle) if own[middle] <= room else (middle + 1, high)
                 while row_of[one] >= 0:  # its links are those of the time when it got a row: shorten the way
                     after[one] = after[after[one]] if row_of[after[one]] >= 0 else after[one]
                     one = after[one]
-            if size[row] and (room < 3 * own[last, 0] or room < 2 * own[one, 0]):
-                best, first = own[one, 0], one
+            if size[row] and (room < 3 * own[last] or room < 2 * own[one]):
+                best, first = own[one], one
                 while first < last and best < room:
-                    both = own[first, 0] + own[last, 0]
+                    both = own[first] + own[last]
                     if both > room:
                         first = after[first]
                     else:
@@ -122,6 +106,6 @@ def fill_closely(
             for unit in (one, two):
                 if unit < end:
                     row_of[unit] = row
-                    room -= own[unit, 0]
+                    room -= own[unit]
                     size[row] += 1
                     after[before[unit]], before[after[unit]] = after[unit], before[unit]

@@ -4,7 +4,7 @@ Steps are planned in groups, one group after the other:
 
 1. A group is offered a little more than it holds: first the units that earlier groups deferred, then the next ones of
    the shuffled stream. So a unit moves by few steps. Packing a whole epoch at once would destroy the order.
-2. The largest units are placed first, each in the row with the least cost that has room. If the rows stay open, they
+2. The largest units are placed first, each in the row with the least load that has room. If the rows stay open, they
    are filled closely, one after the other; if that doesn't help, rows with the fewest tokens come first. Units that
    fit nowhere are deferred. Units that were deferred twice are placed before all others.
 3. The rows are divided among the steps of the group, similar rows in one step, as long as the mean lengths of steps
@@ -24,6 +24,7 @@ from tritonpack.packing.heuristics import compiled, compiled_without_arrays, sor
 from tritonpack.packing.planning.filling import UNLIMITED, fill_closely, fill_evenly
 
 _PATIENCE = 2  # how often a unit may be deferred
+_LOOKAHEAD = 0.01  # the share of its tokens that a group is offered in addition
 _CLOSE = 2.0**-11  # the share of a group that its offer may lack
 # Units of more than half a row that a group is offered, per row. A row takes one; of more, some would wait too long.
 _HALVES = 1.25
@@ -40,129 +41,91 @@ _SETS = 1 + _OFFERED * (_OFFERED + 1) // 2  # of none, one or two of them
 
 @compiled
 def plan_steps(
-    takes: Any, costs: Any, kinds: Any, limits: Any, last_limits: Any, ranks: int, lookahead: float, together: int,
-    level: bool, last_step: int,
+    tokens: Any, costs: Any, kinds: Any, limit: int, last_limit: int, ranks: int, together: int, last_step: int
 ) -> Any:  # fmt: skip
     """The row of each unit, (units,) int64: `step * ranks + rank`.
 
     Args:
-        takes: (units, resources) int64, what each unit takes, in the shuffled order; the first resource is tokens.
+        tokens: (units,) int64, of each unit, in the shuffled order.
         costs: (units,) int64, at least 1.
         kinds: (units,) int64 below 2**30; larger units have smaller kinds.
-        limits: (resources,) int64, what a row holds; a single unit may take more.
-        last_limits: the same for the rows of `last_step`.
+        limit: tokens that a row holds; a single unit may have more.
+        last_limit: the same for the rows of `last_step`.
         ranks: rows of a step.
-        lookahead: the share of what it holds that a group is offered in addition.
         together: how many steps are planned as one group.
-        level: a row takes no more units once it has its share of the group's cost, even if it has room.
         last_step: the step that is offered all remaining units.
     """
-    count, resources = takes.shape
+    count = len(tokens)
     rows_of = np.empty(count, dtype=np.int64)
     arrived = np.empty(count, dtype=np.int32)  # the group that read a unit from the stream
     pool = np.empty(count, dtype=np.int64)  # units that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)
-    offer, left, sums = np.empty(resources, np.int64), np.zeros(resources, np.int64), np.empty((3, resources), np.int64)
-    largest = np.int64(0)
+    largest = left = np.int64(0)
     # Loops, because numpy's sums, maxima and assignments of whole arrays take numba five seconds more to compile.
     for unit in range(count):
         rows_of[unit] = -1
         largest = max(largest, kinds[unit])
-        for resource in range(resources):
-            left[resource] += takes[unit, resource]
+        left += tokens[unit]
     # Scratch memory is used for every group anew, because small groups would take longer to allocate than to plan.
-    of_units = np.empty((7, max(count + 1, 257)), dtype=np.int64)
-    every_own = np.empty((count, resources), dtype=np.int64)
-    of_rows, room = np.empty((11, 257), dtype=np.int64), np.empty((resources, 0), dtype=np.int64)
+    of_units = np.empty((8, max(count + 1, 257)), dtype=np.int64)
+    of_rows = np.empty((12, 257), dtype=np.int64)
     sets = np.empty((2, 4, _SETS), dtype=np.int64)
     # numba compiles a function once more for each literal number, so numbers are typed.
-    none, unlimited, bits = np.int64(0), np.int64(UNLIMITED), np.int64(_BITS)
+    none, bits = np.int64(0), np.int64(_BITS)
     done = waiting = cursor = group = step = none
     while done < count:
         last = step == last_step
-        most = last_limits if last else limits
-        steps = none  # that the remaining units fill
-        for resource in range(resources):
-            steps = max(steps, left[resource] // (ranks * most[resource]))
-        steps = max(1, min(together, steps, last_step - step, waiting + count - cursor))
+        most = last_limit if last else limit
+        steps = max(1, min(together, left // (ranks * most), last_step - step, waiting + count - cursor))
         rows = ranks * steps
-        if room.shape[1] < rows:
-            of_rows, room = np.empty((11, rows + 257), np.int64), np.empty((resources, rows), np.int64)
-        for resource in range(resources):
-            whole = rows * most[resource]
-            offer[resource] = UNLIMITED if last else whole + int(lookahead * whole)
-        for final in (False, True):
-            pooled, stop = _offer(takes, most, rows, offer, pool, offered, waiting, cursor, sums)
-            arrived[cursor:stop] = group
-            keys, size, overdue = of_units[0], none, none
-            for place in range(pooled):
-                if offered[place]:
-                    unit = pool[place]
-                    late = group - arrived[unit] >= _PATIENCE
-                    overdue += late
-                    keys[size] = (kinds[unit] + (none if late else largest + 1)) << _BITS | unit
-                    size += 1
-            sort_by_bytes(keys, of_units[1], of_rows[0], size, bits, 2 * largest + 1)
-            units, own, own_costs, row_of, other = (
-                keys[:size], every_own[:size], of_units[1, :size], of_units[2, :size], of_units[3, :size]
-            )  # fmt: skip
-            sums[0] = 0
-            cost = dearest = none
-            for place in range(size):
-                unit = keys[place] & (1 << _BITS) - 1
-                units[place], own_costs[place] = unit, costs[unit]
-                cost += costs[unit]
-                dearest = max(dearest, costs[unit])
-                for resource in range(resources):
-                    own[place, resource] = takes[unit, resource]
-                    sums[0, resource] += takes[unit, resource]
-            scarce = none  # the resource of which the offer has most, relative to what rows hold
-            for resource in range(resources):
-                if sums[0, resource] / most[resource] > sums[0, scarce] / most[scarce]:
-                    scarce = resource
-            held, whole = sums[0, scarce], rows * most[scarce]
-            # The share of a row is the cost of a full row of units like these, or of the costliest unit. The end of an
-            # epoch needs no limit.
-            limited = level and (stop < count or held >= whole)
-            share = max(int(cost / held * most[scarce]), dearest) if limited else unlimited
-            fill_evenly(own, own_costs, overdue, rows, most, share, row_of, room, of_rows)
-            taken = _placed(own, row_of, scarce)
-            if final or not limited or offer[scarce] <= taken + int(1.125 * lookahead * whole):
-                break
-            for resource in range(resources):  # rows that stop at their share hold less: offer as much
-                offer[resource] = _placed(own, row_of, resource) + int(lookahead * rows * most[resource])
-        waiting, cursor = pooled, stop
+        if of_rows.shape[1] < rows + 257:
+            of_rows = np.empty((12, rows + 257), np.int64)
+        whole = rows * most
+        offer = np.int64(UNLIMITED) if last else whole + int(_LOOKAHEAD * whole)
+        waiting, stop = _offer(tokens, most, rows, offer, pool, offered, waiting, cursor)
+        arrived[cursor:stop] = group
+        cursor = stop
+        keys, size, overdue = of_units[0], none, none
+        for place in range(waiting):
+            if offered[place]:
+                unit = pool[place]
+                late = group - arrived[unit] >= _PATIENCE
+                overdue += late
+                keys[size] = (kinds[unit] + (none if late else largest + 1)) << _BITS | unit
+                size += 1
+        sort_by_bytes(keys, of_units[1], of_rows[0], size, bits, 2 * largest + 1)
+        units, own, own_costs, row_of, other = (
+            keys[:size], of_units[7, :size], of_units[1, :size], of_units[2, :size], of_units[3, :size]
+        )  # fmt: skip
+        held = none
+        for place in range(size):
+            unit = keys[place] & (1 << _BITS) - 1
+            units[place], own[place], own_costs[place] = unit, tokens[unit], costs[unit]
+            held += tokens[unit]
+        fill_evenly(own, own_costs, rows, most, row_of, of_rows)
+        taken = _placed(own, row_of)
         fuller = False
-        open_rows = not level and taken < min(held, whole) - whole // _OPEN
-        if open_rows and (resources > 1 or _least_deferred(own, row_of) <= most[0] // 2):
-            if resources > 1:
-                loads = of_units[4, :size]
-                loads[:] = 0
-                fill_evenly(own, loads, overdue, rows, most, share, other, room, of_rows)
-            else:
-                fill_closely(own, overdue, rows, most[0], other, of_units[4], of_units[5], of_rows[1])
-            gained = _placed(own, other, scarce)
+        open_rows = taken < min(held, whole) - whole // _OPEN
+        if open_rows and _least_deferred(own, row_of) <= most // 2:
+            fill_closely(own, overdue, rows, most, other, of_units[4], of_units[5], of_rows[1])
+            gained = _placed(own, other)
             fuller = gained > taken + whole // _OPEN and _extremes(of_rows[1], rows)[0] > 0
             if fuller:
                 row_of, taken = other, gained
-        uneven = not level and taken < whole - whole // _UNEVEN
+        uneven = taken < whole - whole // _UNEVEN
         if uneven and not fuller:
-            loads = of_units[4, :size]
-            for place in range(size):
-                loads[place] = own[place, 0]
-            fill_evenly(own, loads, overdue, rows, most, share, other, room, of_rows)
-            if _placed(own, other, scarce) >= taken:
+            fill_evenly(own, own, rows, most, other, of_rows)
+            if _placed(own, other) >= taken:
                 row_of = other
         if steps > 1:
             _divide(own, own_costs, units, row_of, rows, ranks, uneven, of_rows)
         if ranks > 1:
-            _level(own, own_costs, row_of, rows, ranks, most, level, room, of_rows, of_units, sets)
+            _level(own, own_costs, row_of, rows, ranks, most, of_rows, of_units, sets)
         for place in range(size):
             if row_of[place] >= 0:
                 rows_of[units[place]] = step * ranks + row_of[place]
                 done += 1
-                for resource in range(resources):
-                    left[resource] -= own[place, resource]
+                left -= own[place]
         kept = 0
         for place in range(waiting):
             pool[kept] = pool[place]
@@ -173,44 +136,37 @@ def plan_steps(
 
 @compiled_without_arrays
 def _offer(
-    takes: Any, limits: Any, rows: int, most: Any, pool: Any, offered: Any, waiting: int, cursor: int, sums: Any
+    tokens: Any, limit: int, rows: int, most: int, pool: Any, offered: Any, waiting: int, cursor: int
 ) -> tuple[int, int]:  # fmt: skip
     """Choose what a group is offered from the pool; units of the stream are added to the pool as needed.
 
     Units that would exceed the offer are passed over, so every group is offered the same number of tokens.
 
     Args:
-        most: (resources,) what the offer doesn't exceed, except to give every row a unit.
-        sums: (3, resources) int64, whose values don't matter.
+        most: the tokens that the offer doesn't exceed, except to give every row a unit.
 
     Returns:
         The number of units in the pool now, and the position up to which the stream is read.
     """
-    held, passed, halves = sums[0], sums[1], sums[2]
-    sums[:] = 0
-    complete = most[0] - int(_CLOSE * rows * limits[0])
-    given = place = 0
+    complete = most - int(_CLOSE * rows * limit)
+    held = passed = halves = given = place = 0
     stopping = False  # too much was passed over, or too many are of more than half a row
-    while place < waiting or cursor < len(takes):
+    while place < waiting or cursor < len(tokens):
         if place == waiting:
-            if given >= rows and (held[0] >= complete or stopping):
+            if given >= rows and (held >= complete or stopping):
                 break
             pool[waiting] = cursor
             waiting, cursor = waiting + 1, cursor + 1
-        unit = pool[place]
-        fits = True
-        for resource in range(len(most)):
-            fits = fits and held[resource] + takes[unit, resource] <= most[resource]
-        offered[place] = fits or given < rows
-        given += offered[place]
-        for resource in range(len(most)):
-            if offered[place]:
-                held[resource] += takes[unit, resource]
-                halves[resource] += takes[unit, resource] > limits[resource] // 2
-                stopping |= halves[resource] >= int(_HALVES * rows)
-            else:
-                passed[resource] += takes[unit, resource]
-                stopping |= passed[resource] >= max(1, int(_BEYOND * rows * limits[resource]))
+        own = tokens[pool[place]]
+        offered[place] = held + own <= most or given < rows
+        if offered[place]:
+            given += 1
+            held += own
+            halves += own > limit // 2
+            stopping |= halves >= int(_HALVES * rows)
+        else:
+            passed += own
+            stopping |= passed >= max(1, int(_BEYOND * rows * limit))
         place += 1
     return waiting, cursor
 
@@ -225,12 +181,12 @@ def _extremes(values: Any, count: int) -> tuple[int, int]:
 
 
 @compiled_without_arrays
-def _placed(own: Any, row_of: Any, resource: int) -> int:
-    """What the units that have a row take of a resource."""
+def _placed(own: Any, row_of: Any) -> int:
+    """The tokens of the units that have a row."""
     found = np.int64(0)
     for unit in range(len(row_of)):
         if row_of[unit] >= 0:
-            found += own[unit, resource]
+            found += own[unit]
     return found
 
 
@@ -243,7 +199,7 @@ def _least_deferred(own: Any, row_of: Any) -> int:
     unit = len(row_of) - 1
     while row_of[unit] >= 0:
         unit -= 1
-    return own[unit, 0]
+    return own[unit]
 
 
 @compiled_without_arrays
@@ -272,11 +228,11 @@ def _divide(
         row = row_of[unit]
         if row >= 0:
             placed += 1
-            total += own[unit, 0]
+            total += own[unit]
             size[row] += 1
-            tokens[row] += own[unit, 0]
-            load[row] += own[unit, 0] if uneven else costs[unit]
-            squares += float(own[unit, 0]) * own[unit, 0]
+            tokens[row] += own[unit]
+            load[row] += own[unit] if uneven else costs[unit]
+            squares += float(own[unit]) * own[unit]
             hashed = (units[unit] * 2654435761) % 2**32
             if hashed > drawn[row]:
                 drawn[row], place[row] = hashed, units[unit]
@@ -335,30 +291,25 @@ def _divide(
 
 @compiled_without_arrays
 def _level(
-    own: Any, costs: Any, row_of: Any, rows: int, ranks: int, limits: Any, level: bool, room: Any, of_rows: Any,
-    of_units: Any, sets: Any,
+    own: Any, costs: Any, row_of: Any, rows: int, ranks: int, limit: int, of_rows: Any, of_units: Any, sets: Any
 ) -> None:  # fmt: skip
     """Exchange units between rows of each step until their costs are about equal, in place."""
-    cost, head, by_cost = of_rows[0], of_rows[1], of_rows[2]
+    cost, head, by_cost, room = of_rows[0], of_rows[1], of_rows[2], of_rows[11]
     after = of_units[5]  # the units of a row are a list, from large to small
     for row in range(rows):
-        cost[row], head[row] = 0, -1
-        for resource in range(len(limits)):
-            room[resource, row] = limits[resource]
+        cost[row], head[row], room[row] = 0, -1, limit
     for unit in range(len(costs) - 1, -1, -1):
         row = row_of[unit]
         if row >= 0:
             after[unit], head[row] = head[row], unit
             cost[row] += costs[unit]
-            for resource in range(len(limits)):
-                room[resource, row] -= own[unit, resource]
+            room[row] -= own[unit]
     for first in range(0, rows, ranks):
-        if not level:  # no row gets fuller than the fullest one
-            least = np.int64(UNLIMITED)
-            for row in range(first, first + ranks):
-                least = min(least, room[0, row])
-            for row in range(first, first + ranks):
-                room[0, row] -= least
+        least = np.int64(UNLIMITED)
+        for row in range(first, first + ranks):
+            least = min(least, room[row])
+        for row in range(first, first + ranks):  # no row gets fuller than the fullest one
+            room[row] -= least
         for place in range(ranks):
             by_cost[place] = first + place
         for _ in range(ranks):
@@ -391,7 +342,7 @@ def _exchange(
     num_mine = _make_sets(head[dear], after, own, costs, chosen, mine)
     num_theirs = _make_sets(head[cheap], after, own, costs, chosen, theirs)
     best, give, take = gap, -1, -1
-    tokens_of, cost_of, most, least = theirs[2], theirs[3], max(room[0, cheap], 0), max(room[0, dear], 0)
+    tokens_of, cost_of, most, least = theirs[2], theirs[3], max(room[cheap], 0), max(room[dear], 0)
     for one in range(num_mine):
         rest = gap - 2 * mine[3, one]  # the gap if the row gets nothing
         if rest >= best:
@@ -399,12 +350,7 @@ def _exchange(
         for other in range(num_theirs):
             distance = abs(rest + 2 * cost_of[other])
             if distance < best and -least <= mine[2, one] - tokens_of[other] <= most:
-                fits = True
-                for resource in range(1, len(room)):
-                    moved = _of_set(own, mine, one, resource) - _of_set(own, theirs, other, resource)
-                    fits = fits and -room[resource, dear] <= moved <= room[resource, cheap]
-                if fits:
-                    best, give, take = distance, one, other
+                best, give, take = distance, one, other
         if best <= gap >> 3:
             break
     if give < 0:
@@ -416,9 +362,8 @@ def _exchange(
                 row_of[unit] = to
                 cost[row] -= costs[unit]
                 cost[to] += costs[unit]
-                for resource in range(len(room)):
-                    room[resource, row] += own[unit, resource]
-                    room[resource, to] -= own[unit, resource]
+                room[row] += own[unit]
+                room[to] -= own[unit]
     # The lists of both rows are merged and divided anew.
     one, other, last_dear, last_cheap = head[dear], head[cheap], -1, -1
     while one >= 0 or other >= 0:
@@ -460,14 +405,7 @@ def _make_sets(unit: int, after: Any, own: Any, costs: Any, chosen: Any, sets: A
         for second in range(first, offers):
             other = chosen[second * count // offers] if second > first else -1
             sets[0, found], sets[1, found] = one, other
-            sets[2, found] = own[one, 0] + (own[other, 0] if second > first else 0)
+            sets[2, found] = own[one] + (own[other] if second > first else 0)
             sets[3, found] = costs[one] + (costs[other] if second > first else 0)
             found += 1
     return found
-
-
-@compiled_without_arrays
-def _of_set(own: Any, side: Any, number: int, resource: int) -> int:
-    """What a set of units takes of a resource."""
-    first, second = side[0, number], side[1, number]
-    return (own[first, resource] if first >= 0 else 0) + (own[second, resource] if second >= 0 else 0)

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_flag
-from tritonpack.packing.lengths import check_integer, whole_lengths
-from tritonpack.packing.planning.cost import CostModel
+from tritonpack.packing.lengths import whole_lengths
 from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.units import Units
+
+EVEN_LENGTH = 29_446  # of documents whose attention costs as much as all else, in a Llama of 8 billion parameters
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class PlanStatistics:
         efficiency: tokens / (steps * ranks * capacity): how full the rows are.
         utilization: tokens / (ranks * the sum over steps of the fullest rank's tokens): the share of time in which
             ranks don't wait for the fullest rank, if time is proportional to tokens.
-        cost_utilization: the same with per_token * tokens + per_square * sum(length**2) in place of tokens; None
-            without a cost.
+        cost_utilization: the same with the cost of a Llama of 8 billion parameters, 29,446 * tokens + sum(length**2),
+            in place of tokens.
         l2_lag: the root mean square over steps of the lag, in tokens. The lag of a step is sqrt(largest - smallest sum
             of squared lengths of a rank).
         l2_lag_max: the largest lag of a step.
@@ -67,7 +68,7 @@ class PlanStatistics:
     filler_rows: int
     efficiency: float
     utilization: float
-    cost_utilization: float | None
+    cost_utilization: float
     l2_lag: float
     l2_lag_max: float
     padding: float
@@ -84,8 +85,6 @@ def plan_statistics(
     plan: Plan,
     lengths: Sequence[int] | NDArray[Any] | Units,
     *,
-    cost: CostModel | None = None,
-    total_tokens: int | None = None,
     padded: bool = False,
 ) -> PlanStatistics:
     """Measure a plan, in time and memory linear in its documents.
@@ -93,11 +92,7 @@ def plan_statistics(
     Args:
         plan: the steps.
         lengths: (documents,) integers, the tokens of each document, by the document numbers of the plan; or `Units`,
-            whose `squares` count as squared lengths. Of other resources `plan.sums(units.resources[name])` tells what
-            the rows hold.
-        cost: for the cost utilization.
-        total_tokens: the number of all tokens, if documents were cut or dropped before they were planned; None sums
-            `lengths`.
+            whose `squares` count as squared lengths.
         padded: rows are padded: each document takes as many tokens as the longest of its row. Efficiency counts the
             documents' own tokens; utilization and L2 lag count padding, too.
 
@@ -116,12 +111,8 @@ def plan_statistics(
             f"the plan holds document {int(plan.items.max())}, but there are only {len(tokens_of)} lengths. Pass the "
             "lengths that the plan was made from."
         )
-    if total_tokens is not None:
-        total_tokens = check_integer(total_tokens, "total_tokens", 1, 2**63 - 1)
     if check_flag(padded, "padded") and isinstance(lengths, Units):
         raise ValueError("padded=True needs the lengths of documents: units don't tell their longest sequence.")
-    if not isinstance(cost, CostModel | None):
-        raise ValueError(f"cost must be a CostModel or None; got {cost!r:.100}.")
 
     shape = (plan.num_steps, plan.num_ranks)
     counts = np.diff(plan.offsets)  # (rows,)
@@ -138,12 +129,8 @@ def plan_statistics(
         loads, squares = (counts * longest).reshape(shape), (counts * longest**2).reshape(shape)
     lags = np.ptp(squares, axis=1).astype(np.float64)  # (steps,)
 
-    cost_utilization = None
-    if cost is not None:
-        of_rank = cost.per_token * loads.astype(np.float64) + cost.per_square * squares.astype(np.float64)
-        own_squares = float(squares_of[planned].astype(np.float64).sum())
-        useful = cost.per_token * tokens + cost.per_square * own_squares
-        cost_utilization = _share(useful, plan.num_ranks * float(of_rank.max(1).sum()))
+    costs = EVEN_LENGTH * loads.astype(np.float64) + squares.astype(np.float64)  # (steps, ranks)
+    useful = EVEN_LENGTH * tokens + float(squares_of[planned].astype(np.float64).sum())
 
     covered = np.zeros(len(tokens_of), dtype=bool)
     covered[plan.items] = True
@@ -158,13 +145,13 @@ def plan_statistics(
         filler_rows=plan.filler_rows,
         efficiency=_share(tokens, plan.num_steps * plan.num_ranks * plan.capacity),
         utilization=_share(tokens, plan.num_ranks * int(loads.max(1).sum())),
-        cost_utilization=cost_utilization,
+        cost_utilization=_share(useful, plan.num_ranks * float(costs.max(1).sum())),
         l2_lag=math.sqrt(lags.mean()) if len(lags) else 0.0,
         l2_lag_max=math.sqrt(lags.max(initial=0.0)),
         padding=1 - _share(int(own.sum()), int(loads.sum())),
         # The last step holds the remaining documents, so it is left out.
         spread=_spread(own.sum(1)[:-1], per_step[:-1], float(tokens_of.std())),
-        tokens_covered=int(tokens_of[covered].sum()) / (total_tokens or int(tokens_of.sum())),
+        tokens_covered=int(tokens_of[covered].sum()) / int(tokens_of.sum()),
     )
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -16,43 +13,34 @@ from torch.utils.data import Sampler
 from tritonpack.checks import check_flag
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.cost import CostModel
-from tritonpack.packing.planning.order import Order, given_order
-from tritonpack.packing.planning.plan import (
-    MOST_TOGETHER,
-    MOST_TOKENS,
-    Objective,
-    Plan,
-    check_options,
-    choose_steps_together,
-    demands,
-)
+from tritonpack.packing.planning.order import Order, epoch_order
+from tritonpack.packing.planning.plan import MOST_TOKENS, Objective, Plan, check_options
 from tritonpack.packing.planning.tail import Tail, check_tail
+from tritonpack.packing.samplers.epochs import EpochSampler
 from tritonpack.packing.samplers.ranks import (
     SUBJECT,
     can_compare,
     compare,
-    describe_differences,
-    find_raised,
-    name_ranks,
     place_among_processes,
     place_in_world,
     raise_faults_on_all_ranks,
 )
-from tritonpack.packing.samplers.resume import Segment, plan_segment
-from tritonpack.packing.samplers.state import (
+from tritonpack.packing.samplers.resume import (
+    VERSION,
     Place,
-    ResumableSampler,
-    are_documents,
+    Segment,
+    after,
+    check_state,
     describe_changes,
-    describe_units,
     digest,
+    plan_segment,
     same,
 )
-from tritonpack.packing.units import Units, as_units, check_budgets
+from tritonpack.packing.units import Units, as_units, fit_for_sampler
+from tritonpack.removed import refuse_removed
 
 
-class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
+class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
@@ -82,28 +70,25 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
         is_shared: whether the ranks of a `group` share batches.
         epoch: the epoch of the next iteration.
         lengths: (documents,) int32, 0 for dropped documents.
-        capacity: tokens of a row: `batch_max_length`.
-        report: what was done with documents that are longer.
-        steps_together: as given, or the number that was chosen.
+        report: what was done with documents that are longer than `batch_max_length`.
 
     Args:
         batch_max_length: tokens of a rank's batch, from 1 to 2**30.
-        lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank.
+        lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank; or `Units`.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed;
             without a process group they are 1 and 0.
         group: the ranks that share every batch (`SequenceParallel`), which count as one: a process group, or a
             dimension of a DeviceMesh such as `mesh["sp"]`. It stands in place of `num_replicas` and `rank`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
-        objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
-            constructor chooses how many steps to plan at once.
+        objective, tail: see `plan_epoch`.
         epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
             epochs once, at the first use of an epoch.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
         order: the documents of an epoch in an order of your own, such as a curriculum: an array of document numbers, or
-            a function of the seed and the epoch that returns one. `Mixture` is such a function.
+            a function of the seed and the epoch that returns one.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
@@ -111,7 +96,7 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
             few tokens to fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the
             ranks of a process group; no seed for a sampler that can't ask rank 0 for it.
         TimeoutError: ranks of the process group that don't make the sampler.
-        ImportError: numba can't be imported; with a given `steps_together` at the first use of an epoch.
+        ImportError: numba can't be imported, at the first use of an epoch.
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
     """
@@ -124,70 +109,55 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
         rank: int | None = None,
         seed: int | None = None,
         *,
-        budgets: Mapping[str, int] | None = None,
         objective: Objective = "quadratic",
         tail: Tail = "drop",
-        lookahead: float = 0.01,
-        steps_together: int | None = None,
         epochs: int = 1,
-        cost_model: CostModel | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         order: Order | None = None,
         shard: bool = True,
         group: Any = None,
+        **removed: Any,
     ) -> None:
         with raise_faults_on_all_ranks("sampler", num_replicas):
+            refuse_removed(removed, "MultipackDistributedBatchSampler()")
             self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
-            check_flag(shuffle, "shuffle")
             self._seed_is_given = seed is not None
-            # With the units that are left out, which longer rows or larger budgets have planned.
-            self._units = as_units(lengths)
-            self.budgets = check_budgets(self._units, budgets)
-            super().__init__(
-                self._units,
-                self.batch_max_length,
-                overlong,
-                "batch_max_length",
-                seed=torch.initial_seed() if seed is None else seed,
-                epochs_differ=shuffle and (order is None or callable(order)),
-                budgets=self.budgets,
-            )
+            self.seed = check_integer(torch.initial_seed() if seed is None else seed, "seed", 0, None)
+            check_flag(shuffle, "shuffle")
+            super().__init__(epochs_differ=shuffle and (order is None or callable(order)))
+            self._units = as_units(lengths)  # with those that are left out, which longer rows have planned
+            self.lengths, self.report = fit_for_sampler(self._units, batch_max_length, overlong, "batch_max_length")
             self._shard = check_flag(shard, "shard")
             self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard, group)
             self.is_shared = group is not None
             self._ranks_that_compare = place_among_processes()[0] if self.is_shared else self.num_replicas
-            check_options(objective, cost_model, tail, lookahead)
+            check_options(objective, tail)
             if order is not None and not shuffle:
                 raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
-            self._order, self._order_digest = order, None
-            in_epoch = np.arange(len(self.lengths), dtype=np.int32)
-            if order is not None:
-                in_epoch = given_order(order, len(self.lengths), self.seed, 0)
-                self._order = order if callable(order) else in_epoch  # a copy
-                self._order_digest = digest(given_order(order, len(self.lengths), 0, 0))
-            fitting = in_epoch[self.lengths[in_epoch] > 0]
-            takes, _, limits = demands(self._units.select(fitting), self.batch_max_length, self.budgets)
-            check_tail(takes, limits, self.num_replicas, tail)
-            if steps_together is None:
-                is_free = shuffle and order is None  # else 1, which nearly keeps the order
-                steps_together = choose_steps_together(takes, limits, self.num_replicas) if is_free else 1
-            self.steps_together = check_integer(steps_together, "steps_together", 1, MOST_TOGETHER)
+            in_epoch = epoch_order(len(self.lengths), self.seed, 0, shuffle, order)
+            self._order = order if order is None or callable(order) else in_epoch  # a copy
+            check_tail(self.lengths[in_epoch].astype(np.int64), self.batch_max_length, self.num_replicas, tail)
+            self._options = {"objective": objective, "tail": tail, "shuffle": shuffle}
             self._epochs = check_integer(epochs, "epochs")
-            self._least_steps: dict[int, int] = {}  # by seed
-            self._options: dict[str, Any] = {
-                "budgets": json.dumps(self.budgets),  # as text: states hold plain numbers and strings
-                "objective": objective,
-                "tail": tail,
-                "lookahead": float(lookahead),
-                "steps_together": self.steps_together,
-                "least_steps": 1,  # unless several epochs get the same number
-                "cost_model": json.dumps(None if cost_model is None else asdict(cost_model)),
-                "shuffle": shuffle,
-            }
+            self._least_steps: dict[int, int] = {}  # by seed: if several epochs get the same number
+            self._made: tuple[int, str, Segment] | None = None  # an epoch, `before`, the segment
+            amounts = {"tokens": self._units.tokens}
+            amounts |= {} if self._noun == "document" else {"squares": self._units.squares}
+            totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
+            count = f"{len(self.lengths)} {self._noun}s"
+            self._lengths_summary = f"{count} with {totals}, digest {digest(*amounts.values())}"
         if can_compare(self._ranks_that_compare):
-            first = compare(SUBJECT, {"fault": "", **self._values_to_compare()}, _find_difference)
-            self.seed = first["torch.initial_seed()"] if seed is None else self.seed
+            values = {**self._given(), "seed": seed, "the lengths": self._lengths_summary}
+            if order is not None:
+                values["the digest of order"] = digest(epoch_order(len(self.lengths), 0, 0, order=order))
+            number = place_among_processes()[1] if self.is_shared else self.rank
+            first = compare(
+                SUBJECT, values, {"rank": number, "seed": torch.initial_seed()},
+                "the samplers of the ranks differ", "Pass the same lengths in the same order and the same options on "
+                "every rank, make samplers in the same order, and call set_epoch on all ranks.",
+            )  # fmt: skip
+            self.seed = first["seed"] if seed is None else self.seed
         elif seed is None and shuffle and place_among_processes()[0] > 1:
             raise ValueError(
                 f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
@@ -195,111 +165,71 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
                 "seed on every rank, such as seed=0."
             )
 
-    def _make(self, epoch: int, before: str = "") -> Segment:
-        return self._plan_segment(epoch, before, self._settings())
-
-    def _plan_segment(self, epoch: int, before: str, settings: Mapping[str, Any]) -> Segment:
-        if self._made is not None and self._made[:2] == (epoch, before) and same(self._made[2].settings, settings):
-            return self._made[2]
-        return plan_segment(self._units, epoch, before, settings, self._order)
+    @property
+    def _noun(self) -> str:
+        return self._units.noun
 
     @property
     def _batches_per_step(self) -> int:
         return 1 if self._shard else self.num_replicas
 
-    def _num_batches(self, made: Segment) -> int:
-        return (made.steps_before + made.plan.num_steps) * self._batches_per_step
-
-    def _batch(self, made: Segment, number: int) -> list[int]:
-        step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
-        return made.plan.row(step - made.steps_before, rank).tolist()
-
     def _settings(self, seed: int | None = None) -> dict[str, Any]:
         """What decides the plans, with this seed or the sampler's: the settings of a segment."""
         seed = self.seed if seed is None else seed
-        settings = {
-            "batch_max_length": self.batch_max_length,
-            "num_replicas": self.num_replicas,
-            "seed": seed,
-            **self._options,
-        }
+        own = {"tokens_per_row": self.batch_max_length, "num_ranks": self.num_replicas, "seed": seed, **self._options}
         if self._epochs > 1 and seed not in self._least_steps:
-            steps = (self._plan_segment(epoch, "", settings).plan.num_steps for epoch in range(self._epochs))
-            self._least_steps[seed] = max(steps)
-        return settings | {"least_steps": self._least_steps.get(seed, 1)}
+            plans = (self._segment(epoch, "", {**own, "least_steps": 1}).plan for epoch in range(self._epochs))
+            self._least_steps[seed] = max(plan.num_steps for plan in plans)
+        return {**own, "least_steps": self._least_steps.get(seed, 1)}
 
-    def _given(self) -> dict[str, Any]:
-        """The settings that every rank must have, without what is planned from them."""
-        return {
-            "batch_max_length": self.batch_max_length,
-            "num_replicas": self.num_replicas,
-            "seed": self.seed,
-            **{name: value for name, value in self._options.items() if name != "least_steps"},
-            "budgets": self.budgets,
-            "cost_model": json.loads(self._options["cost_model"]),
-            "epochs": self._epochs,
-            "shard": self._shard,
-        }
+    def _segment(self, epoch: int, before: str, settings: Mapping[str, Any]) -> Segment:
+        if self._made is not None and self._made[:2] == (epoch, before) and same(self._made[2].settings, settings):
+            return self._made[2]
+        return plan_segment(self._units, epoch, before, settings, self._order)
 
-    @property
-    def _noun(self) -> str:
-        return "documents" if are_documents(self._units) else "units"
+    def _current(self) -> Segment:
+        before = self._before if self._counted_epoch == self.epoch else ""
+        if self._made is None or self._made[:2] != (self.epoch, before):
+            self._made = self.epoch, before, self._segment(self.epoch, before, self._settings())
+        return self._made[2]
 
-    @cached_property
-    def _lengths_summary(self) -> str:
-        return describe_units(self._units)
-
-    def _place(self, done: int) -> dict[str, Any]:
+    def __len__(self) -> int:
+        """The exact number of batches of the current epoch, the same on every rank, also after a resume."""
         made = self._current()
+        return (made.steps_before + made.plan.num_steps) * self._batches_per_step
+
+    def _batch(self, number: int) -> list[int]:
+        made = self._current()
+        step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
+        return made.plan.row(step - made.steps_before, rank).tolist()
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings, the same on every rank, so one may save for all.
+
+        Args:
+            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides
+                them. None takes the number that the latest iterator has yielded. With DataLoader workers that
+                number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
+
+        Raises:
+            ValueError: more batches than the epoch has.
+        """
+        done, made = self._count_done(batches_done), self._current()
         first = made.steps_before * self._batches_per_step
         if done < first:
             raise ValueError(
                 f"batches_done must be at least {first}, the batches of this epoch from before it was resumed with "
                 f"other settings; got {done}. Count the batches from the beginning of the epoch."
             )
-        rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
-        place = {"lengths": self._lengths_summary, "before": self._current_before(), "rows_done": rows_done}
-        return {**place, "plan": made.digest, **made.settings}
-
-    def _find_place(self, state: Mapping[str, Any]) -> Place:
-        settings = self._settings()
-        epoch = self._check_header(state, {"lengths", "before", "rows_done", "plan", *settings})
-        if not same(state["lengths"], self._lengths_summary):
-            raise ValueError(
-                f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
-                f"of {self._lengths_summary!r}. {self._words.same_lengths.format(self._noun)}, or {self._words.anew}."
-            )
-        for name in ("before", "plan", "budgets", "cost_model"):
-            if not isinstance(state[name], str):
-                raise ValueError(f"{name} of the state must be a str; got {state[name]!r:.60}.")
-        rows_done = check_integer(state["rows_done"], "rows_done of the state", 0, None)
-        takes_seed = not self._seed_is_given and self._epochs_differ
-        if not takes_seed and self._epochs_differ and not same(state["seed"], self.seed):
-            raise ValueError(
-                f"the state can't be resumed, because its {self._words.names.get('seed', 'seed')} was "
-                f"{state['seed']!r} and is {self.seed}. {self._words.same_seed}."
-            )
-        if takes_seed:
-            settings = self._settings(check_integer(state["seed"], "seed of the state", 0, None))
-        before = state["before"]
-        try:
-            saved = {name: state[name] for name in settings}
-            old = self._plan_segment(epoch, before, saved)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the settings of the state can't be: {error}") from None
-        if old.digest != state["plan"]:
-            raise ValueError(
-                "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
-                f"other batches from the same settings. Resume with these, or {self._words.anew}."
-            )
-        check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
-        begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
-        made = old if same(saved, settings) else self._plan_segment(epoch, before, settings)
-        if begun or made.digest != old.digest or made.plan.num_ranks != old.plan.num_ranks:
-            before = old.after(rows_done, self._units.tokens) if rows_done else before
-            made, rows_done = self._plan_segment(epoch, before, settings), 0
-        rows = made.steps_before * self.num_replicas + rows_done
-        return Place(epoch, before, made, rows * self._batches_per_step // self.num_replicas, saved)
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "lengths": self._lengths_summary,
+            "before": self._before if self._counted_epoch == self.epoch else "",
+            "rows_done": (done - first) * (self.num_replicas // self._batches_per_step),
+            "plan": made.digest,
+            **made.settings,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
@@ -323,21 +253,67 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
         except ValueError as error:
             fault = error
         if can_compare(self._ranks_that_compare):
-            place = {} if found is None else {"epoch": found.epoch, "batches done": found.done, "before": found.before}
-            compare("loaded a state", {"fault": fault and str(fault), **place}, _find_other_state)
+            place: dict[str, Any] = {"fault": f"can't load its state: {fault}"}
+            if found is not None:
+                place = {"epoch": found.epoch, "batches done": found.done, "before": found.before}
+            remedy = "Save the state of one rank, and load it on all."
+            compare("loaded a state", place, {}, "the ranks load different states", remedy)
         if found is None:
             assert fault is not None
             raise fault
-        self._resume(found)
+        self._resume(found.epoch, found.done, found.before)
+        self._made = found.epoch, found.before, found.made
         self.seed = found.made.settings["seed"]
-        changes = describe_changes(found.saved, found.made.settings, self._words.names) if found.before else ""
+        changes = describe_changes(found.saved, found.made.settings) if found.before else ""
         is_new = found.done == found.made.steps_before * self._batches_per_step
         if changes and is_new and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",
-                f"epoch {self.epoch} goes on with other settings: {changes}. The {found.made.num_left} {self._noun} "
+                f"epoch {self.epoch} goes on with other settings: {changes}. The {found.made.num_left} {self._noun}s "
                 "that were left are planned anew.",
             )
+
+    def _find_place(self, state: Mapping[str, Any]) -> Place:
+        """Where a state stands; changes nothing."""
+        settings = self._settings()
+        names = {"version", "epoch", "lengths", "before", "rows_done", "plan", *settings}
+        check_state(state, names, type(self).__name__)
+        epoch = check_integer(state["epoch"], "epoch", 0, None)
+        rows_done = check_integer(state["rows_done"], "rows_done of the state", 0, None)
+        seed = check_integer(state["seed"], "seed of the state", 0, None)
+        if state["lengths"] != self._lengths_summary:
+            raise ValueError(
+                f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
+                f"of {self._lengths_summary!r}. Pass the same {self._noun}s in the same order, cut at the same length, "
+                "or begin the epoch anew."
+            )
+        if self._epochs_differ and self._seed_is_given and seed != self.seed:
+            raise ValueError(
+                f"the state can't be resumed, because its seed was {seed} and is {self.seed}. Pass that seed, or none: "
+                "the seed of the state is then taken."
+            )
+        if self._epochs_differ:
+            settings = self._settings(seed)
+        before, saved = state["before"], {name: state[name] for name in settings}
+        try:
+            if not isinstance(before, str):
+                raise ValueError(f"before must be a str; got {before!r:.60}.")
+            old = self._segment(epoch, before, saved)
+        except ValueError as error:
+            raise ValueError(f"the settings of the state can't be: {error}") from None
+        if old.digest != state["plan"]:
+            raise ValueError(
+                "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
+                "other batches from the same settings. Resume with these, or begin the epoch anew."
+            )
+        check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
+        begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
+        made = old if same(saved, settings) else self._segment(epoch, before, settings)
+        if begun or made.digest != old.digest or made.plan.num_ranks != old.plan.num_ranks:
+            before = after(before, saved, rows_done)
+            made, rows_done = self._segment(epoch, before, settings), 0
+        rows = made.steps_before * self.num_replicas + rows_done
+        return Place(epoch, before, made, rows * self._batches_per_step // self.num_replicas, saved)
 
     @property
     def plan(self) -> Plan:
@@ -349,53 +325,33 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
 
     @property
     def dropped_documents(self) -> int:
-        """The documents that `tail` leaves out of the current epoch; `report` counts those that are too long.
-
-        After a resume with other settings these are the ones that `plan` leaves out.
-        """
-        return self._current().dropped_documents
+        """The documents that are in no row of `plan`, because of `tail`; `report` counts those that are too long."""
+        made = self._current()
+        return made.num_left - made.plan.num_documents
 
     def num_batches(self) -> int:
         """The number of steps of the current epoch. The multipack project's class has this method."""
         return len(self) // self._batches_per_step
 
-    def efficiency(self, resource: str | None = None) -> float:
-        """The share of the room in the rows of `plan` that is used, from 0 to 1, over all ranks.
+    def efficiency(self) -> float:
+        """The share of the room in the rows of `plan` that holds tokens, from 0 to 1, over all ranks.
 
         Documents that filler rows repeat count once, as in `plan_statistics`.
-
-        Args:
-            resource: the name of a resource with a budget; None takes the tokens.
-
-        Raises:
-            ValueError: a resource without a budget.
         """
-        if resource is not None and resource not in self.budgets:
-            raise ValueError(f"{resource!r} has no budget; those with one are {', '.join(self.budgets) or 'none'}.")
-        most = self.batch_max_length if resource is None else self.budgets[resource]
-        used = self._units.tokens if resource is None else self._units.resources[resource]
         plan = self.plan
-        room = plan.num_steps * self.num_replicas * most
-        return float(used[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
+        room = plan.num_steps * self.num_replicas * self.batch_max_length
+        return float(self._units.tokens[plan.items[: plan.num_documents]].sum() / room) if room else 1.0
 
-    def tokens_per_step(self) -> NDArray[np.int64]:
-        """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
-        made = self._current()
-        return np.append(made.tokens_before, made.plan.sums(self._units.tokens).sum(axis=1))
-
-    def _values_to_compare(self) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
+        """The settings that every rank must have."""
         return {
-            "rank": place_among_processes()[1] if self.is_shared else self.rank,
-            "torch.initial_seed()": torch.initial_seed(),
-            **self._given(),
-            "seed": self.seed if self._seed_is_given else None,
-            "the lengths": self._lengths_summary,
-            "the digest of order": self._order_digest,
-        }
+            "batch_max_length": self.batch_max_length, "num_replicas": self.num_replicas, "seed": self.seed,
+            **self._options, "epochs": self._epochs, "shard": self._shard,
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in {"rank": self.rank, **self._given()}.items())
-        return f"{type(self).__name__}({len(self.lengths)} {self._noun}, {shown})"
+        return f"{type(self).__name__}({len(self.lengths)} {self._noun}s, {shown})"
 
     @property
     def batch_size(self) -> None:
@@ -419,39 +375,3 @@ class MultipackDistributedBatchSampler(ResumableSampler, Sampler[list[int]]):
                 f"batches without losing or repeating some. Leave out {option} and pass shard=False, or don't let "
                 "accelerate prepare this DataLoader."
             )
-
-
-def _find_difference(values: Sequence[dict[str, Any]]) -> str:
-    """How the samplers of the ranks differ, an empty string if they don't."""
-    if raised := find_raised(values):
-        return raised
-    settings = [{**each, "rank": None, "torch.initial_seed()": None} for each in values]
-    differences = describe_differences(settings)
-    if differences:
-        return (
-            f"the samplers of the ranks differ: {differences}. Pass the same lengths in the same order and the same "
-            "options on every rank, make samplers in the same order, and call set_epoch on all ranks."
-        )
-    taken: dict[int, list[int]] = {}
-    for process, each in enumerate(values):
-        if each["rank"] is not None:
-            taken.setdefault(each["rank"], []).append(process)
-    for rank, processes in taken.items():
-        if len(processes) > 1:
-            return (
-                f"the samplers on {name_ranks(processes)} of the process group all have rank={rank}, so documents "
-                "would be seen twice and others never. Leave out num_replicas and rank, or pass rank="
-                "torch.distributed.get_rank(), which LOCAL_RANK isn't on several machines."
-            )
-    return ""
-
-
-def _find_other_state(values: Sequence[dict[str, Any]]) -> str:
-    """How the states that the ranks load differ, an empty string if they don't."""
-    for rank, each in enumerate(values):
-        if each["fault"]:
-            return f"rank {rank} can't load its state: {each['fault']}"
-    differences = describe_differences(values)
-    return differences and (
-        f"the ranks load different states: {differences}. Save the state of one rank, and load it on all."
-    )

@@ -1,9 +1,12 @@
-"""EpochCounter: which epoch the next pass over a sampler or a stream is for, whichever loader makes the pass."""
+"""The epoch of the next pass over a sampler or a stream, whichever loader makes the pass."""
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer
@@ -67,6 +70,85 @@ class EpochCounter:
             self._shift = self.epoch - self._number
         self._latest, self._is_chosen, self._number = self.epoch, False, NEVER
         return again
+
+
+class EpochSampler(EpochCounter, ABC):
+    """A batch sampler whose batches depend only on its settings and the epoch; it counts those that it has yielded.
+
+    Attributes:
+        epoch: the epoch of the next iteration, from 0.
+    """
+
+    def __init__(self, epochs_differ: bool) -> None:
+        super().__init__()
+        self._epochs_differ = epochs_differ  # whether another epoch has another order
+        self._advances = False  # each pass is over the next epoch, unless one was chosen
+        self._counted_epoch = 0
+        self._before = ""  # what was trained on in that epoch with other settings, see `plan_segment`
+        self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
+        self._resumed = False  # the next iteration begins after `_done` batches
+        self._passes = 0  # only the latest pass counts its batches
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The exact number of batches of the current epoch, the same on every rank, also after a resume."""
+
+    @abstractmethod
+    def _batch(self, number: int) -> list[Any]:
+        """A batch of the current epoch."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self._find_begin()
+        return self._pass()
+
+    def _find_begin(self) -> None:
+        """Find the epoch and the first batch of the next pass."""
+        self._advances |= self._number != NEVER  # a loader of accelerate makes passes
+        if self._advances:
+            self._go_on()
+        if self._counted_epoch != self.epoch or not self._resumed:
+            self._counted_epoch, self._done, self._resumed, self._before = self.epoch, 0, False, ""
+        len(self)  # raises errors now, not at the first batch
+
+    def _pass(self) -> Iterator[list[Any]]:
+        # A pass begins with its first batch: some loaders make iterators that they don't use, or choose an epoch after.
+        self._find_begin()
+        if self._begin() and self._epochs_differ:
+            say_once(
+                "same-epoch",
+                f"a sampler begins a second pass over epoch {self.epoch}, so the documents come in the same order "
+                "again. Call set_epoch(number) on the sampler before each pass over the DataLoader. If you want the "
+                f"same order, call set_epoch({self.epoch}) again.",
+            )
+        self._resumed = False
+        self._passes += 1
+        this, batch, batches = (self._passes, self.epoch), self._batch, len(self)
+        for number in range(self._done, batches):
+            if this == (self._passes, self._counted_epoch):
+                self._done = number + 1
+            yield batch(number)
+
+    @property
+    def _batches_done(self) -> int:
+        """The batches of the epoch that the latest iterator has yielded, or that a loaded state counts."""
+        return self._done if self._counted_epoch == self.epoch else 0
+
+    def _count_done(self, batches_done: int | None) -> int:
+        """The batches that a state counts: as given, or those that were yielded."""
+        if batches_done is None:
+            return self._batches_done
+        return check_integer(batches_done, "batches_done", 0, len(self), "the number of batches of the epoch")
+
+    def _resume(self, epoch: int, done: int, before: str = "") -> None:
+        """Let the next iteration begin after the first batches of an epoch."""
+        self.set_epoch(epoch)
+        self._counted_epoch, self._before, self._done, self._resumed = epoch, before, done, True
+        self._passes += 1
+
+    @property
+    def sampler(self) -> Any:
+        """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
+        return self
 
 
 def _is_number_of_a_pass() -> bool:

@@ -18,27 +18,28 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import Algorithm, pack
 from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.samplers.epochs import EpochSampler
 from tritonpack.packing.samplers.ranks import has_group, place_among_processes
-from tritonpack.packing.samplers.state import Place, ResumableSampler, describe_changes, digest
-from tritonpack.packing.units import as_units
+from tritonpack.packing.samplers.resume import VERSION, check_state, digest
+from tritonpack.packing.units import as_units, fit_for_sampler
 
 
 class _Bins(NamedTuple):
-    """The bins of an epoch: bin b holds the documents items[offsets[b] : offsets[b + 1]]."""
+    """The bins of an epoch, bin b with items[offsets[b] : offsets[b + 1]], and a digest of its batches."""
 
-    items: NDArray[np.int64]
+    items: NDArray[np.int32]
     offsets: NDArray[np.int64]
-    order: str  # a digest of the documents in the order of the given sampler
+    digest: str
 
     @property
     def num_bins(self) -> int:
         return len(self.offsets) - 1
 
 
-class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[override]  # of `sampler`
+class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[override]  # of `sampler`
     """Batches of bins of documents; each bin holds at most `batch_max_len` tokens.
 
-    Documents are taken in the order of the given sampler. Each goes into the first bin with room (first-fit), or with
+    Documents are taken in the order of the given sampler. Each goes into the fullest bin with room (best-fit), or with
     `sequential` into the last bin (next-fit). A batch is a list of `batch_size` bins, a bin is a list of document
     numbers:
 
@@ -54,13 +55,9 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
     `DataLoader(BinDataset(dataset), batch_sampler=batches, collate_fn=PackingCollator())` loads a batch as one row of
     at most batch_size x batch_max_len tokens.
 
-    Every process computes the same batches from the seed and the epoch, so accelerate may divide them among processes.
-    accelerate gives every process the same number of batches. What remains at the end of an epoch is left out under
-    `drop_last`, and `dropped_documents` counts it. To train on every document in several processes use
-    MultipackDistributedBatchSampler with `tail="spread"`.
-
-    `set_epoch` changes the order; accelerate and Trainer call it themselves. A second pass over one epoch causes a
-    warning.
+    Every process computes the same batches from the seed and the epoch, so accelerate may divide them. It gives every
+    process the same number of batches and leaves out the rest, which `dropped_documents` counts. accelerate and Trainer
+    call `set_epoch`, which changes the order. A second pass over one epoch causes a warning.
 
     Samplers with a `generator` (torch's random ones) get a new generator, seeded by `seed` and the epoch. Samplers
     with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
@@ -70,8 +67,7 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
         epoch: the epoch of the next iteration.
         seed, num_replicas: as given or found.
         lengths: (documents,) int32, 0 for dropped documents.
-        capacity: tokens per bin: `batch_max_len`.
-        report: what was done with documents that are longer.
+        report: what was done with documents that are longer than `batch_max_len`.
 
     Args:
         sampler: yields document numbers, the same on every rank: a sampler or any iterable.
@@ -89,8 +85,7 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
         num_replicas: the number of processes among which accelerate or Trainer divides the batches. None reads it from
             torch.distributed, or from the launcher's WORLD_SIZE; without them it is 1.
         packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect, and
-            of any value. Batches are counted, not estimated, and one thread packs a million documents in a tenth of a
-            second.
+            of any value, because batches are counted, not estimated.
 
     Raises:
         ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler); at the
@@ -131,8 +126,7 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
             )
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
-        if num_replicas is None:
-            num_replicas, _ = place_among_processes()
+        num_replicas = place_among_processes()[0] if num_replicas is None else num_replicas
         self.num_replicas = check_integer(num_replicas, "num_replicas")
         if seed is None:
             generator = getattr(sampler, "generator", None)
@@ -141,18 +135,15 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
             else:  # processes may be seeded differently
                 seed = torch.initial_seed() if self.num_replicas == 1 else 0
         self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
-        super().__init__(
-            as_units(_whole(lengths)),
-            self.batch_max_len,
-            overlong,
-            "batch_max_len",
-            seed=seed,
-            # DistributedSampler has the attribute `shuffle`.
-            epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))),
+        # DistributedSampler has the attribute `shuffle`.
+        super().__init__(epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))))
+        self.seed = check_integer(seed, "seed", 0, None)
+        self.lengths, self.report = fit_for_sampler(
+            as_units(_whole(lengths)), self.batch_max_len, overlong, "batch_max_len"
         )
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
         self._sampler = sampler
-        self._digested: tuple[_Bins, str] | None = None
+        self._made: tuple[int, _Bins] | None = None  # the bins of an epoch
         self.drop_last = check_flag(drop_last, "drop_last")
         self.sequential = sequential is not None and check_flag(sequential, "sequential")
         self.batch_size = check_integer(batch_size, "batch_size")
@@ -166,26 +157,32 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
                 "(..., tail='spread', shard=False). If nothing divides the batches, pass num_replicas=1."
             )
 
-    def _make(self, epoch: int, before: str = "") -> _Bins:
-        documents = self._documents(epoch)
+    def _current(self) -> _Bins:
+        """The bins of the current epoch."""
+        if self._made is None or self._made[0] != self.epoch:
+            self._made = self.epoch, self._pack(self._documents(self.epoch))
+        return self._made[1]
+
+    def _pack(self, documents: NDArray[np.int32]) -> _Bins:
         documents = documents[self.lengths[documents] > 0]
         if not len(documents):
             raise ValueError(
                 f"overlong='drop' leaves nothing: all documents of the sampler are longer than {self.batch_max_len} "
                 "tokens. Raise batch_max_len."
             )
-        algorithm: Algorithm = "next_fit" if self.sequential else "first_fit"
         group_size = len(documents) if self.sequential else self.group_size
+        algorithm: Algorithm = "next_fit" if self.sequential else "best_fit"
         items, sizes = [], []
         for start in range(0, len(documents), group_size):
             group = documents[start : start + group_size]
             packing = pack(self.lengths[group], self.batch_max_len, algorithm=algorithm, max_items=self.bin_size)
             items.append(group[packing.items])
             sizes.append(np.diff(packing.offsets))
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-        return _Bins(np.concatenate(items), offsets, digest(documents))
+        found, offsets = np.concatenate(items), np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        settings = np.array([self.batch_size, self.drop_last])
+        return _Bins(found, offsets, digest(found, offsets, self.lengths[found], settings))
 
-    def _documents(self, epoch: int) -> NDArray[np.int64]:
+    def _documents(self, epoch: int) -> NDArray[np.int32]:
         """The document numbers that the given sampler yields in an epoch."""
         sampler: Any = self._sampler
         if hasattr(sampler, "set_epoch"):
@@ -206,7 +203,10 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
                 f"{len(self.lengths)} documents, numbered from 0. Pass the lengths of the dataset that the sampler is "
                 "for."
             )
-        return numbers.astype(np.int64)
+        return numbers.astype(np.int32)
+
+    def __len__(self) -> int:
+        return self._num_batches(self._current())
 
     def _num_batches(self, made: _Bins) -> int:
         if not self.drop_last:
@@ -227,44 +227,17 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
             )
         return batches
 
-    def _batch(self, made: _Bins, number: int) -> list[list[int]]:
+    def _batch(self, number: int) -> list[list[int]]:
+        made = self._current()
         ends = made.offsets[number * self.batch_size : (number + 1) * self.batch_size + 1].tolist()
         return [made.items[start:stop].tolist() for start, stop in pairwise(ends)]
-
-    def _digest(self, made: _Bins) -> str:
-        if self._digested is None or self._digested[0] is not made:  # torchdata asks for a state at each batch
-            sizes = np.array([self.batch_size, self._num_batches(made)])
-            self._digested = made, digest(made.items, made.offsets, self.lengths[made.items], sizes)
-        return self._digested[1]
-
-    def _place(self, done: int) -> dict[str, Any]:
-        return {"batches_done": done, "batches": self._digest(self._current()), **self._settings()}
-
-    def _find_place(self, state: Mapping[str, Any]) -> Place:
-        settings = self._settings()
-        epoch = self._check_header(state, {"batches_done", "batches", *settings})
-        made = self._current() if epoch == self.epoch else self._make(epoch)
-        if state["batches"] != self._digest(made):
-            changes = describe_changes({name: state[name] for name in settings}, settings)
-            raise ValueError(
-                f"the state can't be resumed, because these settings have changed since it was saved: {changes}. "
-                "Restore them, or start an epoch anew with set_epoch."
-                if changes
-                else f"the sampler yields another order of documents in epoch {epoch} than when the state was saved. "
-                "Use a sampler whose order depends only on the epoch, such as torch's RandomSampler."
-            )
-        return Place(epoch, "", made, self._check_done(state["batches_done"], self._num_batches(made)), settings)
-
-    def _settings(self) -> dict[str, Any]:
-        names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
-        return {**{name: getattr(self, name) for name in names}, "lengths": digest(self.lengths)}
 
     def __iter__(self) -> Any:  # yields bins, not documents
         batches = super().__iter__()
         if has_group() and not self._same_on_all_ranks:
-            orders: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(orders, self._current().order)
-            different = [rank for rank, order in enumerate(orders) if order != orders[0]]
+            digests: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(digests, self._current().digest)
+            different = [rank for rank, own in enumerate(digests) if own != digests[0]]
             if different:
                 raise ValueError(
                     f"the samplers of ranks {different} yield documents in another order than the sampler of rank 0, "
@@ -273,9 +246,33 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
                 )
         return batches
 
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings; see MultipackDistributedBatchSampler."""
+        done = self._count_done(batches_done)
+        return {"version": VERSION, "epoch": self.epoch, "batches_done": done, "batches": self._current().digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next iteration begins with the batch after the last one that the state counts.
+
+        Raises:
+            ValueError: a damaged state, or one of other batches. The sampler is then unchanged.
+        """
+        check_state(state, {"version", "epoch", "batches_done", "batches"}, type(self).__name__)
+        epoch = check_integer(state["epoch"], "epoch", 0, None)
+        made = self._current() if epoch == self.epoch else self._pack(self._documents(epoch))
+        if state["batches"] != made.digest:
+            raise ValueError(
+                f"the state can't be resumed, because epoch {epoch} has other batches than when it was saved. Pass the "
+                "same lengths, settings and seed, and a sampler whose order depends only on the epoch, such as torch's "
+                "RandomSampler; or begin the epoch anew."
+            )
+        total = self._num_batches(made)
+        self._resume(epoch, check_integer(state["batches_done"], "batches_done", 0, total, "the batches of the epoch"))
+        self._made = epoch, made
+
     def generate_batches(self, set_stats: bool | None = None) -> list[list[list[int]]]:
         """All batches of this epoch. The position of an iteration doesn't change. `set_stats` has no effect."""
-        return [self._batch(self._current(), number) for number in range(len(self))]
+        return [self._batch(number) for number in range(len(self))]
 
     @property
     def dropped_documents(self) -> int:
@@ -285,9 +282,8 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
         accelerate leaves out.
         """
         made, batches = self._current(), len(self)
-        if not self.drop_last:
-            return 0
-        return len(made.items) - int(made.offsets[batches // self.num_replicas * self.num_replicas * self.batch_size])
+        used = batches // self.num_replicas * self.num_replicas * self.batch_size
+        return len(made.items) - int(made.offsets[used]) if self.drop_last else 0
 
     def efficiency(self) -> float:
         """The share of the room in this epoch's batches that holds tokens, from 0 to 1."""
@@ -298,7 +294,7 @@ class MultipackBatchSampler(ResumableSampler, BatchSampler):  # type: ignore[ove
 
 
 def _whole(lengths: Any) -> Any:
-    """The lengths, as integers if they are floats with whole values; the base class checks all others."""
+    """The lengths, as integers if they are floats with whole values; `Units` checks all others."""
     try:
         array = np.asarray(lengths)
     except ValueError:  # rows of different lengths

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +47,6 @@ def place_in_world(
     Args:
         sharing: the group of ranks that share batches and count as one rank; None if every rank has its own.
     """
-    group = has_group()
     if sharing is not None:
         if num_replicas is not None or rank is not None:
             raise ValueError(
@@ -55,34 +55,31 @@ def place_in_world(
             )
         number, leaders = place_of_group(sharing)
         return len(leaders), number if shard else None
-    asks = num_replicas is None or (rank is None and shard)
-    if asks and not group and (place_among_processes()[0] != 1 or num_replicas not in (None, 1)):
-        raise ValueError(
-            f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
-            f"process group to ask (WORLD_SIZE is {place_among_processes()[0]}). Call "
-            "torch.distributed.init_process_group first, or pass both."
-        )
-    if num_replicas is None:
-        num_replicas = dist.get_world_size() if group else 1
-    num_replicas = check_integer(num_replicas, "num_replicas")
+    processes, number = place_among_processes()
+    if not has_group() and (num_replicas is None or (rank is None and shard)):
+        if processes != 1 or num_replicas not in (None, 1):
+            raise ValueError(
+                f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
+                f"process group to ask (WORLD_SIZE is {processes}). Call torch.distributed.init_process_group first, "
+                "or pass both."
+            )
+        number = 0
+    num_replicas = check_integer(processes if num_replicas is None else num_replicas, "num_replicas")
     if not shard:
         return num_replicas, None
-    if rank is None:
-        rank = dist.get_rank() if group else 0
+    rank = number if rank is None else rank
     return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
 
 
 def place_of_group(group: Any) -> tuple[int, list[int]]:
     """The number of a group among all groups like it, and the first rank of each group, in the order of their numbers.
 
-    Groups are those of one dimension of a mesh, or of its last dimensions: they have n ranks each, at a distance of s.
-    So the world is a mesh (a, n, s), and a group is numbered by its place in (a, s).
-
-    Args:
-        group: a process group that this process belongs to, or a DeviceMesh.
+    A group is one dimension of a mesh, or its last dimensions: n ranks at a distance of s. So the world is a mesh
+    (a, n, s), and a group is numbered by its place in (a, s).
 
     Raises:
-        ValueError: no group, or its ranks can't be those of a dimension of a mesh of the whole world.
+        ValueError: no process group and no DeviceMesh, or ranks that aren't those of a dimension of a mesh of the
+            whole world.
     """
     if hasattr(group, "get_group"):
         ranks = sorted(group.mesh.flatten().tolist())
@@ -121,7 +118,11 @@ def can_compare(num_replicas: int | None) -> bool:
 
 
 def compare(
-    subject: str, mine: Mapping[str, Any], find_fault: Callable[[Sequence[dict[str, Any]]], str]
+    subject: str,
+    mine: Mapping[str, Any],
+    own: Mapping[str, Any] = MappingProxyType({}),
+    differ: str = "",
+    remedy: str = "",
 ) -> dict[str, Any]:
     """Compare the values of all ranks. Every rank of the default group must call this.
 
@@ -130,25 +131,26 @@ def compare(
 
     Args:
         subject: what the ranks do here, for messages, such as "made this sampler".
-        mine: the values of this rank, as plain numbers and strings.
-        find_fault: called on rank 0 with the values of all ranks; returns an error, or an empty string.
+        mine: what every rank must have, as plain numbers and strings; or {"fault": ...}, an error of this rank.
+        own: what ranks may have of their own; no two may have the same "rank".
+        differ, remedy: what the error says before and after the values that differ.
 
     Returns:
-        The values of rank 0.
+        What rank 0 has of its own.
 
     Raises:
-        ValueError: on every rank, if there is a fault.
+        ValueError: on every rank, if values differ or a rank has an error.
         TimeoutError: ranks that don't come within the timeout of the process group.
     """
     store = dist.distributed_c10d._get_default_store()
     name = f"tritonpack/{next(_comparisons)}"
     keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
-    store.set(keys[rank], json.dumps(mine))
+    store.set(keys[rank], json.dumps([dict(mine), dict(own)]))
     if rank == 0:
         _wait(store, keys, keys, subject)
-        values = [json.loads(store.get(key)) for key in keys]
-        store.set(f"{name}/verdict", json.dumps([find_fault(values), values[0]]))
+        shared, owns = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
+        store.set(f"{name}/verdict", json.dumps([_find_fault(shared, owns, differ, remedy), owns[0]]))
         for key in keys:
             store.delete_key(key)
     _wait(store, [f"{name}/verdict"], keys, subject)
@@ -156,6 +158,33 @@ def compare(
     if fault:
         raise ValueError(fault)
     return first
+
+
+def _find_fault(shared: Sequence[Any], owns: Sequence[Any], differ: str, remedy: str) -> str:
+    """The error that all ranks raise; an empty string if they agree."""
+    for rank, values in enumerate(shared):
+        if "fault" in values:
+            return f"rank {rank} {values['fault']}"
+    differences = []
+    for name in shared[0]:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, values in enumerate(shared):
+            ranks_of.setdefault(repr(values[name]), []).append(rank)
+        if len(ranks_of) > 1:
+            has = " and ".join(f"{text} on {name_ranks(who)}" for text, who in ranks_of.items())
+            differences.append(f"{name} is {has}")
+    if differences:
+        return f"{differ}: {'; '.join(differences)}. {remedy}"
+    numbers = [own.get("rank") for own in owns]
+    for number in {*numbers} - {None}:
+        if numbers.count(number) > 1:
+            same = [process for process, other in enumerate(numbers) if other == number]
+            return (
+                f"the samplers on {name_ranks(same)} of the process group all have rank={number}, so documents would "
+                "be seen twice and others never. Leave out num_replicas and rank, or pass rank="
+                "torch.distributed.get_rank(), which LOCAL_RANK isn't on several machines."
+            )
+    return ""
 
 
 @contextmanager
@@ -176,13 +205,8 @@ def raise_faults_on_all_ranks(made: str, num_replicas: int | None) -> Iterator[N
             num_replicas = dist.get_world_size()
         if can_compare(num_replicas):
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            compare(SUBJECT, {"fault": f"can't make its {made}: {reason}"}, find_raised)
+            compare(SUBJECT, {"fault": f"can't make its {made}: {reason}"})
         raise
-
-
-def find_raised(values: Sequence[Mapping[str, Any]]) -> str:
-    """The first fault that `raise_faults_on_all_ranks` tells, with its rank; an empty string if there is none."""
-    return next((f"rank {rank} {each['fault']}" for rank, each in enumerate(values) if each.get("fault")), "")
 
 
 def _wait(store: Any, keys: Sequence[str], keys_of_ranks: Sequence[str], subject: str) -> None:
@@ -205,18 +229,6 @@ def _wait(store: Any, keys: Sequence[str], keys_of_ranks: Sequence[str], subject
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{waiting} The process group's timeout of {store.timeout} has passed.") from None
             say_once("waiting-for-ranks", waiting)
-
-
-def describe_differences(values: Sequence[Mapping[str, Any]]) -> str:
-    """Which values differ on which ranks, such as "seed is 0 on rank 0 and 5 on ranks 1 to 3"; "" if none does."""
-    found = []
-    for name in dict.fromkeys(name for value in values for name in value):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks_of.setdefault(repr(value[name]) if name in value else "missing", []).append(rank)
-        if len(ranks_of) > 1:
-            found.append(f"{name} is " + " and ".join(f"{text} on {name_ranks(who)}" for text, who in ranks_of.items()))
-    return "; ".join(found)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -1,30 +1,37 @@
-"""Resumes an epoch, also after the number of ranks or an option has changed.
+"""Resumes an epoch, also after the number of ranks or another setting has changed.
 
 A segment is a part of an epoch that is planned with the same settings. It plans the units that earlier segments left
-over, in the order of the epoch, so every unit is trained on once. A state holds the settings of its segment, which are
-planned again to tell what was trained on, and how often earlier segments trained on each unit.
+over, in the order of the epoch, so every unit is trained on once. A state holds the settings of its segment and of
+earlier ones, with the rows that are done, so all of them are planned again when it is loaded.
 """
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import json
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pprint import pformat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.cost import CostModel
-from tritonpack.packing.planning.order import Order, given_order, shuffled
-from tritonpack.packing.planning.plan import MOST_RANKS, MOST_TOKENS, Plan, plan_epoch
-from tritonpack.packing.samplers.state import digest
-from tritonpack.packing.units import Units, check_budgets
+from tritonpack.packing.planning.order import Order, epoch_order
+from tritonpack.packing.planning.plan import (
+    MOST_RANKS,
+    MOST_TOKENS,
+    Plan,
+    check_options,
+    choose_steps_together,
+    plan_stream,
+)
+from tritonpack.packing.units import Units
+
+VERSION = 4  # of states
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,64 +39,31 @@ class Segment:
     """What earlier segments of an epoch left over, planned; the first segment plans the whole epoch.
 
     Attributes:
-        settings: what decides the plan: `batch_max_length`, `num_replicas`, `seed`, `shuffle`, and the options of
-            `plan_epoch`, as plain numbers and strings: `budgets` and `cost_model` are JSON.
+        settings: what decides the plan: `tokens_per_row`, `num_ranks`, `seed`, `shuffle`, and the options `objective`,
+            `tail` and `least_steps` of `plan_epoch`.
         plan: the rows, with the numbers of the dataset's units.
         num_left: the units that were left over and fit into a row.
-        done: (units,) how often earlier segments trained on each unit.
-        tokens_before: (steps,) int64, the tokens of each step of earlier segments.
+        steps_before: the steps of earlier segments; one that wasn't whole counts.
     """
 
     settings: Mapping[str, Any]
     plan: Plan
     num_left: int
-    done: NDArray[np.integer]
-    tokens_before: NDArray[np.int64]
-
-    @property
-    def steps_before(self) -> int:
-        return len(self.tokens_before)
+    steps_before: int
 
     @cached_property
     def digest(self) -> str:
         return digest(self.plan.items, self.plan.offsets)
 
-    @property
-    def dropped_documents(self) -> int:
-        """The units that are in no row of the plan."""
-        return self.num_left - self.plan.num_documents
 
-    def after(self, rows_done: int, tokens: NDArray[np.int64]) -> str:
-        """The text for a state of the next segment, after the first rows of the plan; a step that isn't whole counts.
+class Place(NamedTuple):
+    """The epoch of a state, the segment that goes on, the batches of the epoch that are done, the saved settings."""
 
-        Text, because torch.distributed.checkpoint loads a state into one of the same shape.
-
-        Args:
-            tokens: (units,) the tokens of each unit.
-        """
-        plan = self.plan
-        items = plan.items[: plan.offsets[rows_done]]
-        done = self.done + np.bincount(items[: plan.num_documents], minlength=len(tokens))
-        ends = np.append(plan.offsets[: rows_done : plan.num_ranks], plan.offsets[rows_done])
-        steps = np.diff(np.append(0, np.cumsum(tokens[items]))[ends])
-        done = done.astype(np.min_scalar_type(int(done.max(initial=0))))
-        header = json.dumps([done.dtype.str, [*self.tokens_before.tolist(), *steps.tolist()]])
-        return base64.b64encode(zlib.compress(f"{header}\n".encode() + done.tobytes())).decode()
-
-
-def _read(before: str, count: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """What `Segment.after` wrote: how often each unit is done, and the tokens of steps; ValueError if it is damaged."""
-    if not before:
-        return np.zeros(count, dtype=np.uint8), np.zeros(0, dtype=np.int64)
-    try:
-        header, done = zlib.decompress(base64.b64decode(before, validate=True)).split(b"\n", 1)
-        kind, tokens = json.loads(header)
-        found = np.frombuffer(done, dtype=np.dtype(kind)), np.array(tokens, dtype=np.int64)
-    except (ValueError, TypeError, OverflowError, RecursionError, zlib.error):
-        found = None
-    if found is None or found[0].shape != (count,) or found[0].dtype.kind != "u" or found[1].ndim != 1:
-        raise ValueError(f"before, what earlier settings trained on, is damaged: {before!r:.60}.")
-    return found
+    epoch: int
+    before: str
+    made: Segment
+    done: int
+    saved: Mapping[str, Any]
 
 
 def plan_segment(
@@ -98,43 +72,104 @@ def plan_segment(
     """Plan what earlier segments of an epoch leave over.
 
     Args:
-        units: those that don't fit into a row, by `batch_max_length` or by a budget, are left out.
-        before: what `Segment.after` of the segment before returned; an empty string for the first segment.
+        units: those that are longer than a row are left out.
+        before: the earlier segments, from `after`; an empty string for none.
         settings: as in `Segment`.
         order: see `MultipackDistributedBatchSampler`.
 
     Raises:
         ValueError: settings or a text that can't be.
     """
-    done, tokens_before = _read(before, len(units))
+    done, steps = np.zeros(len(units), dtype=np.int64), 0
+    try:
+        earlier = [(dict(own), int(rows)) for own, rows in json.loads(before or "[]")]
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(f"before, which holds the earlier settings, is damaged: {before!r:.60}.") from None
+    for own, rows in earlier:
+        plan, _ = _plan_left(units, epoch, done, own, order)
+        rows = check_integer(rows, "the rows of earlier settings", 0, len(plan.offsets) - 1)
+        trained = plan.items[: min(int(plan.offsets[rows]), plan.num_documents)]
+        done += np.bincount(trained, minlength=len(units))
+        steps += -(-rows // plan.num_ranks)
+    plan, num_left = _plan_left(units, epoch, done, settings, order)
+    return Segment(settings, plan, num_left, steps)
+
+
+def after(before: str, settings: Mapping[str, Any], rows_done: int) -> str:
+    """The text of earlier segments for a state, after the first rows of a segment.
+
+    Text, because torch.distributed.checkpoint loads a state into one of the same shape.
+    """
+    return json.dumps([*json.loads(before or "[]"), [dict(settings), rows_done]]) if rows_done else before
+
+
+def _plan_left(
+    units: Units, epoch: int, done: NDArray[np.int64], settings: Mapping[str, Any], order: Order | None
+) -> tuple[Plan, int]:
+    """Plan the units that aren't done; `done` says how often each was trained on. Return the number of them, too."""
     options = dict(settings)
-    capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)
-    num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, MOST_RANKS)
-    options["budgets"] = budgets = check_budgets(units, json.loads(options["budgets"]))
-    cost_model = json.loads(options["cost_model"])
-    if cost_model is not None:
-        if not isinstance(cost_model, Mapping) or set(cost_model) != {"per_token", "per_square", "per_step"}:
-            raise ValueError(f"cost_model has per_token, per_square and per_step; got {cost_model!r:.100}.")
-        cost_model = CostModel(**cost_model)
-    options["cost_model"] = cost_model
-    seed, shuffle = options.pop("seed"), check_flag(options.pop("shuffle"), "shuffle")
+    capacity = check_integer(options.pop("tokens_per_row", None), "tokens_per_row", 1, MOST_TOKENS)
+    num_ranks = check_integer(options.pop("num_ranks", None), "num_ranks", 1, MOST_RANKS)
+    seed, shuffle = options.pop("seed", None), check_flag(options.pop("shuffle", None), "shuffle")
+    if options.keys() != {"objective", "tail", "least_steps"}:
+        raise ValueError(f"they are {', '.join(map(repr, settings))}.")
+    check_options(options["objective"], options["tail"])
+    check_integer(options["least_steps"], "least_steps")
     fitting = units.tokens <= capacity
-    for name, budget in budgets.items():
-        fitting &= units.resources[name] <= budget
     if order is not None:
-        numbers = given_order(order, len(units), seed, epoch)
+        numbers = epoch_order(len(units), seed, epoch, order=order)
         numbers = numbers[fitting[numbers]]
     else:
         numbers = np.flatnonzero(fitting).astype(np.int32)
-        numbers = numbers[shuffled(len(numbers), seed, epoch)] if shuffle else numbers
+        numbers = numbers[epoch_order(len(numbers), seed, epoch, shuffle)]
+    options["steps_together"] = 1
+    if shuffle and order is None and len(numbers):
+        options["steps_together"] = choose_steps_together(units.tokens[fitting], capacity, num_ranks)
     if done.any():
         # What is left stays in the order of the whole epoch; of a unit that comes several times the first are done.
         by_unit = np.argsort(numbers, kind="stable")
         turn = np.arange(len(numbers)) - np.searchsorted(numbers[by_unit], numbers[by_unit])
         numbers = numbers[np.sort(by_unit[turn >= done[numbers[by_unit]]])]
         options["least_steps"] = 1  # an epoch that changes its ranks can't have the number of steps of other epochs
-    plan = Plan(numbers[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
-    if len(numbers):
-        plan = plan_epoch(units.select(numbers), capacity, num_ranks, order=np.arange(len(numbers)), **options)
-        plan = replace(plan, items=numbers[plan.items])
-    return Segment(settings, plan, len(numbers), done, tokens_before)
+    squares = None if units.noun == "document" else units.squares[numbers]
+    return plan_stream(numbers, units.tokens[numbers], squares, capacity, num_ranks, **options), len(numbers)
+
+
+def check_state(state: Any, names: set[str], owner: str) -> None:
+    """ValueError unless a state has the version of this package and these names."""
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"a state of {owner} must be a mapping, as state_dict() returns it; got {type(state).__name__} "
+            f"{state!r:.60}."
+        )
+    if "version" in state and not same(state["version"], VERSION):
+        fault = f"it has version {state['version']!r}. Resume with the version of tritonpack that saved it, or begin"
+        fault += " the epoch anew"
+    else:
+        wrong = {"it lacks": names - set(state), "it also has": set(state) - names}
+        fault = "; ".join(f"{has} {', '.join(sorted(map(repr, those)))}" for has, those in wrong.items() if those)
+    if fault:
+        raise ValueError(f"this isn't a state of version {VERSION} of {owner}: {fault}.")
+
+
+def digest(*arrays: NDArray[Any]) -> str:
+    """32 hexadecimal digits of the values of arrays, the same on every machine."""
+    summary = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        summary.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return summary.hexdigest()
+
+
+def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
+    changes = []
+    for name in sorted({*settings, *saved}, key=str):
+        was, now = (repr(values[name]) if name in values else "missing" for values in (saved, settings))
+        if not (name in saved and name in settings and same(saved[name], settings[name])):
+            changes.append(f"{name} was {was} and is {now}")
+    return "; ".join(changes)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether plain values are equal and of the same types: True isn't 1."""
+    return pformat(one) == pformat(other)

@@ -10,20 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class SortedSequences(NamedTuple):
-    """Sequences sorted by their tokens, so that sequences that begin alike are neighbours.
-
-    Attributes:
-        order: (sequences,) int64, the sequence at each place of the sorted order. A sequence comes before those that it
-            is the begin of; equal sequences keep their order.
-        shared: (sequences,) int64, how many tokens at its begin each sequence has in common with the one before it in
-            the sorted order; the first has 0.
-    """
-
-    order: NDArray[np.int64]
-    shared: NDArray[np.int64]
-
-
 class PrefixTree(NamedTuple):
     """The tree (or trees) of sequences that lie end to end, in depth-first order.
 
@@ -39,8 +25,15 @@ class PrefixTree(NamedTuple):
     ends: NDArray[np.int64]
 
 
-def sort_sequences(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> SortedSequences:
-    """Sort sequences that lie end to end, and count what neighbours have in common; the arguments of `prefix_tree`."""
+def sort_sequences(
+    tokens: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sort sequences that lie end to end by their tokens; the arguments are those of `prefix_tree`.
+
+    Returns:
+        (sequences,) int64 each: the sequence at each place of the sorted order, where a sequence comes before those
+        that it is the begin of; and how many first tokens each has in common with the one before it in that order.
+    """
     assert tokens.dtype == lengths.dtype == np.int64, f"{tokens.dtype} and {lengths.dtype}"
     assert lengths.min(initial=0) >= 0, f"{lengths}"
     assert tokens.shape == (lengths.sum(),), f"{tokens.shape} for lengths of {lengths.sum()} tokens"
@@ -60,7 +53,7 @@ def sort_sequences(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Sor
             most = min(lengths[before], lengths[here])
             differs = tokens[starts[before] :][:most] != tokens[starts[here] :][:most]
             shared[number] = differs.argmax() if differs.any() else most
-    return SortedSequences(np.array(order, dtype=np.int64), shared)
+    return np.array(order, dtype=np.int64), shared
 
 
 def prefix_tree(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> PrefixTree:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonpack.checks import check_flag, describe
@@ -28,7 +27,6 @@ from tritonpack.packing.columns import (
     read_feature,
     read_sequences,
 )
-from tritonpack.packing.lengths import check_limit
 from tritonpack.packing.trees.prefixes import prefix_tree
 from tritonpack.removed import refuse_removed
 
@@ -157,11 +155,8 @@ class TreeBatch:
         self._check(logits, len(self.targets) if kept else self.num_tokens, "logits", form, dimensions=3)
         scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
         normalizers = scores.logsumexp(-1)
-        if kept:
-            found = scores.gather(-1, self.targets[:, None])[:, 0] - normalizers
-        else:
-            found = scores[self.logits_to_keep, self.targets] - normalizers[self.logits_to_keep]
-        return list(found.split(self.target_counts))
+        where = torch.arange(len(scores), device=scores.device) if kept else self.logits_to_keep
+        return list((scores[where, self.targets] - normalizers[where]).split(self.target_counts))
 
     def _check(self, values: Any, places: int, name: str, form: str, dimensions: int | None = None) -> None:
         """ValueError unless values are a tensor of the form, on the batch's device."""
@@ -211,10 +206,27 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
                 f"sequence {number} has the label {int(own[wrong][0])}; labels are token ids, or {IGNORED_LABEL} where "
                 "a token isn't a target."
             )
-    return _packed(torch.cat(rows).numpy(), torch.cat(targets).numpy(), [len(row) for row in rows])
+    tokens, lengths = torch.cat(rows).numpy(), np.array([len(row) for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    tree = prefix_tree(tokens, lengths)
+    depth = np.arange(len(tokens)) - np.repeat(starts, lengths)
+    position_ids = depth[tree.sources]
+    learned = torch.cat(targets).numpy()
+    targeted = (depth > 0) & (learned != IGNORED_LABEL)
+    where = np.flatnonzero(targeted)
+    return TreeBatch(
+        input_ids=torch.from_numpy(tokens[tree.sources])[None],
+        position_ids=torch.from_numpy(position_ids)[None],
+        ends=torch.from_numpy(tree.ends),
+        parents=torch.from_numpy(np.where(position_ids > 0, tree.places[tree.sources - 1], ROOT)),
+        places=torch.from_numpy(tree.places),
+        lengths=tuple(lengths.tolist()),
+        logits_to_keep=torch.from_numpy(tree.places[where - 1]),
+        targets=torch.from_numpy(learned[where]),
+        target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
+    )
 
 
-@dataclass(frozen=True)
 class TreeCollator:
     """Makes a batch of one row from documents that begin alike, for transformers.Trainer or any DataLoader.
 
@@ -223,7 +235,7 @@ class TreeCollator:
 
     >>> documents = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": [5, 6, 8, 9]}]
     >>> documents[1]["labels"] = [-100, -100, 8, 9]
-    >>> batch = TreeCollator(capacity=4096)(documents)
+    >>> batch = TreeCollator()(documents)
     >>> batch["input_ids"].tolist(), batch["tree_ends"].tolist()
     ([[5, 6, 7, 8, 9]], [[5, 5, 3, 5, 5]])
     >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
@@ -232,18 +244,10 @@ class TreeCollator:
     A document has `input_ids`. It may have `labels` (or `label_ids`); `completion_mask` and `assistant_masks`, whose
     zeros mark tokens that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1
     everywhere; and `length`. All other columns are refused by name.
-
-    Attributes:
-        capacity: the number of tokens that a row may have; None for any number. `pack_trees` plans such rows.
-
-    Raises:
-        ValueError: a capacity that isn't an integer of at least 1.
     """
 
-    capacity: int | None = None
-
-    def __post_init__(self) -> None:
-        check_limit(self.capacity, "capacity")
+    def __init__(self, capacity: None = None) -> None:
+        refuse_removed([] if capacity is None else ["capacity="], "TreeCollator")
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """Collate one batch.
@@ -256,8 +260,7 @@ class TreeCollator:
 
         Raises:
             ValueError: no features, a column that isn't taken or that some documents don't have, labels that contradict
-                a mask, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
-                document.
+                a mask, and what `pack_tree` refuses. The message names the document.
         """
         whole, names = documents_of(features, "TreeCollator")
         documents: list[Columns] = []
@@ -273,38 +276,11 @@ class TreeCollator:
         columns, lengths = join(documents, names), [len(columns["input_ids"]) for columns in documents]
         labels = columns["labels"] if "labels" in columns else masked_labels(columns, lengths)
         batch = pack_tree(columns["input_ids"].split(lengths), labels=labels.split(lengths))
-        if self.capacity is not None and batch.num_tokens > self.capacity:
-            raise ValueError(
-                f"the row of these {len(documents)} documents has {batch.num_tokens} tokens, and the capacity is "
-                f"{self.capacity}. Pass fewer documents, or plan rows that fit: pack_trees(sequences, {self.capacity})."
-            )
-        if len(documents) > 1:
-            warn_if_unpatched(
-                "unpatched-tree",
-                f"TreeCollator laid {len(documents)} documents into one tree, and no model is patched in this process. "
-                "Other models ignore tree_ends and let the documents see each other. Call tritonpack.patch(model) "
-                "before the first batch.",
-            )
+        warn_if_unpatched(
+            documents,
+            "unpatched-tree",
+            f"TreeCollator laid {len(documents)} documents into one tree, and no model is patched in this process. "
+            "Other models ignore tree_ends and let the documents see each other. Call tritonpack.patch(model) before "
+            "the first batch.",
+        )
         return batch.inputs()
-
-
-def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int]) -> TreeBatch:
-    """The batch of sequences end to end, with a label for each token."""
-    counts = np.array(lengths, dtype=np.int64)
-    starts = np.cumsum(counts) - counts
-    tree = prefix_tree(tokens, counts)
-    depth = np.arange(len(tokens)) - np.repeat(starts, counts)
-    position_ids = depth[tree.sources]
-    targeted = (depth > 0) & (labels != IGNORED_LABEL)
-    where = np.flatnonzero(targeted)
-    return TreeBatch(
-        input_ids=torch.from_numpy(tokens[tree.sources])[None],
-        position_ids=torch.from_numpy(position_ids)[None],
-        ends=torch.from_numpy(tree.ends),
-        parents=torch.from_numpy(np.where(position_ids > 0, tree.places[tree.sources - 1], ROOT)),
-        places=torch.from_numpy(tree.places),
-        lengths=tuple(lengths),
-        logits_to_keep=torch.from_numpy(tree.places[where - 1]),
-        targets=torch.from_numpy(labels[where]),
-        target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
-    )

@@ -23,8 +23,7 @@ from tritonpack.packing.columns import (
     read_feature,
 )
 from tritonpack.packing.vision.families import FAMILIES, IMAGES, MODALITIES, VIDEOS, Family
-from tritonpack.packing.vision.media import ModelPositions, join_media, read_media
-from tritonpack.packing.vision.sizes import ExampleSize
+from tritonpack.packing.vision.media import MediaOf, ModelPositions, join_media, read_media
 
 _INSTEAD = "Use the processor's own collator with batches of one example a row; a patched model takes them, too."
 _CODES = {IMAGES: 1, VIDEOS: 2}  # of the tokens of a modality in `mm_token_type_ids`
@@ -75,19 +74,17 @@ their `get_rope_index` returns for the document alone |
     def __post_init__(self, model: Any) -> None:
         text = PackingCollator(self.pad_to_multiple_of, self.pad_token_id, per_token=self.per_token)
         config = _configuration(model)
-        positions = ModelPositions(model) if FAMILIES[config.model_type].own_positions else None
         family = FAMILIES[config.model_type]
-        placeholders = {IMAGES: config.image_token_id}
-        if family.videos is not None:
-            placeholders[VIDEOS] = getattr(config, family.video_token)
-        made = {"_config": config, "_positions": positions, "_text": text, "_placeholders": placeholders}
-        for name, value in {"model_type": config.model_type, **made}.items():
-            object.__setattr__(self, name, value)
-        if self.pad_token_id is not None and self.pad_token_id in self._placeholders.values():
+        placeholders = {kind: getattr(config, part.token) for kind, part in family.parts.items()}
+        if self.pad_token_id is not None and self.pad_token_id in placeholders.values():
             raise ValueError(
                 f"pad_token_id={self.pad_token_id} is the token of images or videos of this model; pass the "
                 "tokenizer's own pad_token_id."
             )
+        positions = ModelPositions(model) if family.own_positions else None
+        made = {"model_type": config.model_type, "_config": config, "_positions": positions, "_text": text}
+        for name, value in {**made, "_placeholders": placeholders}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def family(self) -> Family:
@@ -109,17 +106,14 @@ their `get_rope_index` returns for the document alone |
                 other, or what PackingCollator refuses. The message names the document and the column.
         """
         whole, names = documents_of(features, type(self).__name__)
-        texts, media = [], []
-        first: dict[str, Name] = {}  # document with images, and with videos
-        for name, example in zip(names, whole, strict=True):
-            text, own = self._read(example, name)
-            texts.append(text)
-            media.append(own)
-            for column in own:
-                first.setdefault(self.family.columns[column].kind, name)
-        if len(first) == 2 and not self.family.both_kinds:
+        examples = [self._read(example, name) for name, example in zip(names, whole, strict=True)]
+        texts, media = [text for text, _ in examples], [own for _, own in examples]
+        having: dict[str, Name] = {}  # a document with images, and one with videos
+        for name, own in zip(names, media, strict=True):
+            having |= dict.fromkeys(own, name)
+        if len(having) == 2 and not self.family.both_kinds:
             raise ValueError(
-                f"document {first[IMAGES]} has images and document {first[VIDEOS]} has videos; the model type "
+                f"document {having[IMAGES]} has images and document {having[VIDEOS]} has videos; the model type "
                 f"{self.model_type!r} takes one of them in a call. Pack images and videos in different rows."
             )
         self._complete(texts)
@@ -131,30 +125,13 @@ their `get_rope_index` returns for the document alone |
             batch["position_ids"] = torch.cat([batch["position_ids"], axes])[:, None]
         return batch | join_media(self.family, media, names)
 
-    def measure(self, example: Mapping[str, Any]) -> ExampleSize:
-        """Count what one example takes, for packing by tokens and by patches.
-
-        Args:
-            example: what the processor returns for one conversation.
-
-        Returns:
-            `tokens`: those of the row, with images. `patches`: those of the vision tower.
-
-        Raises:
-            ValueError: see `__call__`; the message calls the example "document to measure".
-        """
-        text, media = self._read(example, "to measure")
-        return ExampleSize(len(text["input_ids"]), sum(self._size(kind, media)[1] for kind in (IMAGES, VIDEOS)))
-
-    def _read(self, example: Any, number: int | str) -> tuple[Columns, Columns]:
+    def _read(self, example: Any, number: Name) -> tuple[Columns, MediaOf]:
         """The columns of tokens and those of images and videos of an example, checked."""
-        if not isinstance(example, Mapping):
-            raise ValueError(
-                f"document {number} must be a mapping, as the processor returns it; got {type(example).__name__}."
-            )
-        example = {name: values for name, values in example.items() if values is not None}
-        taken = (*_TEXT, *self.per_token, *self.family.columns)
         with naming(f"document {number}"):
+            if not isinstance(example, Mapping):
+                raise ValueError(f"must be a mapping, as the processor returns it; got {type(example).__name__}.")
+            example = {name: values for name, values in example.items() if values is not None}
+            taken = (*_TEXT, *self.per_token, *self.family.columns)
             if unknown := sorted(str(name) for name in example if name not in taken):
                 raise ValueError(
                     f"has {quote(unknown)}, which VisionPackingCollator can't pack for model type "
@@ -169,50 +146,40 @@ their `get_rope_index` returns for the document alone |
             self._check_tokens(text, media)
         return text, media
 
-    def _check_tokens(self, text: Columns, media: Columns) -> None:
+    def _check_tokens(self, text: Columns, media: MediaOf) -> None:
         """ValueError unless an example has a token for each embedding of its images and videos."""
         audio = getattr(self._config, "audio_token_id", None)
         if audio is not None and bool((text["input_ids"] == audio).any()):
             raise ValueError(
                 f"has tokens of sound (token {audio}) in input_ids; this collator packs images and videos."
             )
-        kinds, placeholders = self._kinds(text, media), self._placeholders
+        kinds = self._kinds(text, media)
         for kind, code in _CODES.items():
-            expected = self._size(kind, media)[0]
+            expected = self.family.parts[kind].count_tokens(self._config, media[kind]) if kind in media else 0
             found = int((kinds == code).sum())
-            if found == expected:
-                continue
-            names = [name for name, column in self.family.columns.items() if column.kind == kind]
-            if not any(name in media for name in names):
+            if found != expected:
+                taken = f"but its {quote(media[kind])} take {expected}" if kind in media else f"and no pixels of {kind}"
                 raise ValueError(
-                    f"has {found} tokens of {kind} (token {placeholders[kind]}) in input_ids, and no {names[0]!r}. "
-                    "Pass all columns that the processor returns, or leave the images out of the text."
+                    f"has {found} tokens of {kind} (token {self._placeholders.get(kind)}) in input_ids, {taken}. "
+                    "Pass all columns that one call of the processor returns for the text and the images of an "
+                    "example, and don't truncate input_ids, which cuts images."
                 )
-            given = quote([name for name in names if name in media])
-            raise ValueError(
-                f"has {found} tokens of {kind} (token {placeholders.get(kind)}) in input_ids, but its {given} take "
-                f"{expected}. Don't truncate input_ids, which cuts images, and process the text and the images of an "
-                "example in one call of the processor."
-            )
 
-    def _kinds(self, text: Columns, media: Columns) -> Tensor:
+    def _kinds(self, text: Columns, media: MediaOf) -> Tensor:
         """(n,) the modality of each token, by the tokens, or by the column of types that the model reads."""
-        ids, kinds = text["input_ids"], torch.zeros_like(text["input_ids"])
-        placeholders = self._placeholders
+        ids, kinds, placeholders = text["input_ids"], torch.zeros_like(text["input_ids"]), self._placeholders
         for kind in (VIDEOS, IMAGES):
             if kind in placeholders:
                 kinds[ids == placeholders[kind]] = _CODES[kind]
         types = self.family.types
-        if types is None or not bool(kinds.any()):
+        if types is None or not bool(kinds.any()) or (types not in text and not media):
             return kinds
-        given = text.get(types)
-        if given is None:
-            if not media:
-                return kinds
+        if types not in text:
             raise ValueError(
                 f"has images or videos and no {types!r}, by which the model tells their tokens from text. The "
                 "processor returns it with return_mm_token_type_ids=True."
             )
+        given = text[types]
         shared = len(set(placeholders.values())) < len(placeholders)  # GLM-4V marks frames by the token of images
         if not torch.equal(given != 0 if shared else given, kinds != 0 if shared else kinds):
             wanted = [f"{_CODES[kind]} exactly for tokens of {kind} ({token})" for kind, token in placeholders.items()]
@@ -227,21 +194,12 @@ their `get_rope_index` returns for the document alone |
             for text in texts if any(name in text for text in texts) else ():
                 if name not in text and not bool(self._kinds(text, {}).any()):
                     text[name] = torch.zeros_like(text["input_ids"])
-        if any("labels" in text for text in texts):
-            return
-        for text in texts:
-            labels = masked_labels(text)
-            labels[torch.isin(labels, torch.tensor(list(self._placeholders.values()), device="cpu"))] = IGNORED_LABEL
+        for text in () if any("labels" in text for text in texts) else texts:
+            text["labels"] = masked_labels(text, [len(text["input_ids"])])
+            for token in self._placeholders.values():
+                text["labels"][text["labels"] == token] = IGNORED_LABEL
             if self.family.types_of_answers and "token_type_ids" in text:
-                labels[text["token_type_ids"] == 0] = IGNORED_LABEL
-            text["labels"] = labels
-
-    def _size(self, kind: str, media: Columns) -> tuple[int, int]:
-        """The tokens and the patches of the images, or of the videos, of an example."""
-        count = self.family.images if kind == IMAGES else self.family.videos
-        if count is None or not any(self.family.columns[name].kind == kind for name in media):
-            return 0, 0
-        return count(self._config, media)
+                text["labels"][text["token_type_ids"] == 0] = IGNORED_LABEL
 
 
 def _configuration(model: Any) -> Any:
@@ -257,16 +215,16 @@ def _configuration(model: Any) -> Any:
         )
     configs = (getattr(module, "config", None) for module in model.modules())
     config = next((one for one in configs if isinstance(getattr(one, "model_type", None), str)), None)
-    if config is not None and config.model_type in FAMILIES:
-        towers, tower = FAMILIES[config.model_type].towers, config.vision_config.model_type
-        if towers and tower not in towers:
-            raise ValueError(
-                f"VisionPackingCollator doesn't know {config.model_type} with the vision tower {tower!r}; it knows "
-                f"{', '.join(towers)}, because towers differ in their number of tokens for an image. {_INSTEAD}"
-            )
-        return config
-    named = "a model without a configuration" if config is None else f"model type {config.model_type!r}"
-    raise ValueError(f"VisionPackingCollator doesn't know {named}; it knows {', '.join(sorted(FAMILIES))}. {_INSTEAD}")
+    if config is None or config.model_type not in FAMILIES:
+        named = "a model without a configuration" if config is None else f"model type {config.model_type!r}"
+        raise ValueError(f"VisionPackingCollator doesn't know {named}; it knows {', '.join(FAMILIES)}. {_INSTEAD}")
+    towers, tower = FAMILIES[config.model_type].towers, config.vision_config.model_type
+    if towers and tower not in towers:
+        raise ValueError(
+            f"VisionPackingCollator doesn't know {config.model_type} with the vision tower {tower!r}; it knows "
+            f"{', '.join(towers)}, because towers differ in their number of tokens for an image. {_INSTEAD}"
+        )
+    return config
 
 
 def _row(values: Any, name: str) -> Any:
@@ -276,8 +234,10 @@ def _row(values: Any, name: str) -> Any:
         ValueError: a batch of several rows.
     """
     nested = isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple))
-    if not (nested or getattr(values, "ndim", 1) == 2):
+    if not nested and getattr(values, "ndim", 1) != 2:
         return values
-    if len(values) == 1:
-        return values[0]
-    raise ValueError(f"has {len(values)} rows of {name}; pass examples one by one, each as the processor returns it.")
+    if len(values) > 1:
+        raise ValueError(
+            f"has {len(values)} rows of {name}; pass examples one by one, each as the processor returns it."
+        )
+    return values[0]

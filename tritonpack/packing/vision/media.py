@@ -12,88 +12,99 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tritonpack.packing.columns import Columns, Name, as_tensor, quote
-from tritonpack.packing.vision.families import IMAGES, VIDEOS, Column, Family
+from tritonpack.packing.vision.families import Column, Family
 
+MediaOf = dict[str, Columns]  # of an example: the columns of its images, and of its videos
 _ROPE = "get_rope_index"  # transformers' name for the method that makes positions of three axes
 
 
-def read_media(family: Family, example: Mapping[str, Any]) -> Columns:
-    """The columns of images and videos of an example, those that hold nothing left out.
+def read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
+    """The columns of the images and of the videos of an example, without those that hold nothing.
 
     Raises:
         ValueError: a column of another form, or one without another that belongs to it.
     """
-    media = {}
-    for name, column in family.columns.items():
-        if name in example and (tensor := _read(example[name], name, column)).numel():
-            media[name] = tensor
-    for kind in (IMAGES, VIDEOS):
-        columns = {name: column for name, column in family.columns.items() if column.kind == kind}
-        present = [name for name in media if name in columns]
-        absent = [name for name, column in columns.items() if not column.optional and name not in media]
-        if present and absent:
-            raise ValueError(f"has {present[0]!r} but no {quote(absent)}; pass all columns that the processor returns.")
-        counts = {name: len(media[name]) for name in present if columns[name].axes[0] == kind}
+    media: MediaOf = {}
+    for kind, part in family.parts.items():
+        found = {name: _read(example[name], name, part.columns[name]) for name in part.columns if name in example}
+        found = {name: tensor for name, tensor in found.items() if tensor.numel()}
+        if not found:
+            continue
+        if absent := [name for name, column in part.columns.items() if not column.optional and name not in found]:
+            raise ValueError(
+                f"has {next(iter(found))!r} but no {quote(absent)}; pass all columns that the processor returns."
+            )
+        counts = {name: len(tensor) for name, tensor in found.items() if part.columns[name].axes[0] == kind}
         if len(set(counts.values())) > 1:
             raise ValueError(f"has columns of different numbers of {kind}: {counts}; pass those of one call.")
+        media[kind] = found
     return media
 
 
 def _read(values: Any, name: str, column: Column) -> Tensor:
     """A column as a tensor with the axes of one example, or without elements."""
+    axes = ", ".join(column.axes)
     if isinstance(values, (list, tuple)) and any(hasattr(one, "dtype") for one in values):
         parts = [as_tensor(one, name, "arrays") for one in values]
         if len({part.shape for part in parts}) > 1:
             shapes = [tuple(part.shape) for part in parts]
             raise ValueError(f"has {name} of shapes {shapes!r:.100}; let the processor pad them: return_tensors='pt'.")
         values = torch.stack(parts)
-    tensor = as_tensor(values, name, f"an array with the axes ({', '.join(column.axes)})")
+    tensor = as_tensor(values, name, f"an array with the axes ({axes})")
     if tensor.ndim == len(column.axes) + 1 and len(tensor) == 1:
         tensor = tensor[0]
     if tensor.ndim != len(column.axes) and tensor.numel():
         raise ValueError(
-            f"has {name} of shape {tuple(tensor.shape)}; it takes ({', '.join(column.axes)}), as the processor returns "
-            "it for one example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
+            f"has {name} of shape {tuple(tensor.shape)}; it takes ({axes}), as the processor returns it for one "
+            "example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
         )
     return tensor
 
 
-def join_media(family: Family, media: Sequence[Columns], names: Sequence[Name]) -> Columns:
+def join_media(family: Family, media: Sequence[MediaOf], names: Sequence[Name]) -> Columns:
     """The columns of images and videos of all examples, as the model takes them for one row.
 
     Raises:
         ValueError: examples whose columns can't be joined; the message names two of them.
     """
-    joined = {}
-    for name, column in family.columns.items():
-        of_kind = [i for i, own in enumerate(media) if any(family.columns[other].kind == column.kind for other in own)]
-        values = [media[i][name] for i in of_kind if name in media[i]]
-        if not values:
-            continue
-        if lacking := [i for i in of_kind if name not in media[i]]:
-            having = next(i for i in of_kind if name in media[i])
-            raise ValueError(
-                f"document {names[having]} has {name!r} and document {names[lacking[0]]} hasn't; give every example "
-                f"with {column.kind} the same columns."
-            )
-        if column.promoted:
-            dtype = reduce(torch.promote_types, [one.dtype for one in values])
-            values = [one.to(dtype) for one in values]
-        first, filled = values[0], []
-        fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
-        most = [max(one.shape[axis] for one in values) for axis in range(first.ndim)]
-        for i, one in zip(of_kind, values, strict=True):
-            if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
-                sizes = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
+    joined: Columns = {}
+    for kind, part in family.parts.items():
+        of_kind = [(number, own[kind]) for number, own in zip(names, media, strict=True) if kind in own]
+        for name, column in part.columns.items():
+            having = [number for number, own in of_kind if name in own]
+            lacking = [number for number, own in of_kind if name not in own]
+            if not having:
+                continue
+            if lacking:
                 raise ValueError(
-                    f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {names[i]} and {first.dtype} of "
-                    f"shape {tuple(first.shape)} in document {names[of_kind[0]]}; the model takes one dtype{sizes} in "
-                    "a call. Process all examples alike, or pack them in different rows."
+                    f"document {having[0]} has {name!r} and document {lacking[0]} hasn't; give every example with "
+                    f"{kind} the same columns."
                 )
-            sides = [(0, most[axis] - one.shape[axis] if axis in column.padded else 0) for axis in range(one.ndim)]
-            filled.append(pad(one, [side for axis in reversed(sides) for side in axis]))
-        joined[name] = torch.cat(filled)[None] if column.of_rows else torch.cat(filled)
+            values = [own[name] for _, own in of_kind]
+            if len(column.axes) == 1:  # numbers, such as the integer 1 beside 0.5
+                dtype = reduce(torch.promote_types, [one.dtype for one in values])
+                values = [one.to(dtype) for one in values]
+            first = values[0]
+            fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
+            for number, one in zip(having, values, strict=True):
+                if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
+                    size = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
+                    raise ValueError(
+                        f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
+                        f"shape {tuple(first.shape)} in document {having[0]}; the model takes one dtype{size} in a "
+                        "call. Process all examples alike, or pack them in different rows."
+                    )
+            row = torch.cat(_padded(values, column.padded))
+            joined[name] = row[None] if column.of_rows else row
     return joined
+
+
+def _padded(values: list[Tensor], axes: Sequence[int]) -> list[Tensor]:
+    """Tensors with zeros at the end of these axes up to the largest."""
+    for axis in axes:
+        most = max(one.shape[axis] for one in values)
+        values = [pad(one, [0, 0] * (one.ndim - 1 - axis) + [0, most - one.shape[axis]]) for one in values]
+    return values
 
 
 class ModelPositions:
@@ -119,7 +130,7 @@ class ModelPositions:
                 object.__setattr__(self._module, name, value)
         self._names = tuple(inspect.signature(getattr(self._module, _ROPE)).parameters)
 
-    def __call__(self, text: Columns, media: Columns, number: Name) -> Tensor:
+    def __call__(self, text: Columns, media: MediaOf, number: Name) -> Tensor:
         """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its number is for messages.
 
         Raises:
@@ -127,7 +138,9 @@ class ModelPositions:
         """
         ids = text["input_ids"]
         types = text.get("mm_token_type_ids", torch.zeros_like(ids))
-        arguments: dict[str, Any] = {"input_ids": ids[None], **media, "mm_token_type_ids": types[None]}
+        arguments: dict[str, Any] = {"input_ids": ids[None], "mm_token_type_ids": types[None]}
+        for columns in media.values():
+            arguments |= columns
         try:
             taken = {name: arguments[name] for name in self._names if name in arguments}
             with torch.device("cpu"):  # where the columns lie, whatever the default device is

@@ -1,0 +1,420 @@
+"""States of samplers: epochs that are broken off go on exactly, also with other settings, and damaged states are
+refused without a change."""
+
+import json
+import pickle
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from tests.packing.lengths import log_normal
+from tests.packing.test_passes import one_pass
+from tritonpack import (
+    BinDataset,
+    MultipackBatchSampler,
+    MultipackDistributedBatchSampler,
+    PackingWarning,
+    Units,
+    dataloader,
+    notices,
+)
+
+LENGTHS = log_normal(300, mean=60, high=256)
+DOCUMENTS = [{"input_ids": [number + 1] * length} for number, length in enumerate(LENGTHS.tolist())]
+
+
+@pytest.fixture(autouse=True)
+def _intended(monkeypatch):
+    monkeypatch.setattr(notices, "said", {"other-settings": None, "same-epoch": None, "unpatched-model": None})
+
+
+def samplers(num_replicas, lengths=LENGTHS, capacity=256, seed=5, **options):
+    """The samplers of all ranks, or the one that yields the batches of all ranks."""
+    ranks = range(num_replicas) if options.get("shard", True) else [None]
+    return [MultipackDistributedBatchSampler(capacity, lengths, num_replicas, rank, seed, **options) for rank in ranks]
+
+
+def resumed(state, num_replicas, **options):
+    found = samplers(num_replicas, **options)
+    for one in found:
+        one.load_state_dict(json.loads(json.dumps(state)))
+    return found
+
+
+def train(ranks, batches=None):
+    """The documents of the next batches of all ranks (None: of all), without those of filler rows; and a state."""
+    iterators, plan, rows = [iter(one) for one in ranks], ranks[0].plan, []
+    while batches is None or batches > 0:
+        step = [next(iterator, None) for iterator in iterators]
+        if step[0] is None:
+            assert step == [None] * len(ranks), "ranks with different numbers of batches"
+            break
+        rows += step
+        batches = None if batches is None else batches - 1
+    assert all(rows), "a rank without a document"
+    states = [one.state_dict() for one in ranks]
+    assert states == [states[0]] * len(ranks)
+    fillers = max(0, plan.filler_rows + states[0]["rows_done"] - plan.num_steps * plan.num_ranks)
+    return [document for row in rows[: len(rows) - fillers] for document in row], states[0]
+
+
+def broken_off(num_replicas, steps, **options):
+    """The documents of the first steps of an epoch, and the state after them."""
+    return train(samplers(num_replicas, **options), steps)
+
+
+@st.composite
+def interruptions(draw):
+    """Units or documents, an order with documents that come twice, and the settings of each part of an epoch."""
+    count, rng = draw(st.integers(20, 90)), np.random.default_rng(draw(st.integers(0, 10**6)))
+    lengths = log_normal(3 * count, mean=40, high=85, seed=count).reshape(count, 3)
+    units = Units.of_sequences([row[: rng.integers(1, 4)].tolist() for row in lengths])
+    units = Units.of_documents(units.tokens) if draw(st.booleans()) else units
+    order = rng.integers(0, count, 2 * count) if draw(st.booleans()) else None
+    part = {
+        "num_replicas": st.integers(1, 5),
+        "capacity": st.sampled_from([256, 300, 1000]),
+        "tail": st.sampled_from(["keep", "spread"]),
+        "objective": st.sampled_from(["quadratic", "linear"]),
+        "epochs": st.sampled_from([1, 2]),
+        "steps": st.integers(0, 4),
+    }
+    if order is None:
+        part["shuffle"] = st.booleans()
+    return units, order, draw(st.lists(st.fixed_dictionaries(part), min_size=1, max_size=4))
+
+
+@given(interruptions())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_every_document_once_over_any_parts(case):
+    units, order, parts = case
+    state, seen, steps_done = None, [], 0
+    for number, part in enumerate(parts):
+        options = dict(part)
+        steps = None if number == len(parts) - 1 else options.pop("steps")
+        options.pop("steps", None)
+        ranks = samplers(options.pop("num_replicas"), units, order=order, **options)
+        for one in ranks:
+            one.set_epoch(1)
+            if state is not None:
+                one.load_state_dict(json.loads(json.dumps(state)))
+        assert ranks[0].plan.sums(units.tokens).max(initial=0) <= part["capacity"]
+        length, before = len(ranks[0]), len(seen)
+        found, state = train(ranks, steps)
+        seen += found
+        steps_done += 0 if steps is None else min(steps, length - steps_done)
+        assert len(ranks[0]) == length, "counted from the beginning of the epoch"
+        assert not found or steps == 0 or len(seen) > before
+    assert Counter(seen) == Counter(range(len(units)) if order is None else order.tolist())
+
+
+@pytest.mark.parametrize("tail", ["keep", "spread", "drop"])
+def test_other_ranks_and_then_the_same(tail):
+    seen, state = broken_off(2, 5, tail=tail)
+    ranks = resumed(state, 3, tail=tail)
+    assert len(ranks[0]) == ranks[0].num_batches() == 5 + ranks[0].plan.num_steps
+    more, state = train(ranks, 4)
+    again = resumed(state, 3, tail=tail)
+    assert again[0].state_dict() == state == ranks[0].state_dict(batches_done=9)
+    rest = train(again)[0]
+    assert rest == train(resumed(state, 3, tail=tail))[0]
+    dropped = ranks[0].dropped_documents
+    assert len(set(seen + more + rest)) == len(LENGTHS) - dropped
+    assert (dropped > 0) == (tail == "drop")
+    with pytest.raises(ValueError, match=r"at least 5, the batches of this epoch from before it was resumed.*got 4"):
+        ranks[0].state_dict(batches_done=4)
+    fresh = samplers(3, tail=tail)[0]
+    for epoch in (1, 0):  # and the epochs after it are whole
+        for one in (ranks[0], fresh):
+            one.set_epoch(epoch)
+        assert (len(ranks[0]), list(ranks[0])) == (len(fresh), list(fresh))
+
+
+def test_the_rest_comes_in_the_order_of_the_epoch():
+    options = {"tail": "keep", "order": np.random.default_rng(0).permutation(len(LENGTHS))}
+    seen, state = broken_off(2, 5, **options)
+    place = np.argsort(options["order"])
+    rows = [place[batch].mean() for batch in resumed(state, 1, **options)[0]]
+    assert np.abs(np.sort(rows) - rows).max() < 0.1 * len(LENGTHS), "rows move by a few places"
+    assert rows[0] < np.sort(place[[number for number in range(len(LENGTHS)) if number not in seen]])[20]
+
+
+def test_rests_of_few_documents():
+    (one,) = samplers(1)
+    for last in resumed(one.state_dict(batches_done=len(one) - 2), 6):
+        assert (list(last), len(last), last.efficiency()) == ([], len(one) - 2, 1.0), "no whole step"
+        assert last.dropped_documents > 2
+    (one,) = samplers(1, tail="spread")
+    seen, state = train([one], len(one) - 1)
+    ranks = resumed(state, 30, tail="spread")
+    assert ranks[0].plan.filler_rows == 30 - (len(LENGTHS) - len(seen)) > 0
+    assert sorted(seen + train(ranks)[0]) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("shards", [(True, False), (False, True), (False, False)])
+def test_ranks_that_divide_batches_themselves_and_accelerate_s(shards):
+    (seen, state), whole = broken_off(3, 6 if shards[0] else 18, shard=shards[0]), train(samplers(3))[0]
+    assert seen + train(resumed(state, 3, shard=shards[1]))[0] == whole
+    seen, state = broken_off(3, 7, shard=False, tail="keep")  # a step that has begun
+    ranks = resumed(state, 3, tail="keep")
+    assert len(ranks[0]) == 3 + ranks[0].plan.num_steps
+    assert sorted(seen + train(ranks)[0]) == list(range(len(LENGTHS)))
+
+
+def test_rows_that_are_too_short_or_long_enough_now():
+    lengths = LENGTHS.copy()
+    lengths[:40] = 300
+    short, long = {"capacity": 256, "overlong": "drop"}, {"capacity": 512}
+    for first, second in ((short, long), (long, short)):
+        seen, state = broken_off(2, 5, lengths=lengths, tail="keep", **first)
+        ranks = resumed(state, 2, lengths=lengths, tail="keep", **second)
+        rest, _ = train(ranks)
+        left_out = set(range(len(lengths))) - set(seen + rest)
+        assert len(set(seen + rest)) == len(seen + rest)
+        assert left_out <= set(range(40))
+        assert bool(left_out) == (second is short)
+        assert ranks[0].report.documents == (40 if second is short else 0)
+
+
+def test_seed_and_distributed_checkpoint(tmp_path):
+    """DCP loads into a state of the sampler, which has no earlier settings."""
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    seen, state = broken_off(2, 5, tail="keep", seed=11)
+    more, state = train(resumed(state, 3, tail="keep", seed=11), 3)
+    checkpoint.save({"sampler": state, "step": 8}, checkpoint_id=tmp_path, no_dist=True)
+    (one,) = samplers(1, tail="keep", seed=None)
+    found = {"sampler": one.state_dict(), "step": 0}
+    checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert found == {"sampler": state, "step": 8}
+    one.load_state_dict(found["sampler"])
+    assert (one.seed, "seed=11" in repr(one)) == (11, True)
+    assert sorted(seen + more + train([one])[0]) == list(range(len(LENGTHS)))
+    with pytest.raises(ValueError, match=r"its seed was 11 and is 5. Pass that seed, or none"):
+        resumed(state, 1, tail="keep", seed=5)
+
+
+def distributed(**options):
+    options = {
+        "num_replicas": 1,
+        "rank": 0,
+        "seed": 0,
+        "tail": "spread",
+        "lengths": LENGTHS,
+        "capacity": 256,
+        **options,
+    }
+    return MultipackDistributedBatchSampler(options.pop("capacity"), **options)
+
+
+def loader(**options):
+    return dataloader(DOCUMENTS, **{"tokens": 256, "seed": 0, **options})
+
+
+def bins(sampler=None, **options):
+    sampler = RandomSampler(DOCUMENTS) if sampler is None else sampler
+    return MultipackBatchSampler(
+        sampler, **{"batch_size": 2, "batch_max_len": 256, "lengths": LENGTHS, "seed": 0, **options}
+    )
+
+
+IN_ORDER = SequentialSampler(DOCUMENTS)
+SAME = {
+    "more epochs": (distributed, {}, {"epochs": 3}),
+    "fewer epochs": (distributed, {"epochs": 3}, {}),
+    "another seed of a fixed order": (distributed, {"shuffle": False}, {"shuffle": False, "seed": 3}),
+    "an order that is the same": (distributed, {"shuffle": False}, {"order": np.arange(len(LENGTHS)), "seed": 5}),
+    "longer documents left out": (distributed, {}, {"overlong": "drop"}),
+    "another sharding": (distributed, {}, {"rank": None, "shard": False}),
+    "more epochs of a loader": (loader, {}, {"epochs": 3}),
+    "how rows are loaded": (loader, {}, {"num_workers": 1, "labels": "tokens"}),
+    "a cut that no document needs": (loader, {}, {"max_document_length": 256}),
+    "a limit of bins that none reaches": (bins, {}, {"bin_size": 50}),
+    "larger groups": (bins, {}, {"group_size": 3000}),
+    "another seed of a sequence": (bins, {"sampler": IN_ORDER}, {"sampler": IN_ORDER, "seed": 3}),
+    "more processes": (bins, {}, {"num_replicas": 2}),
+}
+OTHER = {
+    "rows": (distributed, {}, {"capacity": 300}, "tokens_per_row was 256 and is 300. "),
+    "ranks": (distributed, {}, {"num_replicas": 2}, "num_ranks was 1 and is 2. "),
+    "tail": (distributed, {}, {"tail": "drop"}, "tail was 'spread' and is 'drop'. "),
+    "shuffle": (distributed, {}, {"shuffle": False}, "shuffle was True and is False. "),
+    "rows of a loader": (loader, {}, {"tokens": 300}, "tokens_per_row was 256 and is 300. "),
+}
+REFUSED = {
+    "seed": (distributed, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),
+    "lengths": (distributed, {}, {"lengths": LENGTHS[::-1].copy()}, "300 documents .* Pass the same documents in the"),
+    "order": (distributed, {"order": [0] * 300}, {"order": [1] * 300}, "the state was saved with another order"),
+    "squares": (
+        distributed, {"lengths": Units(LENGTHS, LENGTHS)}, {"lengths": Units(LENGTHS, LENGTHS + (LENGTHS > 1))},
+        "300 units with .* squares",
+    ),
+    "seed of a loader": (loader, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),
+    "cut": (loader, {}, {"max_document_length": 60}, "other lengths.* cut at the same length"),
+    **{
+        f"{name} of bins": (bins, {}, {name: value}, "epoch 1 has other batches than when it was saved")
+        for name, value in {"batch_size": 1, "bin_size": 2, "group_size": 7, "seed": 3, "sampler": IN_ORDER}.items()
+    },
+}  # fmt: skip
+
+
+def rest_of(make, before, after):
+    """What is left after three batches, what was left with the same settings, and the warnings."""
+    source, target, whole = make(**before), make(**after), make(**before)
+    for one in (source, whole):
+        one.set_epoch(1)
+    state = json.loads(json.dumps(source.state_dict(batches_done=3)))
+    notices.said.pop("other-settings", None)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        target.load_state_dict(state)
+    passes = [one_pass(one) if make is loader else list(one) for one in (target, whole)]
+    return passes[0], passes[1][3:], "".join(str(each.message) for each in found if each.category is PackingWarning)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_same_plan_resumes_exactly_and_in_silence(case):
+    rest, expected, said = rest_of(*SAME[case])
+    assert rest == expected
+    assert not said
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_another_plan_goes_on_and_is_named(case):
+    *given_, message = OTHER[case]
+    said = rest_of(*given_)[2]
+    assert f"epoch 1 goes on with other settings: {message}" in said
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_go_on_is_refused_by_name(case):
+    *given_, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        rest_of(*given_)
+
+
+SAMPLERS = {"distributed": distributed, "bins": bins}
+DAMAGES = [
+    (
+        "version",
+        99,
+        "isn't a state of version 4 of .*: it has version 99.*with the version of tritonpack that saved it",
+    ),
+    ("version", True, "it has version True"),
+    ("version", 3, "it has version 3. Resume with the version of tritonpack that saved it, or begin the epoch anew"),
+    ("version", ..., "it lacks 'version'"),
+    ("epoch", ..., "it lacks 'epoch'"),
+    ("rank", 1, "it also has 'rank'"),
+    *(("epoch", value, "epoch must be an integer of at least 0; got") for value in (-1, True, 3.0, "3")),
+]
+DAMAGES_OF = {
+    "bins": [
+        ("batches_done", ..., "it lacks 'batches_done'"),
+        *(("batches_done", value, "batches_done must be .* from 0 to") for value in (-3, 10**6, True, 2.5)),
+        *(("batches", value, "has other batches than when it was saved") for value in (None, "0" * 32)),
+    ],
+    "distributed": [
+        ("lengths", ..., "it lacks 'lengths'"),
+        ("tail", ..., "it lacks 'tail'"),
+        *(("lengths", value, "saved with other lengths: they were those of") for value in ("0" * 32, [3, 4])),
+        *(("plan", value, "another version of tritonpack or NumPy, which plans other") for value in (None, "0" * 32)),
+        *(("rows_done", value, "rows_done of the state must be an integer of at least 0") for value in (-4, True)),
+        ("rows_done", 10**6, r"rows_done must be an integer from 0 to \d+, the number of rows of"),
+        ("seed", 5, "its seed was 5 and is 0. Pass that seed"),
+        ("seed", False, "seed of the state must be .* got False"),
+        ("num_ranks", 0, "the settings of the state can't be: num_ranks must be .* got 0"),
+        ("tokens_per_row", "512", "can't be: tokens_per_row must be .* got '512'"),
+        ("tokens_per_row", 1, "saved with another order"),
+        ("tail", "all", "can't be: tail must be one of"),
+        ("objective", None, "can't be: objective must be one of"),
+        ("least_steps", 0, "can't be: least_steps must be"),
+        ("shuffle", "no", "can't be: shuffle must be True or False"),
+        ("before", None, "before must be a str; got None"),
+        *(
+            ("before", text, "the settings of the state can't be: ")
+            for text in ("abc", "[", "[1]", '{"a": 1}', "[[{}, 1]]", '[[{"tail": "drop"}, 1]]', "[" * 10**5)
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_damaged_states_are_refused_and_change_nothing(name):
+    source, target = SAMPLERS[name](), SAMPLERS[name]()
+    source.set_epoch(3)
+    state = json.loads(json.dumps(source.state_dict(batches_done=2)))
+    target.set_epoch(1)
+    next(iter(target))
+    before = target.state_dict()
+    damaged = [({**state, key: value}, message) for key, value, message in [*DAMAGES, *DAMAGES_OF[name]]]
+    other = SAMPLERS["bins" if name == "distributed" else "distributed"]().state_dict()
+    damaged += [
+        (None, "must be a mapping.*got None"),
+        ({}, "it lacks .*'epoch', .*'version'"),
+        (other, "it lacks .* has"),
+    ]
+    for given_, message in damaged:
+        given_ = given_ and {key: value for key, value in given_.items() if value is not ...}
+        with pytest.raises(ValueError, match=message):
+            target.load_state_dict(given_)
+        assert target.state_dict() == before
+    rest = list(target)
+    target.set_epoch(1)
+    assert rest == list(target)
+    for done in (-1, True, 10**6, 2.5):
+        with pytest.raises(ValueError, match="batches_done must be an integer from 0 to"):
+            target.state_dict(batches_done=done)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 7, "all"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_resumes_after_any_batch(name, batches):
+    source, target = SAMPLERS[name](), SAMPLERS[name]()
+    for one in (source, target):
+        one.set_epoch(3)
+    every, old = list(source), iter(target)
+    next(old)
+    iterator = iter(source)
+    done = [next(iterator) for _ in range(len(every) if batches == "all" else batches)]
+    state = json.loads(json.dumps(source.state_dict()))
+    target.load_state_dict(state)
+    next(old)  # an older iterator doesn't change the place
+    assert (target.epoch, target.state_dict()) == (3, state)
+    target.set_epoch(3)  # training loops do this at the start of an epoch
+    copy = pickle.loads(pickle.dumps(target))
+    assert done + list(target) == done + list(copy) == every
+    assert len(target) == len(every)
+    assert list(target) == every, "the next pass yields the whole epoch"
+    target.load_state_dict(state)
+    target.set_epoch(1)
+    fresh = SAMPLERS[name]()
+    fresh.set_epoch(1)
+    assert list(target) == list(fresh), "another epoch ends a resume"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 6, "end"])
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.fast("distributed-1-2", "distributed-6-0", "bins-end-0")
+def test_stateful_dataloader_resumes_after_last_batch(name, stop, num_workers):
+    """StatefulDataLoader accounts for the batches that workers fetch ahead."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loading():
+        return stateful.StatefulDataLoader(
+            BinDataset(range(len(LENGTHS))), batch_sampler=SAMPLERS[name](), collate_fn=list, num_workers=num_workers
+        )
+
+    source, target = loading(), loading()
+    source.batch_sampler.set_epoch(2)
+    every = list(source.batch_sampler)
+    stop = len(every) if stop == "end" else stop
+    iterator = iter(source)
+    assert [next(iterator) for _ in range(stop)] == every[:stop]
+    target.load_state_dict(source.state_dict())
+    assert list(target) == every[stop:]
+    assert list(target) == every
