@@ -120,6 +120,20 @@ def test_the_later_patch_is_in_force() -> None:
     assert state(one.model) == one.before
 
 
+def test_leaving_a_suspended_patch_changes_nothing() -> None:
+    model = zoo.tiny_model("llama", dtype=torch.float64)
+    before = state(model)
+    outer, middle = tritonpack.patch(model), tritonpack.patch(model, backend="reference")
+    inner = tritonpack.patch(model, attention="sdpa")
+    during = state(model)
+    middle.unpatch()
+    assert state(model) == during
+    inner.unpatch()
+    assert outer.report.replaced == "sdpa"
+    outer.unpatch()
+    assert state(model) == before
+
+
 @pytest.mark.parametrize("others", [{}, {"backend": "reference"}], ids=["alike", "another"])
 def test_threads_that_patch_one_model_leave_it_unpatched(others: dict[str, str]) -> None:
     model, errors = build("llama"), []
