@@ -148,7 +148,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             count = f"{len(self.lengths)} {self._noun}s"
             self._lengths_summary = f"{count} with {totals}, digest {digest(*amounts.values())}"
         if can_compare(self._ranks_that_compare):
-            values = {**self._given(), "seed": seed, "the lengths": self._lengths_summary}
+            values = {**self._given(), "the lengths": self._lengths_summary, "the digest of order": None}
+            values["seed"] = self.seed if self._seed_is_given else None
             if order is not None:
                 values["the digest of order"] = digest(epoch_order(len(self.lengths), 0, 0, order=order))
             number = place_among_processes()[1] if self.is_shared else self.rank
