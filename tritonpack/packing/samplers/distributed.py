@@ -199,8 +199,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         made = self._current()
         return (made.steps_before + made.plan.num_steps) * self._batches_per_step
 
-    def _batch(self, number: int) -> list[int]:
-        made = self._current()
+    def _batch(self, made: Segment, number: int) -> list[int]:
         step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
         return made.plan.row(step - made.steps_before, rank).tolist()
 
