@@ -9,20 +9,11 @@ import pytest
 from transformers import Trainer
 
 import tritonpack
-from tests.ecosystem.training import EXACT, distance, features, trained
-from tests.integrations.test_setup import StopAt, Watch, make_trainer
+from tests.ecosystem.training import EXACT, distance, trained
+from tests.integrations.test_setup import PAIRS, StopAt, Watch, documents_of, make_trainer
 from tritonpack.packing.samplers import ranks
 
-# Pairs of documents that begin alike; the first token is the number of the pair.
-PAIRS = [
-    {"prompt": [number + 3, *one["input_ids"]], "answers": [other["input_ids"], other["input_ids"][::-1][:7]]}
-    for number, (one, other) in enumerate(zip(features(), features()[::-1], strict=True))
-]
 TOKENS = 128
-
-
-def documents_of(pair: dict[str, Any]) -> list[dict[str, list[int]]]:
-    return [{"input_ids": pair["prompt"] + answer} for answer in pair["answers"]]
 
 
 def tokens_of(pair: dict[str, Any]) -> int:
@@ -121,23 +112,3 @@ def test_checkpoint_of_other_budgets_is_refused(tmp_path: Path) -> None:
         assert rest.batches == watch.batches[2:]
     with pytest.raises(ValueError, match=r"budgets was .\{.tokens of both.: 100\}. and is .\{.tokens of both.: 80\}"):
         prepared(80).train(resume_from_checkpoint=str(checkpoint))
-
-
-class OfPairs(Trainer):
-    """Takes the columns of TRL's DPOTrainer."""
-
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
-
-
-def test_refusals(tmp_path: Path) -> None:
-    plain, collator = make(tmp_path), tritonpack.TreeCollator()
-    of_pairs: Trainer = OfPairs(plain.model, plain.args, train_dataset=PAIRS)
-    for trainer, options, message in (
-        (of_pairs, {}, r"OfPairs computes .* of the columns chosen_ids, rejected_ids.*train_dpo_pack"),
-        (plain, {"documents": None}, "packed rows need documents with input_ids; those of the Trainer have the col"),
-        (plain, {"collate_fn": collator, "max_document_length": 4}, "max_document_length"),
-        (plain, {"tiled_loss": True}, r"tiled_loss of setup\(\) was removed: use Liger-Kernel"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tritonpack.setup(trainer, TOKENS, **{"documents": documents_of, **options})

@@ -85,8 +85,8 @@ def test_the_sweep_with_an_older_transformers(version: str, tmp_path: Path) -> N
     assert run(version, "-c", "import transformers; print(transformers.__version__)").strip() == version
     refused = REFUSED[version].split()
     types = [*PACKED[version].split(), *refused]
-    run(version, "-m", "tests.patches.sweep", "--mapping", "CAUSAL_LM", "--how", "patch", "--types", *types,
-        "--out", str(tmp_path))  # fmt: skip
+    pattern = f"/({'|'.join(types)}) "
+    run(version, "-m", "tests.patches.sweep", "--only", "CAUSAL_LM", pattern, "--how", "patch", "--out", str(tmp_path))
     found = [json.loads(line) for line in (tmp_path / f"{version}.jsonl").read_text().splitlines()]
     verdicts = {row["key"].partition("/")[2]: (row["verdict"], row.get("reason", "")) for row in found}
     assert verdicts.keys() == set(types)
