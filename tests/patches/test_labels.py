@@ -60,6 +60,7 @@ def test_silent_where_nothing_is_wrong_or_known() -> None:
         batch_of(labels=torch.tensor([[-100, 6, 7, -100, 9, -100]])), batch_of(labels=None),
         batch_of(shift_labels=torch.zeros(1, 6, dtype=torch.int64)), PackingCollator()(DOCUMENTS),
         PackingCollator(8, 0)(DOCUMENTS), ROWS | {"labels": labels},
+        {"input_ids": IDS, "labels": IDS.where(LEFT > 0, -100), "attention_mask": LEFT},
     ):  # fmt: skip
         assert heard(batch) == []
 
@@ -79,6 +80,7 @@ def test_which_losses_shift(name: str, options: dict[str, Any], shifted: bool) -
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 4, 4]])
 ONES = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+LEFT = ONES.flip(1)
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
 MASKED = torch.tensor([[-100, 6, 7, -100, 9, -100, 4, 4]])  # labels on padding; the first of each document has none
 # Layouts with padding, and the token from which a label on padding is predicted first; None if none is.
