@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.ledger import CONTINUE, commit_here, now
+from benchmarks.harness.ledger import CONTINUE, commit_here, now
 
 ROOT = Path(__file__).parents[1]
 KEPT = 64_000  # characters of a step's output that are kept with its result

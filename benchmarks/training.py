@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu import ledger
+from benchmarks.harness import ledger
 from examples.demo import SIZES
 from examples.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
 from examples.demo.training import WAYS, Run, Settings, Way, train_in_turns

@@ -37,7 +37,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu.compile_ahead import compile_only
-from benchmarks.gpu.ledger import ABOUT, CONTINUE, Budget, Rows, environment
+from benchmarks.harness.ledger import ABOUT, CONTINUE, Budget, Rows, environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
@@ -116,17 +116,8 @@ def times_of(table: Rows, kernel: Kernel, block_d: int, choice: Iterable[TileSha
 def try_in_process(candidate: Candidate, tokens: int, lock: Path) -> tuple[str, float | None]:
     """The status of a candidate, "ok" or why it has no time, and its milliseconds, from a process of its own."""
     sizes = json.dumps([candidate.kernel, candidate.block_d, asdict(candidate.tile)])
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.tune",
-        "--candidate",
-        sizes,
-        "--tokens",
-        str(tokens),
-        "--out",
-        str(lock),
-    ]
+    options = {"--candidate": sizes, "--tokens": str(tokens), "--out": str(lock)}
+    command = [sys.executable, "-m", "benchmarks.tune", *(part for option in options.items() for part in option)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:

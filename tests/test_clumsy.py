@@ -60,7 +60,6 @@ PLAN = packing.plan_epoch(LENGTHS, 8, 2)
 DOCUMENTS = [[1] * length for length in LENGTHS]
 NUMPY = "np3"
 COUNTS = "none np3"
-LONGEST = "none np3 tensor0"
 
 
 def batch(*names: str) -> dict[str, Any]:
@@ -126,7 +125,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "flash_attn_varlen_func": (
         flash_attn.flash_attn_varlen_func,
         {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
-        {"cu_seqlens_q": "", "cu_seqlens_k": "", "max_seqlen_q": LONGEST, "seqused_q": "none", "block_table": "none"},
+        {"cu_seqlens_q": "", "cu_seqlens_k": "", "seqused_q": "none", "block_table": "none"},
     ),
     "fa3.flash_attn_func": (
         flash_attn.fa3.flash_attn_func, batch(*"qkv"), {"attention_chunk": "none zero np3", "qv": "none"},
@@ -139,12 +138,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "fa4.flash_attn_varlen_func": (
         flash_attn.fa4.flash_attn_varlen_func,
         {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
-        {"cu_seqlens_k": "", "max_seqlen_q": LONGEST, "seqused_q": "none"},
+        {"cu_seqlens_k": "", "seqused_q": "none"},
     ),
     "torch_varlen_attn": (
         flash_attn.torch_varlen_attn,
         {**stream("query", "key", "value"), "cu_seq_q": OFFSETS, "cu_seq_k": OFFSETS},
-        {"query": "", "max_q": LONGEST, "return_aux": "none", "num_splits": "none minus1 zero huge"},
+        {"query": "", "return_aux": "none", "num_splits": "none minus1 zero huge"},
     ),
     "unpad_input": (
         flash_attn.bert_padding.unpad_input,

@@ -35,7 +35,7 @@ ALLOWED = {
     "backends": GROUND | {"kernels"},
     "ops": GROUND | {"backends"},
     "attention": GROUND | {"backends", "ops"},
-    "flash_attn": GROUND | {"attention"},
+    "flash_attn": GROUND | {"attention", "backends"},
     "packing": GROUND | {"compilation"},
     "parallel": GROUND | {"attention", "backends", "ops", "packing", "patches"},
     "patches": GROUND | {"attention", "backends", "ops", "packing"},

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.ledger import append, environment, now
+from benchmarks.harness.ledger import append, environment, now
 
 FOLDERS = ("benchmarks/cpu", "benchmarks/packing")
 OURS = "tritonpack"

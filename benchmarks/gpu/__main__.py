@@ -37,11 +37,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import plot
-from benchmarks.gpu.ledger import CONTINUE, Budget, Ledger, environment
 from benchmarks.gpu.machine import ceilings
 from benchmarks.gpu.shapes import documents_of, own_shapes, quick_shapes, shapes, smoke_shapes
 from benchmarks.gpu.table import table
 from benchmarks.harness.batch import Batch, Shape, make_batch
+from benchmarks.harness.ledger import CONTINUE, Budget, Ledger, environment
 from benchmarks.harness.measure import LOST, OPS, REPEATS, DeviceLostError, measure
 from benchmarks.harness.peers import PEERS, Attention, Peer
 from tritonpack.attention import MAX_HEAD_DIM

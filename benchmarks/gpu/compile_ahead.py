@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu.ledger import CONTINUE
 from benchmarks.gpu.shapes import shapes
+from benchmarks.harness.ledger import CONTINUE
 from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE, is_plain
 from tests.kernels.launches import Call, attention, calls, hopper_attention
 from tritonpack.backends import launch as launching

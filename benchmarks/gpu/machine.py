@@ -11,7 +11,7 @@ import shutil
 
 import torch
 
-from benchmarks.gpu.ledger import environment
+from benchmarks.harness.ledger import environment
 from benchmarks.harness.measure import quantiles, time_alternating
 
 

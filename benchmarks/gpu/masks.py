@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.gpu.ledger import append, environment
+from benchmarks.harness.ledger import append, environment
 from benchmarks.harness.measure import quantiles, time_alternating
 from tests.lengths import distributions
 from tests.trees import tree_batches

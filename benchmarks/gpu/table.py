@@ -6,8 +6,8 @@ import csv
 from pathlib import Path
 from textwrap import shorten
 
-from benchmarks.gpu.ledger import ABOUT
 from benchmarks.harness.batch import Shape
+from benchmarks.harness.ledger import ABOUT
 from benchmarks.harness.measure import NOT_INSTALLED, OPS
 from benchmarks.harness.peers import PEERS
 

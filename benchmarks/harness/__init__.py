@@ -1,1 +1,1 @@
-"""Times attention and other implementations on the same tensors, after a check of results."""
+"""Times attention and other implementations on the same tensors, after a check of results; all benchmarks' ledger."""

@@ -83,17 +83,9 @@ def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argpar
         f"{options.ranks} ranks of {options.capacity:,} tokens, {options.epochs} epochs\n"
     )
     shown = (
-        "steps",
-        "efficiency",
-        "utilization",
-        "cost-util",
-        "L2 lag",
-        "L2 max",
-        "spread",
-        "covered",
-        "warm ms",
+        "steps", "efficiency", "utilization", "cost-util", "L2 lag", "L2 max", "spread", "covered", "warm ms",
         "cold ms",
-    )
+    )  # fmt: skip
     print("| sampler | " + " | ".join(shown) + " |\n" + "|---" * (1 + len(shown)) + "|")
     for sampler in samplers:
         how = (options.capacity, options.ranks, options.seed)

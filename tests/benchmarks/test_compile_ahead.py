@@ -15,12 +15,12 @@ import triton
 
 from benchmarks.gpu import compile_ahead
 from benchmarks.gpu.compile_ahead import DONE, calls_for, compile_only
-from benchmarks.gpu.ledger import CONTINUE
 from benchmarks.gpu.shapes import shapes
+from benchmarks.harness.ledger import CONTINUE
 from tests.kernels.launches import calls
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask
-from tritonpack.kernels.intervals import transpose_kernel
+from tritonpack.kernels.intervals import transpose_kernel, transposed_intervals
 
 NEEDS = pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
 
@@ -33,7 +33,7 @@ def test_compile_only() -> None:
         transpose_kernel.device_caches.clear()  # here, because it unloads binaries
         for compiling in (True, False):
             with compile_only() if compiling else nullcontext():
-                mask._transpose()
+                transposed_intervals(mask.key_start, mask.key_stop, mask.num_keys)
             assert len(launches) == (not compiling)
             assert len(transpose_kernel.device_caches[90][0]) == 1
 

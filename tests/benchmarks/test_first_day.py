@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from benchmarks.first_day import ROOT, STEPS, Day, Step, main
 from benchmarks.gpu.compile_ahead import calls_for
-from benchmarks.gpu.ledger import CONTINUE
 from benchmarks.gpu.shapes import shapes
+from benchmarks.harness.ledger import CONTINUE
 
 FINE, FAILS = "print('fine')", "print('first'); raise SystemExit('broken')"
 HANGS = "import time; print('begun', flush=True); time.sleep(600)"

@@ -12,11 +12,11 @@ import torch
 
 import benchmarks.gpu.__main__ as program
 from benchmarks.gpu.__main__ import main, run
-from benchmarks.gpu.ledger import ABOUT, CONTINUE, LOST, OPS, Budget, Ledger
 from benchmarks.gpu.shapes import documents_of, quick_shapes, shapes, smoke_shapes
 from benchmarks.gpu.table import table
 from benchmarks.harness import measure as measuring
 from benchmarks.harness.batch import Batch, Shape
+from benchmarks.harness.ledger import ABOUT, CONTINUE, LOST, OPS, Budget, Ledger
 from benchmarks.harness.measure import DeviceLostError, time_alternating
 from benchmarks.harness.peers import OURS, PEERS, Peer, ours
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.ledger import ABOUT, CODE, COLUMNS, LOST, OPS, Ledger, commit_here, environment
 from benchmarks.harness.batch import Shape
+from benchmarks.harness.ledger import ABOUT, CODE, COLUMNS, LOST, OPS, Ledger, commit_here, environment
 
 HERE = dict.fromkeys(ABOUT, "") | {"device": "a GPU", "commit": "abc1234", "torch": "2.11.0"}
 SHAPE = Shape("flan", 32768, window=(4096, 0)).columns()

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks import plot
-from benchmarks.gpu.ledger import ABOUT, COLUMNS, OPS, Ledger
 from benchmarks.harness.batch import Shape
+from benchmarks.harness.ledger import ABOUT, COLUMNS, OPS, Ledger
 from benchmarks.harness.peers import PEERS
 
 MODEL = Shape("flan", 32768)

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune
-from benchmarks.gpu.ledger import ABOUT, Budget
+from benchmarks.harness.ledger import ABOUT, Budget
 from benchmarks.tune import Candidate, fastest, in_order, read_table, shipped, times_of, try_all, try_in_process
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import kernels

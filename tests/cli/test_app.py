@@ -1,5 +1,6 @@
 """What all commands have in common: exit codes, messages, help, outputs that are checked before the work."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,46 +16,63 @@ from tests.cli.command import refused, run
 from tritonpack.cli.machine import require_writable
 from tritonpack.errors import OutputError
 
+RIGHT = "tests.testing.backends:attention"
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+# Command lines, in a folder with documents and a configuration, and words of the message.
 WRONG = [
-    ("check-backend a:b --device tpu", "--device"),
-    ("check-backend --nonsense", "--nonsense"),
     ("nonsense", "No such command 'nonsense'"),
-    ("check", "Missing argument 'MODEL'"),
+    ("check-backend a:b --device tpu", "Invalid value for '--device'"),
+    ("check-backend --nonsense", "--nonsense"),
+    ("check-backend", "name the function as module:function, such as flash_attn:flash_attn_func; got ''"),
+    ("check-backend no_such_module:f", "no_such_module:f can't be imported: ModuleNotFoundError"),
+    ("check-backend tritonpack.packing.bins:__doc__", "tritonpack.packing.bins:__doc__ is not a function but str"),
+    ("check-backend os.path:isfile", "isfile has no parameter for q, k, v, cu_seqlens_q, cu_seqlens_k; it has path"),
+    (f"check-backend {RIGHT} --only nothing", "no check matches"),
+    (f"check-backend {RIGHT} --device cuda", "torch sees no GPU here; use --device cpu or auto"),
     ("check /nowhere/x", "there is no file or folder /nowhere/x"),
-    ("plan x.json", "x.json"),
+    ("check config.json --device cuda", "--device is for --weights"),
+    ("check config.json --json config.json", "can't be written: the command reads config.json, which would be lost"),
+    ("check config.json --weights", "config.json has no weights; name its folder, or leave out --weights"),
+    ("check . --weights", "can't be loaded: OSError: Error no file named model.safetensors"),
+    ("doctor --json /proc/nowhere/x", "--json /proc/nowhere/x can't be written: "),
     ("plan . --capacity 8", "is a directory"),
-    ("plan a.json", "--capacity"),
     ("plan a.py --capacity 8", "ends in '.py'; lengths are read from"),
     ("plan a.json --capacity abc", "Invalid value for '--capacity'"),
-    *(
-        (f"plan a.json --capacity {bad}", f"'--capacity': must be an integer from 1 to 1073741824; got {bad}.")
-        for bad in (-5, 0, 2**30 + 1)
-    ),
+    *((f"plan a.json --capacity {bad}", f"'--capacity': must be an integer from 1 to 1073741824; got {bad}.")
+      for bad in (-5, 0, 2**30 + 1)),
     ("plan a.json --capacity 8 --ranks 0", "Invalid value for '--ranks': must be an integer from 1 to 65536; got 0."),
     ("plan a.json --capacity 8 --seed -1", "Invalid value for '--seed'"),
     ("plan a.json --capacity 8 --tail wag", "Invalid value for '--tail'"),
-    ("plan a.json --capacity 8 --objective x", "Invalid value for '--objective'"),
-    ("plan a.json --capacity 8 --overlong x", "Invalid value for '--overlong'"),
-    (
-        "plan a.json --capacity 8 --lookahead 1",
-        "tritonpack plan --lookahead was removed: a step is offered 1% more",
-    ),
-    ("pack a.jsonl --out b --capacity 0", "Invalid value for '--capacity'"),
-    ("pack a.jsonl --out b --capacity 8 --algorithm magic", "Invalid value for '--algorithm'"),
-    ("pack a.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
+    ("plan a.json --capacity 20000", "and --tail drop leaves out what doesn't. Use --tail keep or spread, fewer ranks"),
+    ("plan a.json --capacity 5 --overlong drop", "--overlong drop leaves nothing"),
+    ("plan a.json --capacity 5", "60 of 60 documents are longer than the --capacity of 5 tokens"),
+    ("plan a.json --capacity 20 --column n", "a.json has no columns, but --column n was asked for"),
+    ("plan a.json --capacity 20 --json link.json", "--json link.json can't be written: the command reads a.json"),
+    ("plan a.json --capacity 8 --lookahead 1", "tritonpack plan --lookahead was removed: a step is offered 1% more"),
+    ("pack lines.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
     ("pack nowhere.jsonl --capacity 8 --out x", "there is no file or folder nowhere.jsonl"),
-    *((f"{name} --any", f"tritonpack {name} was removed: in a clone of the") for name in ("bench", "demo-grpo")),
-]
+    ("pack lines.jsonl --capacity 1 --out x", "or say what to do with them: --overlong truncate, split"),
+    ("pack lines.jsonl --capacity 12 --out x --columns input_ids,b", "names 'b', which isn't there"),
+    ("pack lines.jsonl --capacity 12 --out x --split train", "has no splits; leave out --split train"),
+    ("pack lines.jsonl --capacity 12 --out .", "isn't empty; name another folder, or remove it"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_wrong_command_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    for name in ("a.json", "a.py"):
-        Path(name).write_text("[1]")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    Path("a.json").write_text(json.dumps([10] * 60))
+    Path("link.json").symlink_to("a.json")
+    Path("a.py").touch()
+    Path("lines.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    if arguments.startswith(("check ", "pack ")) or "--model" in arguments:
+        pytest.importorskip("datasets")
+        pytest.importorskip("transformers").LlamaConfig(**SMALL).save_pretrained(".")
+    before = {path: path.read_text() for path in Path().iterdir()}
     assert message in refused(capsys, *arguments.split())
-    assert sorted(os.listdir()) == ["a.json", "a.py"] or arguments.startswith("plan")
+    assert {path: path.read_text() for path in Path().iterdir()} == before
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--version"]], ids=str)
@@ -96,22 +114,13 @@ def test_full_device_prints_one_line_and_exits_with_1():
     assert (found.returncode, found.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
-def test_outputs_are_checked_before_the_work(tmp_path, monkeypatch):
+def test_outputs_that_can_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = Path("a.json")
-    source.write_text("[1]")
-    Path("link").symlink_to(source)
-    for path, message in (
-        *(
-            (path, r"can.t be written: the command reads a\.json, which would be lost; name another file")
-            for path in (source, "link")
-        ),
-        ("a.json/b", r"--json a\.json/b can't be written: (File exists|Not a directory); name another file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            require_writable(Path(path), inputs=[source])
+    Path("a.json").write_text("[1]")
     os.mkfifo("pipe")
     for path in ("a.json", "new", "deep/in/folder", "pipe", "/dev/null", "-"):
         require_writable(Path(path))
-    assert sorted(map(str, Path().rglob("*"))) == ["a.json", "deep", "deep/in", "link", "pipe"]
-    assert source.read_text() == "[1]"
+    assert sorted(map(str, Path().rglob("*"))) == ["a.json", "deep", "deep/in", "pipe"]
+    assert Path("a.json").read_text() == "[1]"
+    with pytest.raises(ValueError, match=r"--json a\.json/b can't be written: (File exists|Not a directory); name ano"):
+        require_writable(Path("a.json/b"))

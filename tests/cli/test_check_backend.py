@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tests.cli.command import refused, run
-from tritonpack.testing import conformance
+from tests.cli.command import run
 
 RIGHT, WRONG = "tests.testing.backends:attention", "tests.testing.backends:softcap_ignored"
 
@@ -52,10 +51,8 @@ def test_results(function, options, code, rows, end, capsys, tmp_path):
 
 
 def test_list(capsys):
-    for options in ((), ("--only", "slack/*", "--skip", "*/inert")):
-        assert run("check-backend", "--list", *options) == 0
-        expected = [check.name for check in conformance.checks()] if not options else ["slack/zeros"]
-        assert capsys.readouterr().out.split() == expected
+    assert run("check-backend", "--list", "--only", "slack/*", "--skip", "*/inert") == 0
+    assert capsys.readouterr().out.split() == ["slack/zeros"]
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
@@ -63,22 +60,3 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     assert run("check-backend", "my_backend:Ours.f", "--device", "cpu", "--only", "empty/all") == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", r"name the function as module:function, .*; got ''"),
-        ("flash_attn", "got 'flash_attn'"),
-        ("no_such_module:f", "no_such_module:f can't be imported: ModuleNotFoundError"),
-        ("tritonpack.errors:f", "errors:f can't be imported: AttributeError: .* no attribute 'f'; name"),
-        ("tritonpack.packing.bins:__doc__", r"tritonpack\.packing\.bins:__doc__ is not a function but str"),
-        ("os.path:isfile", "isfile has no parameter for q, k, v, cu_seqlens_q, cu_seqlens_k; it has path"),
-        (f"{RIGHT} --only nothing", "no check matches"),
-        (f"{RIGHT} --dtype int8", "--dtype"),
-        (f"{RIGHT} --device cuda", "torch sees no GPU here; use --device cpu or auto"),
-        (f"{RIGHT} --device cpu --only empty/all --json /proc/nowhere/x", "--json /proc/nowhere/x can't be written: "),
-    ],
-)
-def test_wrong_usage(arguments, message, capsys):
-    assert re.search(message, refused(capsys, "check-backend", *arguments.split()))

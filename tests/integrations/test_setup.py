@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,14 +29,30 @@ DOCUMENTS = [{"input_ids": [number + 3, *one["input_ids"][1:]]} for number, one 
 def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
     dataset = options.pop("train_dataset", DOCUMENTS)
     ours = {name: options.pop(name) for name in ("compute_metrics", "model_init", "data_collator") if name in options}
+    kind = options.pop("class", Trainer)
     defaults = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
-    return Trainer(
+    return kind(
         None if "model_init" in ours else model or tiny_model("llama"),
         TrainingArguments(**arguments(folder, **{**defaults, **options})),
         train_dataset=dataset,
         eval_dataset=features(),
         **{"data_collator": pad, **ours},
     )
+
+
+# Pairs of documents that begin alike; the first token is the number of the pair.
+PAIRS = [
+    {"prompt": [number + 3, *one["input_ids"]], "answers": [other["input_ids"], other["input_ids"][::-1][:7]]}
+    for number, (one, other) in enumerate(zip(features(), features()[::-1], strict=True))
+]
+
+
+def documents_of(pair: dict[str, Any]) -> list[dict[str, list[int]]]:
+    return [{"input_ids": pair["prompt"] + answer} for answer in pair["answers"]]
+
+
+def datasets() -> Any:
+    return pytest.importorskip("datasets").Dataset
 
 
 class Watch:
@@ -156,38 +172,27 @@ def test_evaluation_and_prediction_stay_as_they_are(tmp_path: Path) -> None:
     assert handle.patch.saved.tokens_computed < handle.patch.saved.tokens_given, "padding isn't computed"
 
 
-class TestColumns:
-    documents: ClassVar[list[dict[str, Any]]] = [
-        {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "text": "a"},
-        {"input_ids": [9, 10, 11], "completion_mask": [0, 1, 1], "text": "b"},
-    ]
+WITH_TEXT = [
+    {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "text": "a"},
+    {"input_ids": [9, 10, 11], "completion_mask": [0, 1, 1], "text": "b"},
+]
 
-    @pytest.mark.fast("True-True")
-    @pytest.mark.parametrize("labelled", [False, True])
-    @pytest.mark.parametrize("as_dataset", [False, True])
-    def test_that_the_collator_uses_stay(self, as_dataset: bool, labelled: bool, tmp_path: Path) -> None:
-        dataset: Any = [one | ({"labels": one["input_ids"]} if labelled else {}) for one in self.documents]
-        if as_dataset:
-            dataset = pytest.importorskip("datasets").Dataset.from_list(dataset)
-        trainer = make_trainer(tmp_path, train_dataset=dataset)
-        handle = tritonpack.setup(trainer, TOKENS)
-        (batch,) = trainer.get_train_dataloader()
-        assert sorted(batch["labels"][0].tolist()) == [-100, -100, -100, 7, 8, 10, 11]
-        columns = f"completion_mask, input_ids{', labels' if labelled else ''}"
-        assert f"columns: {columns}; left out: text" in str(handle)
-        if not as_dataset:
-            trainer.train()
 
-    def test_none_is_removed_if_none_shall_be(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, train_dataset=self.documents, remove_unused_columns=False)
-        with pytest.raises(ValueError, match=r"'text', which PackingCollator can't pack.*drop_columns=\('text',\)"):
-            tritonpack.setup(trainer, TOKENS)
-        tritonpack.setup(trainer, TOKENS, drop_columns=("text",))
-
-    def test_of_preferences(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, train_dataset=[{"chosen_ids": [1, 2], "rejected_ids": [1, 3]}])
-        with pytest.raises(ValueError, match=r"columns chosen_ids, rejected_ids\..*share_prefixes=True"):
-            tritonpack.setup(trainer, TOKENS)
+@pytest.mark.fast("True-True")
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_columns_that_the_collator_uses_stay(as_dataset: bool, labelled: bool, tmp_path: Path) -> None:
+    dataset: Any = [one | ({"labels": one["input_ids"]} if labelled else {}) for one in WITH_TEXT]
+    trainer = make_trainer(tmp_path, train_dataset=datasets().from_list(dataset) if as_dataset else dataset)
+    handle = tritonpack.setup(trainer, TOKENS)
+    (batch,) = trainer.get_train_dataloader()
+    assert sorted(batch["labels"][0].tolist()) == [-100, -100, -100, 7, 8, 10, 11]
+    columns = f"completion_mask, input_ids{', labels' if labelled else ''}"
+    assert f"columns: {columns}; left out: text" in str(handle)
+    if not as_dataset:
+        trainer.train()
+    whole = make_trainer(tmp_path, train_dataset=WITH_TEXT, remove_unused_columns=False)
+    tritonpack.setup(whole, TOKENS, drop_columns=("text",))
 
 
 def snapshot(trainer: Trainer) -> tuple[dict[str, Any], list[Any], Any]:
@@ -225,14 +230,8 @@ class TestUndoing:
             assert handle.patch is not first
             assert max(batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()) <= 32
 
-    def test_a_refused_model_leaves_no_trace(self, tmp_path: Path) -> None:
-        model = tiny_model("llama")
-        trainer = make_trainer(tmp_path, model)
-        before = snapshot(trainer)
-        with pytest.raises(ValueError, match=r"leave both out\. Here: pass unpad=False"):
-            tritonpack.setup(trainer, TOKENS, attention="sdpa")
-        trainer._signature_columns = None
-        assert snapshot(trainer) == before
+    def test_the_remedy_for_another_attention(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path)
         with tritonpack.setup(trainer, TOKENS, attention="sdpa", unpad=False):
             assert trainer.get_train_dataloader().rank == 0
 
@@ -284,71 +283,103 @@ def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     assert samples == pytest.approx(2 * 48, rel=0.01)
 
 
-class TestRefusals:
-    CASES: ClassVar[dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
-        "drop_last": ({"dataloader_drop_last": True}, {}, r"dataloader_drop_last=True \(pass False, or tail='drop'"),
-        "auto batch size": ({"auto_find_batch_size": True}, {}, r"auto_find_batch_size=True \(pass False"),
-        "grouped": ({"train_sampling_strategy": "group_by_length"}, {}, "train_sampling_strategy='group_by_length'"),
-        "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
-        "seed": ({}, {"seed": 1}, "seed can't be passed; set data_seed in the TrainingArguments"),
-        "workers": ({}, {"num_workers": 2}, "set dataloader_num_workers"),
-        "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, collate_fn"),
-        "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens'; got 'words'"),
-        "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
-        "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
-        "a collator": (
-            {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
-            "objective='tokens', and training would use 'causal'",
-        ),
-        "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length"),
-    }  # fmt: skip
+class OfPairs(Trainer):
+    """Takes the columns of TRL's DPOTrainer."""
 
-    @pytest.mark.parametrize("case", CASES)
-    def test_of_settings(self, case: str, tmp_path: Path) -> None:
-        of_trainer, of_setup, message = self.CASES[case]
-        trainer = make_trainer(tmp_path, **of_trainer)
-        before = snapshot(trainer)[1:]
-        with pytest.raises(ValueError, match=message):
-            tritonpack.setup(trainer, **{"tokens": TOKENS, **of_setup})
-        assert snapshot(trainer)[1:] == before
-
-    def test_of_what_the_trainer_has(self, tmp_path: Path) -> None:
-        datasets = pytest.importorskip("datasets")
-        stream = datasets.Dataset.from_list(DOCUMENTS).to_iterable_dataset()
-        streamed, on_gpus, unweighted = (
-            make_trainer(tmp_path, train_dataset=stream, max_steps=2),
-            *(make_trainer(tmp_path) for _ in range(2)),
-        )
-        on_gpus.args._n_gpu = 2
-        unweighted.model_accepts_loss_kwargs = False
-        for trainer, message in (
-            (streamed, r"iterable.*pack_stream"),
-            (on_gpus, r"among 2 GPUs \(DataParallel\).*torchrun"),
-            (unweighted, r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                tritonpack.setup(trainer, TOKENS)
-
-    def test_other_trainers(self, tmp_path: Path) -> None:
-        class Other(Trainer):
-            def _get_train_sampler(self, *_: Any) -> Any:
-                return None
-
-        options = TrainingArguments(**arguments(tmp_path))
-        with pytest.raises(ValueError, match=r"Other has a _get_train_sampler of its own.*unpad=True"):
-            tritonpack.setup(Other(tiny_model("llama"), options, train_dataset=DOCUMENTS), TOKENS)
-        with pytest.raises(ValueError, match=r"expected a transformers.Trainer; got a Linear.*tritonpack.dataloader"):
-            tritonpack.setup(nn.Linear(2, 2), TOKENS)  # type: ignore[arg-type]
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
 
 
-SFT_WAYS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"peft": True}}
+class Other(Trainer):
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return None
+
+
+def a_classifier() -> Any:
+    return encoder(transformers.AutoModelForSequenceClassification)
+
+
+# what the Trainer gets, what setup gets, words
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "drop_last": ({"dataloader_drop_last": True}, {}, r"dataloader_drop_last=True \(pass False, or tail='drop'"),
+    "auto batch size": ({"auto_find_batch_size": True}, {}, r"auto_find_batch_size=True \(pass False"),
+    "grouped": ({"train_sampling_strategy": "group_by_length"}, {}, "train_sampling_strategy='group_by_length'"),
+    "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
+    "seed": ({}, {"seed": 1}, "seed can't be passed; set data_seed in the TrainingArguments"),
+    "workers": ({}, {"num_workers": 2}, "set dataloader_num_workers"),
+    "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, collate_fn"),
+    "removed": ({}, {"tiled_loss": True}, r"tiled_loss of setup\(\) was removed: use Liger-Kernel"),
+    "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens'; got 'words'"),
+    "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
+    "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
+    "a collator": (
+        {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
+        "objective='tokens', and training would use 'causal'",
+    ),
+    "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length"),
+    "an unknown column": (
+        {"train_dataset": WITH_TEXT, "remove_unused_columns": False}, {},
+        r"'text', which PackingCollator can't pack.*drop_columns=\('text',\)",
+    ),
+    "preferences": (
+        {"train_dataset": [{"chosen_ids": [1, 2], "rejected_ids": [1, 3]}]}, {},
+        r"columns chosen_ids, rejected_ids\..*share_prefixes=True",
+    ),
+    "a classifier": (
+        {"model": a_classifier}, {}, r"gives one result for each row.*patch\(trainer\.model, unpad=True\)"
+    ),
+    "attention": ({}, {"attention": "sdpa"}, r"leave both out\. Here: pass unpad=False"),
+    "a stream": (
+        {"train_dataset": lambda: datasets().from_list(DOCUMENTS).to_iterable_dataset(), "max_steps": 2}, {},
+        r"iterable.*pack_stream",
+    ),
+    "GPUs": ({"args._n_gpu": 2}, {}, r"among 2 GPUs \(DataParallel\).*torchrun"),
+    "no items": (
+        {"model_accepts_loss_kwargs": False}, {},
+        r"doesn't pass num_items_in_batch to LlamaForCausalLM.*compute_loss",
+    ),
+    "a sampler": ({"class": Other}, {}, r"Other has a _get_train_sampler of its own.*unpad=True"),
+    "a trainer of pairs": (
+        {"class": OfPairs, "train_dataset": PAIRS}, {"documents": documents_of},
+        r"OfPairs computes .* of the columns chosen_ids, rejected_ids.*train_dpo_pack",
+    ),
+    "pairs without documents": (
+        {"train_dataset": PAIRS}, {}, "packed rows need documents with input_ids; those of the Trainer have the col"
+    ),
+    "a collator of trees": (
+        {"train_dataset": PAIRS},
+        {"documents": documents_of, "collate_fn": tritonpack.TreeCollator(), "max_document_length": 4},
+        "max_document_length",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    """A refused trainer is left as it was."""
+    given, of_setup, message = REFUSALS[case]
+    given = {name: value() if callable(value) and name in ("model", "train_dataset") else value
+             for name, value in given.items()}  # fmt: skip
+    later = {name: given.pop(name) for name in ("args._n_gpu", "model_accepts_loss_kwargs") if name in given}
+    trainer = make_trainer(tmp_path, **given)
+    for name, value in later.items():
+        setattr(trainer.args if name.startswith("args.") else trainer, name.split(".")[-1], value)
+    before = snapshot(trainer)[1:]
+    with pytest.raises(ValueError, match=message):
+        tritonpack.setup(trainer, **{"tokens": TOKENS, **of_setup})
+    assert snapshot(trainer)[1:] == before
+
+
+def test_what_is_no_trainer() -> None:
+    with pytest.raises(ValueError, match=r"expected a transformers.Trainer; got a Linear.*tritonpack.dataloader"):
+        tritonpack.setup(nn.Linear(2, 2), TOKENS)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", SFT_WAYS)
+@pytest.mark.parametrize("way", ["full", "lora"])
 def test_sft_trainer(way: str, tmp_path: Path) -> None:
     """Two epochs of packed rows equal TRL's own padded batches of the same documents, in the same order."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    assert pytest.importorskip("trl")
     from tests.ecosystem.test_packed import make_sft
 
     config = None
@@ -362,7 +393,7 @@ def test_sft_trainer(way: str, tmp_path: Path) -> None:
         trainer.train_dataset = dataset
         return trainer
 
-    whole = datasets.Dataset.from_list([{**one, "labels": one["input_ids"]} for one in DOCUMENTS])
+    whole = datasets().from_list([{**one, "labels": one["input_ids"]} for one in DOCUMENTS])
     ours = make(whole, num_train_epochs=2)
     handle = tritonpack.setup(ours, 2048)
     outcome = trained(ours)
@@ -375,19 +406,12 @@ def test_sft_trainer(way: str, tmp_path: Path) -> None:
         tritonpack.setup(make_sft(tiny_model("llama"), tmp_path, packing=True, max_length=64), TOKENS)
     with pytest.raises(ValueError, match=r"padding_free=True \(pass False to SFTConfig"):
         tritonpack.setup(make_sft(tiny_model("llama"), tmp_path, padding_free=True), TOKENS)
-    assert trl
 
 
 TASKS: dict[str, tuple[str, Callable[[int], Any]]] = {
     "AutoModelForMaskedLM": ("tokens", lambda length: {"labels": [4] * length}),
     "AutoModelForTokenClassification": ("tokens", lambda length: {"labels": [1] * length}),
 }
-
-
-def test_classifiers_of_sequences_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, encoder(transformers.AutoModelForSequenceClassification), train_dataset=DOCUMENTS)
-    with pytest.raises(ValueError, match=r"gives one result for each row.*patch\(trainer\.model, unpad=True\)"):
-        tritonpack.setup(trainer, 128)
 
 
 @pytest.mark.parametrize("rows", [3, 1])

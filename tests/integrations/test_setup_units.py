@@ -8,20 +8,11 @@ import pytest
 from transformers import Trainer
 
 import tritonpack
-from tests.ecosystem.training import EXACT, distance, features, trained
-from tests.integrations.test_setup import Watch, make_trainer
+from tests.ecosystem.training import EXACT, distance, trained
+from tests.integrations.test_setup import PAIRS, Watch, documents_of, make_trainer
 from tritonpack.packing.samplers import ranks
 
-# Pairs of documents that begin alike; the first token is the number of the pair.
-PAIRS = [
-    {"prompt": [number + 3, *one["input_ids"]], "answers": [other["input_ids"], other["input_ids"][::-1][:7]]}
-    for number, (one, other) in enumerate(zip(features(), features()[::-1], strict=True))
-]
 TOKENS = 128
-
-
-def documents_of(pair: dict[str, Any]) -> list[dict[str, list[int]]]:
-    return [{"input_ids": pair["prompt"] + answer} for answer in pair["answers"]]
 
 
 def make(folder: Path, **options: Any) -> Trainer:

@@ -128,81 +128,46 @@ def mask_calls() -> list[Call]:
         made.transpose()  # which is kept, so that its kernel isn't launched
         return made
 
-    def write(name: str, launch: Callable[[BlockDiagonalMask], object]) -> Call:
-        return Call(name, mask, launch, frozenset({"dense_mask_kernel"}))
-
     everything = 2**31 - 1
     reach = (everything, 0, everything)
-    parents = partial(torch.tensor, [parents_of(*forest)])
-    ends = partial(torch.arange, 1, 301)  # subtrees of one token
     cuts = (Cut(32, 64, 128), Cut(128, of_keys=True))
-    return [
-        *(
-            Call(
-                f"offsets-{str(dtype).removeprefix('torch.')}",
-                partial(offsets, dtype),
-                lambda cu: intervals.intervals_of_offsets(cu, cu, sum(lengths), sum(lengths), *reach),
-                frozenset({"offsets_kernel"}),
-            )
-            for dtype in (torch.int32, torch.int64)
-        ),
-        *(
-            Call(
-                f"ids-{rule}",
-                positions if rule != "codes" else lambda device: positions(device).clamp(max=2).to(torch.uint8),
-                partial(_intervals, rule, reach),
-                frozenset({"runs_kernel"}),
-            )
-            for rule in ("positions", "segments", "padding", "codes")
-        ),
-        Call("transpose", mask, BlockDiagonalMask.transpose, frozenset({"transpose_kernel"})),
-        Call(
-            "bounds",
-            mask,
-            lambda mask: intervals.transposed_intervals(mask.key_start, mask.key_stop, mask.num_keys, checked=True),
-            frozenset({"transpose_kernel"}),
-        ),
-        write("dense-bool", partial(_dense, torch.bool)),
-        write("dense-bf16", partial(_dense, torch.bfloat16)),
-        write("dense-fp32", partial(_dense, torch.float32)),
-        write("bits", bits),
-        Call(
-            "parents",
-            lambda device: parents(device=device),
-            lambda values: trees.bounds_of_rows(values, "parents", everything, everything),
-            frozenset({"parents_kernel", "depths_kernel", "starts_kernel"}),
-        ),
-        Call(
-            "ends",
-            lambda device: ends(device=device)[None],
-            lambda values: trees.bounds_of_rows(values, "ends", 5, 7),
-            frozenset({"ends_kernel", "depths_kernel", "starts_kernel"}),
-        ),
-        Call("bounds-tree", tree, _check_tree, frozenset({"check_kernel"})),
-        Call("tables", mask, lambda mask: tile_tables(mask, *cuts), frozenset({"tables_kernel"})),
-        Call(
-            "tables-even",
-            mask,
-            lambda mask: tile_tables(mask, *(cut._replace(even=not cut.of_keys) for cut in cuts)),
-            frozenset({"tables_kernel"}),
-        ),
-        Call(
-            "tables-whole-documents",
-            transposed,
-            lambda mask: tile_tables(mask, *cuts, whole_documents=True),
-            frozenset({"tables_kernel"}),
-        ),
-        Call(
-            "tables-tree",
-            tree,
-            lambda mask: tree_tables(mask, Cut(32, 64, 128), Cut(128, 64, 128, of_keys=True)),
-            frozenset({"tables_kernel", "extremes_kernel", "count_kernel", "fill_kernel"}),
-        ),
-    ]
+    of_tree = (Cut(32, 64, 128), Cut(128, 64, 128, of_keys=True))
+    found: list[tuple[str, Callable[[str], Any], Callable[[Any], object], str]] = [
+        *((f"offsets-{str(dtype).removeprefix('torch.')}", partial(offsets, dtype),
+           lambda cu: intervals.intervals_of_offsets(cu, cu, sum(lengths), sum(lengths), *reach), "offsets_kernel")
+          for dtype in (torch.int32, torch.int64)),
+        *((f"ids-{rule}", positions, partial(_intervals, rule, reach), "runs_kernel")
+          for rule in ("positions", "segments", "padding")),
+        ("ids-codes", lambda device: positions(device).clamp(max=2).to(torch.uint8),
+         partial(_intervals, "codes", reach), "runs_kernel"),
+        ("transpose", mask, partial(_transposed, checked=False), "transpose_kernel"),
+        ("bounds", mask, partial(_transposed, checked=True), "transpose_kernel"),
+        *((f"dense-{name}", mask, partial(_dense, dtype), "dense_mask_kernel")
+          for name, dtype in (("bool", torch.bool), ("bf16", torch.bfloat16), ("fp32", torch.float32))),
+        ("bits", mask, bits, "dense_mask_kernel"),
+        ("parents", lambda device: torch.tensor([parents_of(*forest)], device=device),
+         lambda values: trees.bounds_of_rows(values, "parents", everything, everything),
+         "parents_kernel depths_kernel starts_kernel"),
+        ("ends", lambda device: torch.arange(1, 301, device=device)[None],  # subtrees of one token
+         lambda values: trees.bounds_of_rows(values, "ends", 5, 7), "ends_kernel depths_kernel starts_kernel"),
+        ("bounds-tree", tree, _check_tree, "check_kernel"),
+        ("tables", mask, lambda mask: tile_tables(mask, *cuts), "tables_kernel"),
+        ("tables-even", mask, lambda mask: tile_tables(mask, *(cut._replace(even=not cut.of_keys) for cut in cuts)),
+         "tables_kernel"),
+        ("tables-whole-documents", transposed, lambda mask: tile_tables(mask, *cuts, whole_documents=True),
+         "tables_kernel"),
+        ("tables-tree", tree, lambda mask: tree_tables(mask, *of_tree),
+         "tables_kernel extremes_kernel count_kernel fill_kernel"),
+    ]  # fmt: skip
+    return [Call(name, prepare, launch, frozenset(names.split())) for name, prepare, launch, names in found]
 
 
 def _intervals(rule: str, reach: tuple[int, int, int], ids: Tensor) -> object:
     return intervals.intervals_of_ids(ids, rule, *reach)
+
+
+def _transposed(mask: BlockDiagonalMask, *, checked: bool) -> object:
+    return intervals.transposed_intervals(mask.key_start, mask.key_stop, mask.num_keys, checked=checked)
 
 
 def _check_tree(mask: BlockDiagonalMask) -> None:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.masks.test_block_diagonal import random_intervals
+from tests.masks.random_masks import random_intervals
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.kernels import dense_mask
 

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.assertions import assertions, fails
-from tests.masks.test_block_diagonal import WINDOWS, random_lengths, random_multimodal_document
+from tests.masks.random_masks import WINDOWS, random_lengths, random_multimodal_document
 from tritonpack import BlockDiagonalMask
 from tritonpack.checks import check_reach
 from tritonpack.kernels import intervals, trees

@@ -206,10 +206,11 @@ def test_operations_with_pack_invariant(name: str, operations: list[str]) -> Non
 
 
 @pytest.mark.usefixtures("on_a_device")
-def test_operations_for_a_copy(operations: list[str]) -> None:
+def test_operations_for_a_copy(operations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy without a check builds its transpose when it is needed."""
     mask = BlockDiagonalMask.from_cu_seqlens(CU, total_q=95)
     operations.clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with Recorded(operations):
         plan(replace(mask, trusted=True), backward=True)
     assert operations == ["transpose_kernel", *TABLES]

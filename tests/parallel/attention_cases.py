@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
 from tritonpack.parallel import attend, make_layout
@@ -113,23 +113,6 @@ def agrees(make_batch, exchange, layout_name, parts=1):
         assert error <= EXACT * scale, f"{name}: {error:.1e} of {scale:.1e}"
 
 
-def repeats_one_dimension(keys, along):
-    """If all ranks lie along the dimension of one exchange, the bits are those of this exchange alone."""
-    batch, size = BATCHES["all at once"](), dist.get_world_size()
-    layout = make_layout("stripe", batch.mask, size)
-    wanted = on_ranks(batch, along, layout)
-    for pair in ((keys, "ulysses"), ("ulysses", keys)):
-        mesh = mesh_of(size, 1) if pair[0] == along else mesh_of(1, size)
-        assert all(map(torch.equal, on_ranks(batch, pair, layout, mesh), wanted))
-
-
-def on_a_mesh_without_names():
-    batch, size = Batch(), dist.get_world_size()
-    layout = make_layout("stripe", batch.mask, size)
-    unnamed, pair = DeviceMesh("cpu", torch.arange(size).view(2, -1)), ("group_cast", "ulysses")
-    assert all(map(torch.equal, on_ranks(batch, pair, layout, unnamed), on_ranks(batch, pair, layout, mesh_of(2, 2))))
-
-
 def refuses_pairs():
     def refused(message, exchange, group=None, **given):
         batch = Batch(**given)
@@ -198,29 +181,6 @@ def options_are_refused(exchange):
         refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
 
 
-def in_groups_of_two():
-    """A mesh of (replicas, ranks): each pair of ranks has a batch of its own."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
-    group = mesh["sp"].get_group()
-    longer = BlockDiagonalMask.from_seqlens([20 + 9 * mesh.get_local_rank("dp"), 5])
-    for exchange in EXCHANGES:
-        agrees(lambda: Batch(mask=longer, group=group), exchange, "zigzag")
-
-
-def gradient_of_keys_alone(exchange):
-    """A gradient for k alone."""
-    batch = Batch()
-    rank = dist.get_rank()
-    layout = make_layout("documents", batch.mask, dist.get_world_size())
-    q, k, v, dout, *_ = tensors(batch)
-    whole = k.clone().requires_grad_()
-    varlen_attention(q, whole, v, batch.mask, backend="reference").backward(dout)
-    mine = layout.shard(k, rank).requires_grad_()
-    out = attend(layout.shard(q, rank), mine, layout.shard(v, rank), batch.mask, layout, exchange=exchange)
-    out.backward(layout.shard(dout, rank))
-    torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-10, atol=1e-10)
-
-
 def repeats_itself(exchange):
     """Gradients of rows that several ranks see are sums in a fixed order, so they are the same bits each time."""
     batch = Batch(BlockDiagonalMask.from_seqlens([51], causal=False), kv_heads=1)
@@ -268,7 +228,6 @@ for exchange in EXCHANGES:
         f"{exchange}, float32": partial(low_precision, exchange, torch.float32),
         f"{exchange}, bfloat16": partial(low_precision, exchange, torch.bfloat16),
         f"{exchange}, refusals": partial(options_are_refused, exchange),
-        f"{exchange}, gradient of k": partial(gradient_of_keys_alone, exchange),
         f"{exchange}, same bits": partial(repeats_itself, exchange),
     }
 for exchange in ("auto", "all_gather", "ring", "ulysses"):
@@ -277,13 +236,11 @@ for layout, name in (("documents", "softcap"), ("stripe", "all at once"), ("zigz
     CASES[f"auto, {layout}, {name}"] = partial(agrees, BATCHES[name], "auto", layout)
 CASES |= {f"auto, {name}": partial(agrees, make, "auto", "documents") for name, make in ALIBI.items()}
 CASES["auto, refusals"] = partial(options_are_refused, "auto")
-CASES["groups of two"] = in_groups_of_two
 for keys in KEYS:  # of meshes of two dimensions
     pair = (keys, "ulysses")
     makes = {name: make for name, make in (BATCHES | ALIBI).items() if name != "9 heads on 3 key heads"}
     CASES |= {f"mesh, {keys}, {layout}": partial(agrees, Batch, pair, layout) for layout in LAYOUTS}
     CASES |= {f"mesh, {keys}, {name}": partial(agrees, make, pair, "documents") for name, make in makes.items()}
-    CASES |= {f"mesh, {keys}, along {one}": partial(repeats_one_dimension, keys, one) for one in (keys, "ulysses")}
     CASES |= {
         f"mesh, ulysses, {keys}": partial(agrees, BATCHES["all at once"], ("ulysses", keys), "documents"),
         f"mesh, {keys}, divided": partial(agrees, Batch, pair, "documents", 2),
@@ -291,5 +248,4 @@ for keys in KEYS:  # of meshes of two dimensions
         f"mesh, {keys}, trees": partial(agrees, TREES["trees"], pair if keys != "group_cast" else ("auto", "ulysses"),
                                         "stripe"),
     }  # fmt: skip
-CASES["mesh, without names"] = on_a_mesh_without_names
 CASES["mesh, refusals"] = refuses_pairs

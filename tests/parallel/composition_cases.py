@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parallel.models import close, make_batch, make_float32_model, make_model
-from tritonpack import BlockDiagonalMask, SequenceParallel, patch, varlen_attention
+from tests.parallel.models import close, make_batch, make_model
+from tritonpack import SequenceParallel, patch
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
@@ -145,57 +145,6 @@ def trains_as_one(training: Training) -> None:
         close(full(p.detach()), expected[bare(name)], name)
 
 
-def without_sequence_parallelism() -> None:
-    """FSDP around a patched model without SequenceParallel: each rank has a batch of its own."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    reference, model = make_model(), make_model()
-    for one in (reference, model):
-        patch(one)
-    for one in range(size):
-        (reference(**make_batch(one)).loss / size).backward()
-    fully_sharded(model, make_mesh("sp"))(**make_batch(rank)).loss.backward()
-    for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(full(p.grad), expected.grad, name)
-
-
-def in_mixed_precision() -> None:
-    reference, model = make_float32_model(), make_float32_model()
-    patch(reference)
-    expected = reference(**make_batch(0)).loss
-    expected.backward()
-    mesh = make_mesh("sp")
-    model = over_all(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    with SequenceParallel(model, mesh["sp"]):
-        output = model(**make_batch(0))
-        output.loss.backward()
-    assert output.logits.dtype == torch.bfloat16
-    close(output.loss.detach(), expected.detach(), "loss", 1e-2)
-    for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert p.grad.dtype == torch.float32
-        close(full(p.grad), whole.grad, name, 5e-2)
-
-
-class Attending(nn.Module):
-    """A layer of a user, which gets a mask as argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: torch.Tensor, mask: BlockDiagonalMask) -> torch.Tensor:
-        q = self.project(x).view(-1, 2, 8)
-        return varlen_attention(q, q, q, mask)
-
-
-def mask_for_a_layer() -> None:
-    """FSDP copies the dataclasses in the arguments of a layer."""
-    torch.manual_seed(1)
-    layer, x, mask = Attending(), torch.randn(9, 16), BlockDiagonalMask.from_seqlens([4, 5])
-    expected = layer(x, mask)
-    sharded = fully_shard(layer, mesh=make_mesh("sp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    close(sharded(x, mask).float(), expected, "output", 2e-2)
-
-
 def over_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
@@ -252,9 +201,6 @@ CASES = {
     ),
     "HSDP, replicas of dp": partial(trains_as_one, Training(fully_sharded, ("dp", "sp"), checkpointing=True)),
     "HSDP, replicas of sp": partial(trains_as_one, Training(fully_sharded, ("sp", "dp"))),
-    "FSDP in bfloat16": in_mixed_precision,
-    "FSDP without SequenceParallel": without_sequence_parallelism,
-    "FSDP, a mask for a layer": mask_for_a_layer,
     "DDP over replicas": partial(refused_on_entry, over_replicas),
     "FSDP over replicas": partial(refused_on_entry, sharded_over_replicas),
     "FSDP over replicas in one layer": partial(refused_on_entry, one_layer_over_replicas),

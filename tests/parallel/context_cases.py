@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from tests.parallel.attention_cases import EXCHANGES, LAYOUTS, mesh_of
 from tests.parallel.models import (
@@ -21,7 +21,6 @@ from tests.parallel.models import (
     loss_of,
     make_model,
     mean_over,
-    numbers,
     on_ranks,
     packed,
     same,
@@ -29,7 +28,6 @@ from tests.parallel.models import (
 )
 from tests.parallel.recurrent_cases import in_float64, require_equal, several_documents
 from tests.parallel.recurrent_cases import make as make_recurrent
-from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
 from tritonpack.parallel.layouts import make_layout
 from tritonpack.parallel.shard import layer_specs
@@ -51,20 +49,6 @@ def agrees_on_recurrences(name):
     with in_float64():
         wanted = alone(make_recurrent(name), loss_of, batch)
         require_equal(on_ranks(make_recurrent(name), loss_of, batch, group=mesh_of(2, 2), exchange=PAIR), wanted)
-
-
-def loss_of_transformers():
-    """In float32, and with labels that the loss shifts itself."""
-
-    def made():
-        model = make_model()
-        del model._loss_function
-        return model
-
-    got, wanted = on_ranks(made(), loss_of, packed()), alone(made(), loss_of, packed())
-    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
-    for name, gradient in wanted.gradients.items():
-        torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def accumulated_gradients():
@@ -117,28 +101,6 @@ def own_loss(batch, grad_reduce="mean", **options):
     )
 
 
-def loss_in_parts(grad_reduce):
-    """Each rank computes the terms of every n-th token from gathered logits, which read rows of other ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def part(model, **batch):
-        labels = batch.pop("labels")
-        logits = model(**batch).logits
-        mine = torch.arange(rank, labels.shape[1] - 1, size)
-        terms = (logits[:, mine] * logits[:, mine + 1]).square().mean(-1)
-        return size * terms.sum() / labels.numel()
-
-    def whole(model, **batch):
-        labels = batch.pop("labels")
-        logits = model(**batch).logits
-        return (logits[:, :-1] * logits[:, 1:]).square().mean(-1).sum() / labels.numel()
-
-    got = on_ranks(make_model(), part, packed(), gather_outputs=True, grad_reduce=grad_reduce)
-    dist.all_reduce(got.loss)
-    got.loss /= size
-    same(got, alone(make_model(), whole, packed()))
-
-
 def loss_by_total(grad_reduce="mean", group=None, exchange="auto"):
     """Each rank computes the terms of its own tokens, and `total` sums them."""
     model = make_model()
@@ -156,20 +118,6 @@ def loss_by_total(grad_reduce="mean", group=None, exchange="auto"):
         close(context.gather(mine), targets, "gathered")
     result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
     same(result, alone_on("llama", "packed"))
-
-
-def loss_by_total_of_few_tokens():
-    """Padding, which gives every rank of a short batch a row, has no target."""
-    model, reference = make_model(), make_model()
-    ids = torch.tensor([[5, 57, 6]])
-    patch(reference)
-    logits = reference(input_ids=ids).logits
-    wanted = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
-    with SequenceParallel(model) as context:
-        logits = model(input_ids=ids).logits
-        mine = context.shard(torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100), fill=-100)
-        total = context.total(torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum"))
-    close(total, wanted, "loss")
 
 
 def outputs(batch, **options):
@@ -240,45 +188,6 @@ def peft_model():
         return get_peft_model(make_model(), weights)
 
     same(on_ranks(made(), loss_of, packed()), alone(made(), loss_of, packed()))
-
-
-def tensors_in_tuples():
-    """Tensors with one row per token are sharded in tuples, too."""
-    model, seen = make_model(), []
-    model.model.layers[0].register_forward_pre_hook(lambda *call: seen.append(call[2]["pair"]), with_kwargs=True)
-    batch = packed()
-    pair = (batch["input_ids"], batch["position_ids"][..., None])
-    with SequenceParallel(model) as context:
-        model(**batch, pair=pair)
-        for got, whole in zip(seen[0], pair, strict=True):
-            close(got, context.shard(whole), "shard")
-
-
-def layout_beside_a_vision_tower():
-    """A bidirectional vision tower doesn't change the layout: work is divided by the text's causal mask."""
-    text = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    tokens = {name: 60 + number for number, name in enumerate(names)}
-    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, **tokens)
-    model = AutoModelForImageTextToText.from_config(config)
-    batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
-    with SequenceParallel(model, layout="documents") as context:
-        model(**batch)
-        wanted = make_layout("documents", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
-        for got, rows in zip(context.sharding.layout.rows, wanted.rows, strict=True):
-            assert got.tolist() == rows.tolist()
-
-
-def layout_counts_all_layers():
-    """Gemma 2 has windows of 5 in every second layer."""
-    batch = {"input_ids": numbers(1, 200), "position_ids": torch.arange(200)[None]}
-    with SequenceParallel(make_model("gemma2"), exchange="group_cast", layout="documents") as context:
-        context.models[0](**batch)
-        layers = [BlockDiagonalMask.from_seqlens([200], window=window) for window in ((4, 0), (-1, 0))]
-        wanted = make_layout("documents", layers, context.ranks.size)
-        for got, rows in zip(context.sharding.layout.rows, wanted.rows, strict=True):
-            assert got.tolist() == rows.tolist()
 
 
 def specs_of_layers():
@@ -363,7 +272,6 @@ CASES = {
         for family in ("mistral", "gemma2", "gpt_oss")
     },
     "summed gradients": partial(agrees, grad_reduce="sum"),
-    "loss of transformers": loss_of_transformers,
     "accumulated gradients": accumulated_gradients,
     "other ignore_index": partial(other_ignore_index, "two_rows"),
     "other ignore_index, padded layout": partial(other_ignore_index, "three_tokens"),
@@ -373,20 +281,14 @@ CASES = {
     "targets on one rank": targets_on_one_rank,
     "own loss, averaged": partial(own_loss, "packed"),
     "own loss, summed": partial(own_loss, "two_rows", "sum", exchange="ring", layout="stripe"),
-    "loss in parts, averaged": partial(loss_in_parts, "mean"),
-    "loss in parts, summed": partial(loss_in_parts, "sum"),
     "loss by total, averaged": partial(loss_by_total, "mean"),
     "loss by total, summed": partial(loss_by_total, "sum"),
-    "loss by total, of few tokens": loss_by_total_of_few_tokens,
     "outputs": partial(outputs, "packed"),
     "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
     "base model": partial(base_model, False),
     "base model under a head": partial(base_model, True),
     "PEFT model": peft_model,
-    "tensors in tuples": tensors_in_tuples,
-    "layout beside a vision tower": layout_beside_a_vision_tower,
-    "layout of windows and full layers": layout_counts_all_layers,
     "specs of layers": specs_of_layers,
     "in groups of two": partial(in_groups_of_two, None, "ring"),
 }
@@ -413,6 +315,6 @@ ALSO_ON_FOUR = [
     *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
     *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
     *("accumulated gradients", "checkpointed", "targets on one rank"),
-    *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
+    *("own loss, averaged", "own loss, summed", "loss by total, averaged"),
     *("outputs of two rows", "documents stay apart: ring", "in groups of two"),
 ]

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tritonpack
@@ -150,48 +149,10 @@ def ulysses_for_another_name() -> None:
             model(**own_half())
 
 
-@contextmanager
-def flash_attention_of_tritonpack() -> Iterator[None]:
-    """transformers accepts "flash_attention_2" without a GPU, and gets tritonpack's functions for it."""
-    from transformers.utils import import_utils
-
-    row = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
-    with (
-        mock.patch.object(import_utils, "is_torch_cuda_available", return_value=True),
-        mock.patch.dict(row, {"supported_devices": ((lambda: True, "cpu"),)}),
-        tritonpack.flash_attn.install(),
-    ):
-        yield
-
-
-def ulysses_around_flash_attention() -> None:
-    """tritonpack's functions for FlashAttention-2 compute a packed row in a model that isn't patched."""
-    batch = make_batch(3)
-    reference = make_float32_model()
-    with patch(reference):
-        whole = reference(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
-        (whole * weights).sum().backward()
-    with launched(), flash_attention_of_tritonpack():
-        model = model_with("flash_attention_2")
-        register_ulysses(model, "flash_attention_2")
-        own = model(**own_half(), use_cache=False).logits
-        assert modeling_flash_attention_utils._flash_varlen_fn is tritonpack.flash_attn.flash_attn_varlen_func
-        half = whole.shape[1] // 2
-        rows = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
-        close(own.detach(), whole[:, rows].detach(), "logits", SINGLE)
-        (own * weights[:, rows]).sum().backward()
-        for (name, p), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-            dist.all_reduce(p.grad)
-            close(p.grad, other.grad, name, SINGLE)
-
-
 CASES = {
     **{f"ZeRO-{stage}": partial(zero, stage) for stage in range(4)},
     "accelerate": accelerated,
     "Ulysses after the patch": ulysses_after_the_patch,
     "Ulysses before the patch": partial(ulysses_before_the_patch, "tritonpack"),
-    "Ulysses before a patch with sdpa": partial(ulysses_before_the_patch, "sdpa"),
     "Ulysses for another name": ulysses_for_another_name,
-    "Ulysses around tritonpack's FlashAttention": ulysses_around_flash_attention,
 }

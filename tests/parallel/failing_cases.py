@@ -1,7 +1,5 @@
 """Ranks that fail while others wait: the others raise at the time limit of the group, which each case makes anew."""
 
-import gc
-import weakref
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -16,7 +14,6 @@ from tests.parallel.models import (
     alone_on,
     is_last,
     loss_of,
-    make_batch,
     make_model,
     on_ranks,
     packed,
@@ -55,10 +52,6 @@ def in_backward(model):
 def before_backward(model):
     model(**packed())
     raise UserError("as after an interrupt")
-
-
-def before_a_batch(_):
-    raise UserError("fewer batches than other ranks")
 
 
 def others_raise(fault, **options):
@@ -105,17 +98,6 @@ def error_on_every_rank(where):
     same(on_ranks(model, loss_of, packed(), group=group), alone_on("llama", "packed"))
 
 
-def destroyed_group_is_freed():
-    group, model = make_group(), make_model()
-    with SequenceParallel(model, group):
-        model(**packed()).loss.backward()
-    left = weakref.ref(group)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    assert left() is None
-
-
 def floating_point_arguments_are_compared():
     """One bit of one number differs, in a place that depends on the dtype's size and the tensor's length."""
     model, batch = make_model(), BATCHES["embeddings"]()
@@ -129,32 +111,19 @@ def floating_point_arguments_are_compared():
         assert model(**batch | {"inputs_embeds": other}).loss.isfinite()
 
 
-def sizes_of_batches_are_compared():
-    """Every rank raises, and the context goes on."""
-    model = make_model()
-    with SequenceParallel(model):
-        with pytest.raises(ValueError, match=r"different batches: .*input_ids.* differ"):
-            model(**make_batch(1 if is_last() else 2))
-        assert model(**make_batch(1)).loss.isfinite()
-
-
 CASES = {
     "error in forward": partial(others_raise, in_forward),
     "error in forward, batches unchecked": partial(others_raise, in_forward, check_batches=False),
     "error in backward": partial(others_raise, in_backward),
-    "error in backward, ring": partial(others_raise, in_backward, exchange="ring"),
     "error in backward, ulysses": partial(others_raise, in_backward, exchange="ulysses"),
     "error before backward": partial(others_raise, before_backward),
-    "fewer batches": partial(others_raise, before_a_batch),
     "error on every rank in a layer": partial(error_on_every_rank, lambda model: model.model.layers[1]),
     "error on every rank after all exchanges": partial(error_on_every_rank, lambda model: model),
 } | {
     case.__name__.replace("_", " "): case
     for case in (
         along_dimensions,
-        destroyed_group_is_freed,
         floating_point_arguments_are_compared,
-        sizes_of_batches_are_compared,
     )
 }
 ALSO_ON_FOUR = ["error in forward", "along dimensions"]

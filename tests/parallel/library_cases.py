@@ -18,56 +18,11 @@ from transformers import Trainer
 
 import tritonpack
 from tests.parallel.composition_cases import optimizer_of
-from tests.parallel.models import close, make_batch, make_float32_model, make_model
+from tests.parallel.models import make_batch, make_float32_model
 from tests.parallel.trainer_cases import arguments, launched
-from tritonpack import MultipackDistributedBatchSampler, PackingCollator, SequenceParallel, patch
+from tritonpack import MultipackDistributedBatchSampler, PackingCollator
 
 GUIDE = Path(__file__).parents[2] / "docs" / "sequence-parallelism.md"
-
-
-def lora() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    models = []
-    for _ in range(2):
-        model = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).double()
-        generator = torch.Generator().manual_seed(5)
-        for name, p in model.named_parameters():
-            if "lora" in name:
-                p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8  # B is initialised to zero
-        models.append(model)
-    reference, model = models
-    patch(reference)
-    reference(**make_batch(0)).loss.backward()
-    trained = DistributedDataParallel(model)
-    with SequenceParallel(trained):
-        output = trained(**make_batch(0))
-        output.loss.backward()
-    assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
-    expected = dict(reference.named_parameters())
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == 8
-    for name, gradient in gradients.items():
-        close(gradient, expected[name].grad, name)
-
-
-def compiled() -> None:
-    """A model that was compiled before entering; graphs end where ranks exchange."""
-    reference, model = make_model(), make_model()
-    for one in (reference, model):
-        del one.model.layers[1:]
-    patch(reference)
-    expected = reference(**make_batch(0)).loss
-    expected.backward()
-    trained = DistributedDataParallel(torch.compile(model, backend="eager"))
-    with SequenceParallel(trained):
-        output = trained(**make_batch(0))
-        output.loss.backward()
-    assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1, "nothing was compiled"
-    close(output.loss.detach(), expected.detach(), "loss")
-    for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(p.grad, whole.grad, name)
 
 
 def guide() -> None:
@@ -96,7 +51,5 @@ def guide() -> None:
 
 
 CASES = {
-    "a PEFT model": lora,
-    "a compiled model": compiled,
     "the guide": guide,
 }

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.parallel.models import GROUPED, close, logits_of, make_model, numbers, packed, state_of
-from tests.patches.models import tiny_model
+from tests.parallel.models import close, logits_of, make_model, numbers, packed, state_of
 from tritonpack import SequenceParallel, patch
 
 
@@ -122,18 +121,6 @@ def tensors_are_freed_without_garbage_collection():
                 gc.enable()
 
 
-def position_tables():
-    """Models that count the tokens of a row to look up positions."""
-    batch = packed()
-    del batch["labels"]
-    for family in ("gpt2", "opt"):
-        model = tiny_model(family, **GROUPED | {"ffn_dim": 48, "n_positions": 64, "word_embed_proj_dim": 32})
-        with patch(model):
-            wanted = model(**batch).logits
-        with SequenceParallel(model, layout="zigzag", gather_outputs=True):
-            close(model(**batch).logits, wanted, family)
-
-
 def rotary_embeddings_follow_the_longest_document():
     """The longest document sets the frequencies on all ranks, also on those that have only its first tokens."""
     batch = {"input_ids": numbers(1, 40)}
@@ -160,15 +147,6 @@ def rotary_embeddings_follow_the_longest_document():
         assert not model.model.rotary_emb._forward_pre_hooks
 
 
-def default_layouts():
-    model = make_model()
-    for options, layout in (
-        ({}, "documents"), ({"exchange": "all_gather"}, "documents"), ({"layout": "stripe"}, "stripe")
-    ):  # fmt: skip
-        with SequenceParallel(model, **options) as context:
-            assert context.layout == layout
-
-
 CASES = {
     "restores unpatched models": partial(restores, False),
     "restores patched models": partial(restores, True),
@@ -181,9 +159,7 @@ CASES = {
         several_models,
         copies_share_batches,
         tensors_are_freed_without_garbage_collection,
-        position_tables,
         rotary_embeddings_follow_the_longest_document,
-        default_layouts,
     )
 }
 ALSO_ON_FOUR = [

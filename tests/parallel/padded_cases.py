@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.composition_cases import full, make_mesh, over_all
@@ -23,7 +23,6 @@ from tests.patches.padded_batches import (
     gradients_of,
     padded_batch,
     read,
-    require_as_exact,
     require_equal,
     require_equal_values,
     require_saved,
@@ -57,12 +56,6 @@ def fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
     return over_all(model, make_mesh("sp"), **options)
 
 
-def with_a_sharded_head(model: nn.Module) -> nn.Module:
-    """The head is gathered in its own forward alone."""
-    fully_shard(model.lm_head, mesh=make_mesh("sp")["sp"])
-    return fully_sharded(model)
-
-
 def checkpointing(model: nn.Module) -> nn.Module:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return fully_sharded(model)
@@ -76,11 +69,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": data_parallel,
     "DDP, unused parameters": partial(data_parallel, find_unused_parameters=True),
     "DDP, static graph": partial(data_parallel, static_graph=True),
-    "DDP, gradients as views": partial(data_parallel, gradient_as_bucket_view=True),
     "DDP, compiled": compiled,
     "FSDP": fully_sharded,
     "FSDP, resharded": partial(fully_sharded, reshard_after_forward=True),
-    "FSDP, a sharded head": with_a_sharded_head,
     "FSDP, checkpointing": checkpointing,
 }
 
@@ -130,20 +121,6 @@ def accumulates(options: dict[str, bool]) -> None:
     require_equal(Step({}, want), Step({}, gradients_of(model)))
 
 
-def in_mixed_precision(options: dict[str, bool]) -> None:
-    """FSDP casts the weights to bfloat16. The error is at most twice stock's, plus a band for rounding."""
-    batch, exact, results = padded_batch(dist.get_rank()), stock(0, "both"), []
-    for patched in (False, True):
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        model = fully_sharded(training_model(dtype=torch.float32), mp_policy=policy)
-        if patched:
-            handle = patch(model, **options)
-        results.append(step(model, batch, "both"))
-        assert model(**batch).logits.dtype == torch.bfloat16
-    require_as_exact(exact, *results)
-    require_saved(handle.saved, batch, batch, options=options)
-
-
 def shares_padded_batches(options: dict[str, bool]) -> None:
     """In SequenceParallel the ranks share the padded batch as it is; outside of it the same patch removes padding."""
     model, batch = training_model(), padded_batch(0)
@@ -176,6 +153,5 @@ CASES = {
     },
     "unpatched": leaves_wrapped_models_as_they_were,
     "DDP, several batches a step": partial(both_ways, accumulates),
-    "FSDP in bfloat16": partial(both_ways, in_mixed_precision),
     "SequenceParallel": partial(both_ways, shares_padded_batches),
 }

@@ -12,8 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BartForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 
@@ -79,9 +77,6 @@ def patched_for_sdpa():
 ENTRIES = {
     "a trainer": ("got a SimpleNamespace, which holds a model; pass", lambda: SimpleNamespace(model=make_model()), {}),
     "None as model": ("expected a model, an instance of torch.nn.Module; got None of type", lambda: None, {}),
-    "name as model": ("got the name 'gpt2'; load it first", lambda: "gpt2", {}),
-    "class as model": ("got the class LlamaForCausalLM; make a model of it first", lambda: LlamaForCausalLM, {}),
-    "configuration as model": ("got a LlamaConfig; make a model of it first", LlamaConfig, {}),
     "no models": (r"expected a model, or several; got \[\]", list, {}),
     "name among models": ("got the name 'gpt2'", lambda: [make_model(), "gpt2"], {}),
     "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2), {}),

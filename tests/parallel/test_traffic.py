@@ -212,39 +212,6 @@ def test_bytes_along_each_dimension_follow_the_formulas(traffic, along, shape, h
             assert +traffic.of_group == +expected
 
 
-def keys_into_nodes(dense, layout, gpus, *, group_cast):
-    """Keys that nodes of `gpus` ranks receive in forward, and gradients of keys in backward, at least."""
-    ranks, longest = layout.ranks, max(layout.lengths)
-    if not group_cast:  # each key into a node once; gradients summed within nodes before they leave
-        return [(ranks - gpus) * longest] * (ranks // gpus), [(ranks - gpus) * longest] * (ranks // gpus)
-    node = torch.empty(layout.num_rows, dtype=torch.int64)
-    for rank, rows in enumerate(layout.rows):
-        node[rows] = rank // gpus
-    forward, backward = torch.zeros(ranks // gpus), torch.zeros(ranks // gpus)
-    for rank, rows in enumerate(layout.rows):
-        seen = node[dense[rows].any(0)]
-        forward[rank // gpus] += (seen != rank // gpus).sum()
-        backward += torch.bincount(seen[seen != rank // gpus], minlength=ranks // gpus)
-    return forward.tolist(), backward.tolist()
-
-
-@pytest.mark.parametrize("name", get_args(LayoutName))
-def test_auto_receives_no_more_than_all_gather(name):
-    """Neither a rank nor a node, if nodes have equally many ranks; and each of the two exchanges is chosen."""
-    chosen, rng = set(), np.random.default_rng(0)
-    for count in (1, 5, 60):
-        lengths = np.diff(np.sort(rng.integers(0, 600, count - 1)), prepend=0, append=600)
-        for mask in (of(lengths), of(lengths, window=(40, 0)), of(lengths, causal=False)):
-            for ranks in (2, 3, 8):
-                layout = make_layout(name, mask, ranks)
-                chosen.add(few := keys.few_keys(mask, layout))
-                for gpus in [n for n in range(1, ranks) if few and ranks % n == 0]:
-                    both = (keys_into_nodes(mask.to_dense(), layout, gpus, group_cast=cast) for cast in (True, False))
-                    for ours, theirs in zip(*both, strict=True):
-                        assert all(a <= b for a, b in zip(ours, theirs, strict=True))
-    assert chosen == {True, False}
-
-
 @pytest.mark.parametrize(
     ("lengths", "collective"), [([64] * 32, None), ([200] * 10, "all_to_all"), ([TOKENS], "all_gather")]
 )
@@ -293,27 +260,6 @@ def test_attention_is_computed_between_launch_and_wait(traffic, case):
         assert traffic.exposed() == exposed[number]
         travelling = np.cumsum([{"launch": 1, "wait": -1}.get(what, 0) for what, _ in traffic.events])
         assert exchange == "ring" or travelling.max() <= 2
-
-
-@pytest.mark.parametrize(
-    ("layout", "lengths", "least", "most"),
-    [("documents", [TOKENS], 0.9 / RANKS, 1.2 / RANKS), ("documents", [50] * 80 + [96], 0.9, 1.0)],
-)
-def test_own_keys_are_computed_while_the_first_keys_travel(traffic, layout, lengths, least, most):
-    mask = of(lengths)
-    forward, backward = (
-        [number for what, number in traffic.events if what == "compute"]
-        for _ in run(traffic, mask, make_layout(layout, mask, RANKS), "group_cast", 8, 1)
-    )
-    assert least <= forward[0] / sum(forward) <= most
-    assert backward[0] + backward[-1] == forward[0]
-    assert backward[1:-1] == forward[1:]
-
-
-def test_whole_documents_need_one_call_of_attention(traffic):
-    mask = of([256] * RANKS)
-    for _ in run(traffic, mask, make_layout("documents", mask, RANKS), "group_cast", 8, 8):
-        assert [what for what, _ in traffic.events] == ["compute"]
 
 
 def test_without_a_group():

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.parallel.composition_cases import CLIP, LEARNING_RATE, make_mesh, optimizer_of
+from tests.parallel.composition_cases import make_mesh, optimizer_of
 from tests.parallel.models import close, exact_loss, make_batch, make_model
 from tests.patches.models import VOCAB
 from tritonpack import (
@@ -76,47 +75,11 @@ def accelerated() -> None:
     require_equal_everywhere(model)
 
 
-class SharedBatches(Trainer):
-    """A loader with the batches of this rank's replica. accelerate doesn't prepare it, so it doesn't divide them."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_dataset, batch_size=None)
-
-
 def arguments(folder: str, **options) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder, use_cpu=True, max_steps=3, save_strategy="no", report_to="none", disable_tqdm=True,
         logging_steps=1, **options,
     )  # fmt: skip
-
-
-def trainer() -> None:
-    """Losses and parameters after three steps of two batches equal those of a loop in one process with the same weight
-    for every target of a step."""
-    mesh = make_mesh("dp", "sp")
-    replicas = [[make_batch(6 * replica + number) for number in range(6)] for replica in range(mesh["dp"].size())]
-    reference, model = make_model(), make_model()
-    patch(reference)
-    optimizer, expected = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE), []
-    for step in range(3):
-        some = [batch for batches in replicas for batch in batches[2 * step : 2 * step + 2]]
-        items = sum((batch["labels"] != -100).sum() for batch in some)
-        loss = sum(reference(**batch, num_items_in_batch=items).loss for batch in some)
-        loss.backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": CLIP, "optim": "sgd", "learning_rate": LEARNING_RATE}
-    mine = replicas[mesh.get_local_rank("dp")]
-    with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model, mesh["sp"]):
-        options = arguments(folder, lr_scheduler_type="constant", **options)
-        trained = SharedBatches(model, options, train_dataset=mine)
-        trained.train()
-    logged = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(expected, abs=1e-3)  # Trainer rounds
-    for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        close(p.detach(), whole.detach(), name)
 
 
 def own_loader() -> None:
@@ -234,7 +197,6 @@ def saved_tokens() -> None:
 
 CASES = {
     "accelerate": accelerated,
-    "Trainer": trainer,
     "own loader of Trainer": own_loader,
     "loader for a group": loader_for_a_group,
     "refusals of Trainer": refusals,

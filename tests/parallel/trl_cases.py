@@ -176,20 +176,6 @@ def logits_of_all_ranks(make: Callable[..., Any], remedy: str, **options: Any) -
     agree(make, gathers=True, **options)
 
 
-def masked(documents: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    batch = pad(documents)
-    return {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.5, -100)}
-
-
-def random_workers() -> None:
-    """Workers of a group draw the same random numbers."""
-    with launched(), tempfile.TemporaryDirectory() as folder:
-        trainer = plain(folder, None, dataloader_num_workers=1)
-        trainer.data_collator = masked
-        with SequenceParallel(trainer.model):
-            trainer.train()  # raises for different batches
-
-
 def resumed() -> None:
     """A run that is resumed from a checkpoint ends with the weights of one without a break."""
     folder = [tempfile.mkdtemp()]
@@ -245,7 +231,6 @@ CASES: dict[str, Callable[[], None]] = {
     "a Trainer that is built inside": partial(agree, plain, "context first", gradient_accumulation_steps=2),
     "a stream": partial(agree, plain, train_dataset=Stream()),
     "workers": partial(agree, plain, dataloader_num_workers=1),
-    "random workers": random_workers,
     "ranks that aren't neighbours": partial(agree, plain, dims=("sp", "dp"), gradient_accumulation_steps=2),
     "setup": partial(agree, packed),
     "SFTTrainer": partial(agree, partial(of_trl, "SFT")),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patches import zoo
-from tests.patches.comparison import apart, tolerance
+from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.forms import FORMS, LENGTHS
 from tests.patches.sweep.subject import Subject
@@ -70,17 +70,7 @@ def _results(subject: Subject, batches: list[Batch], gradients: bool, **more: An
         outputs = [subject.call(batch, **more) for batch in batches]
         main = "logits" if "logits" in outputs[0] else next(iter(outputs[0]))
         values = torch.cat([batch.gather(output[main]) for batch, output in zip(batches, outputs, strict=True)])
-    return Results(values.detach(), _gradients(subject.model, values) if gradients else [])
-
-
-def _gradients(model: nn.Module, values: Tensor) -> list[Tensor | None]:
-    """The gradients of all parameters, with a different weight for each of the values."""
-    model.zero_grad()
-    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype).view_as(values)
-    (values * weights).sum().backward()
-    found = [p.grad for p in model.parameters() if p.requires_grad]
-    model.zero_grad()
-    return found
+    return Results(values.detach(), gradients_of(subject.model, values) if gradients else [])
 
 
 def difference(expected: Results, got: Results) -> float:

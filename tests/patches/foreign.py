@@ -15,13 +15,10 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
     SiglipTextConfig,
     SiglipTextModel,
     T5ForConditionalGeneration,
 )  # fmt: skip
-from transformers.masking_utils import create_causal_mask
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
@@ -35,6 +32,7 @@ from transformers.utils import ModelOutput
 
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
+from tests.patches.remote_code import composed
 from tests.patches.zoo import spread, tiny_pair_model
 
 
@@ -68,47 +66,6 @@ class AnyArguments(nn.Module):
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Change = Callable[[Any, pytest.MonkeyPatch], None]
-
-
-class StrangerConfig(PreTrainedConfig):
-    model_type = "stranger"
-    hidden_size: int = 16
-    num_hidden_layers: int = 1
-    vocab_size: int = VOCAB
-    uses_mask: bool = True
-
-
-class Stranger(PreTrainedModel):
-    """Remote code: its attention doesn't use transformers' interface and adds the mask to its scores."""
-
-    config_class = StrangerConfig
-    _supports_sdpa = True
-
-    def __init__(self, config: StrangerConfig) -> None:
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.post_init()
-        nn.init.normal_(self.qkv.weight, std=0.5)
-        nn.init.normal_(self.embed.weight)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor]:
-        hidden = self.embed(input_ids)
-        mask = create_causal_mask(self.config, hidden, attention_mask, None, position_ids, allow_is_causal_skip=False)
-        query, key, value = self.qkv(hidden)[:, None].chunk(3, dim=-1)
-        scores = query @ key.transpose(2, 3)
-        if self.config.uses_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:  # stock sdpa's
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        elif self.config.uses_mask:
-            scores = scores + mask
-        else:
-            scores = scores + torch.full_like(scores[0, 0], torch.finfo(scores.dtype).min).triu(1)
-        return ((scores.softmax(-1) @ value)[:, 0],)
 
 
 def config(**more: Any) -> LlamaConfig:
@@ -376,9 +333,9 @@ CASES = {
     "logits mixed by a head": Case(lambda: Mixing(config()), rf"Mixing {UNKNOWN}.*first in the model itself \(Mixing"),
     "logits centred over the row": Case(lambda: Centred(config()), rf"Centred {UNKNOWN}.*\(Centred\)"),
     "logits with noise": Case(lambda: Noisy(config()), "Noisy isn't a model.*beside rows of others"),
-    "remote code that uses its mask": Case(lambda: Stranger(StrangerConfig())),
+    "remote code that uses its mask": Case(lambda: composed("causal", "add")),
     "remote code that ignores its mask": Case(
-        lambda: Stranger(StrangerConfig(uses_mask=False)), rf"Stranger {UNKNOWN}.*the model itself \(Stranger\)"
+        lambda: composed("causal", "ignored"), rf"Composed {UNKNOWN}.*the model itself \(Composed\)"
     ),
     "a tree that mixes branches": Case(
         lambda: Branches(config()), "don't stay apart", options={"share_prefixes": True}

@@ -15,13 +15,11 @@ from pathlib import Path
 import transformers
 
 from tests.patches.sweep import forms, results
-from tests.patches.sweep.classes import Case, cases, mappings
+from tests.patches.sweep.classes import Case, cases
 from tests.patches.sweep.padded import takes_options
 from tests.patches.sweep.results import ANY, OPTIONS, RESULTS, SHOWN, Row
 
 PAGE = Path(__file__).parent / "sweep" / "models.md.in"  # docs/models.md, with fields in braces
-
-RULE = "a class takes text if its `forward` has `input_ids` or `decoder_input_ids`"
 COLUMNS = ("exact", "partly", "refused", "wrong", "error", "not built")
 OF_OPTIONS = ("exact", "as it is", "partly", "refused", "wrong", "error", "stock", "not built")
 
@@ -30,16 +28,13 @@ def simple(verdict: str) -> str:
     return "wrong" if verdict in results.WRONG else verdict
 
 
-def table(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
-    rows = [list(head), ["---"] * len(list(head)), *lines]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
-
-
 class Found:
     """Rows of one version, by case and way."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = {(row.key, row.how): row for row in rows}
+        self.listed = [case for case in cases() if self.of(case, "patch").verdict != "no text"]
+        self.listed.sort(key=lambda case: (case.model_type, case.name))
 
     def of(self, case: Case, how: str) -> Row:
         row = self.rows.get((case.key, how)) or self.rows.get((case.key, ANY))
@@ -47,130 +42,71 @@ class Found:
             raise SystemExit(f"{case.key} has no row for {how!r}; run python -m tests.patches.sweep first.")
         return row
 
-
-def counts(found: Found, listed: list[Case]) -> str:
-    lines = []
-    for mapping in mappings():
-        there = [case for case in listed if mapping in case.mappings]
-        if not there:
-            continue
-        cells: list[object] = [mapping.replace("_", " ").capitalize(), len(there)]
-        for how in ("patch", "name"):
-            seen = Counter(simple(found.of(case, how).verdict) for case in there)
-            cells += [seen[verdict] or "" for verdict in COLUMNS[: -1 if how == "name" else None]]
-        cells.append(sum(found.of(case, "stock").forms.get("position_ids", "") in results.WRONG for case in there))
-        lines.append(cells)
-    patched = [f"patched: {verdict}" if i == 0 else verdict for i, verdict in enumerate(COLUMNS)]
-    named = [f"named: {verdict}" if i == 0 else verdict for i, verdict in enumerate(COLUMNS[:-1])]
-    return table(["auto class", "classes", *patched, *named, "stock leaks"], lines)
+    def count(self, how: str, listed: Iterable[Case]) -> Counter[str]:
+        return Counter(simple(self.of(case, how).verdict) for case in listed)
 
 
-def class_rows(found: Found, listed: list[Case]) -> str:
-    lines = []
-    for case in listed:
-        patch, name = found.of(case, "patch"), found.of(case, "name")
-        worst = _bound(patch.worst) if "exact" in patch.forms.values() else ""
-        verdict = simple(name.verdict) if name.how != ANY else ""
-        lines.append([case.name, case.model_type, simple(patch.verdict), worst, patch.means, verdict, why(patch)])
-    return table(["class", "type", "patched", "worst", "how", "named", "why"], lines)
+def class_rows(found: Found) -> str:
+    """A line for each class: the verdicts of all ways, and the reasons."""
+    head = ["class", "type", "patched", "named", *OPTIONS, "worst", "how", "why"]
+    lines = [head, ["---"] * len(head)]
+    for case in found.listed:
+        patch = found.of(case, "patch")
+        ways = [found.of(case, how) for how in ("patch", "name", *(OPTIONS if takes_options(case) else ()))]
+        verdicts = ["" if row.how == ANY and i else simple(row.verdict) for i, row in enumerate(ways)]
+        reasons = [why(row) for i, row in enumerate(ways) if i != 1 and (row.how != ANY or not i)]
+        worst = max((row.worst for row in ways if "exact" in row.forms.values()), default=0.0)
+        bound = f"{10.0 ** math.ceil(math.log10(worst)):.0e}" if worst else ""  # digits change from run to run
+        note = f" ({patch.note[:120]})" if patch.note else ""
+        said = "; ".join(dict.fromkeys(filter(None, reasons))) + note
+        lines.append([case.name, case.model_type, *verdicts, *[""] * (4 - len(verdicts)), bound, patch.means, said])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _bound(worst: float) -> str:
-    """The power of ten that a difference is below: its digits change from run to run."""
-    return f"{10.0 ** math.ceil(math.log10(worst)):.0e}" if worst else "0"
-
-
-def reason_of(row: Row) -> str:
-    """The reason in a row, without what all reasons begin with."""
-    reason = row.reason.partition("can't be packed exactly: ")[2] or row.reason
+def why(row: Row, longest: int = 160) -> str:
+    """The reason in a row: what the proof found, or the first sentence of a refusal, up to what is to be done."""
+    if row.verdict == "exact":
+        return ""
+    said = row.reason.partition("can't be packed exactly: ")[2] or row.reason
     for word in ("when patched: ", "UnsupportedModelError: ", "ValueError: "):
-        reason = reason.replace(word, "")
-    return reason
-
-
-def why(row: Row) -> str:
-    short = shortened(reason_of(row))
-    return ("" if row.verdict == "exact" else short.rstrip(".")) + (f" ({row.note[:120]})" if row.note else "")
-
-
-def options_counts(found: Found, listed: list[Case]) -> str:
-    """What becomes of the classes that are exact when patched, with each option."""
-    exact = [case for case in listed if found.of(case, "patch").verdict == "exact"]
-    lines = []
-    for option in OPTIONS:
-        seen = Counter(simple(found.of(case, option).verdict) for case in exact)
-        said = ", ".join(f"{seen[verdict]} {verdict}" for verdict in OF_OPTIONS if seen[verdict] or verdict == "wrong")
-        lines.append(f"**{option}**, of the {len(exact)} classes that are exact when patched: {said}.")
-    return "\n".join(lines)
-
-
-def options_rows(found: Found, listed: list[Case]) -> str:
-    lines = []
-    for case in listed:
-        rows = [found.of(case, option) for option in OPTIONS]
-        reasons = dict.fromkeys(filter(None, map(why_not_compacted, rows)))
-        worst = max(row.worst for row in rows)
-        lines.append([case.name, case.model_type, *(simple(row.verdict) for row in rows),
-                      _bound(worst) if worst else "", "; ".join(reasons)])  # fmt: skip
-    return table(["class", "type", *OPTIONS, "worst", "why"], lines)
-
-
-def why_not_compacted(row: Row) -> str:
-    """The reason in a row with an option: what a trial found, or the first sentence, up to what is to be done."""
-    said = reason_of(row)
-    found = said.partition("A trial on a few tokens found: ")[2].removeprefix("position_ids: ")  # in older rows
-    found = found or said.partition("don't stay apart: ")[2]
+        said = said.replace(word, "")
+    found = said.partition("don't stay apart: ")[2]
     said = re.sub(r"^(\w+): (?=\d)", r"in a trial \1 differ: ", found) or said
-    return shortened(said.partition(". ")[0].partition(", so ")[0])
-
-
-def shortened(text: str, longest: int = 160) -> str:
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    said = said.partition(". ")[0].partition(", so ")[0].rstrip(".")
+    return said if len(said) <= longest else said[: longest - 3] + "..."
 
 
 def left_out(found: Found) -> str:
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, set[str]] = {}
     for case in cases():
-        row = found.of(case, "patch")
-        if row.verdict == "no text":
-            reasons.setdefault(row.reason, []).append(case.name)
-    return "\n".join(f"- {reason}: {', '.join(sorted(set(names)))}." for reason, names in sorted(reasons.items()))
+        if (row := found.of(case, "patch")).verdict == "no text":
+            reasons.setdefault(row.reason, set()).add(case.name)
+    return "\n".join(f"- {reason}: {', '.join(sorted(names))}." for reason, names in sorted(reasons.items()))
 
 
 def sentence(found: Found, version: str) -> str:
     """What the README says of all classes."""
-    rows = [found.of(case, "patch") for case in cases()]
-    seen = Counter(simple(row.verdict) for row in rows)
+    seen = found.count("patch", cases())
     built = sum(seen[verdict] for verdict in COLUMNS[:-1])
-    wrong = seen["wrong"] + seen["error"]
     return (
         f"Of the {built:,} pairs of a class and a model type for text in transformers' auto classes ({version}) "
         f"tritonpack packs {seen['exact']:,} exactly, {seen['partly']:,} exactly or not at all (classifiers of "
-        f"sequences), refuses {seen['refused']:,}, and gets {wrong or 'none'} wrong."
+        f"sequences), refuses {seen['refused']:,}, and gets {seen['wrong'] + seen['error'] or 'none'} wrong."
     )
 
 
-def of_version(rows: Iterable[Row]) -> str:
-    """What became of all patched classes with one version of transformers."""
-    patched = [row for row in rows if row.how in ("patch", ANY)]
-    seen = Counter(simple(row.verdict) for row in patched)
-    return ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS)
-
-
 def page(found: Found, version: str) -> str:
-    listed = [case for case in cases() if found.of(case, "patch").verdict != "no text"]
-    listed.sort(key=lambda case: (case.model_type, case.name))
-    causal = [case for case in listed if takes_options(case)]
+    exact = [case for case in found.listed if takes_options(case) and found.of(case, "patch").verdict == "exact"]
     lines = []
-    for how, words in (("patch", "Patched"), ("name", "Named")):
-        seen = Counter(simple(found.of(case, how).verdict) for case in listed)
-        said = ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS if seen[verdict])
-        lines.append(f"**{words}**, of {len(listed)} pairs of class and model type: {said}.")
-    print(sentence(found, version))
+    for how, of in (("patch", found.listed), ("name", found.listed), *((option, exact) for option in OPTIONS)):
+        seen = found.count(how, of)
+        named = COLUMNS if how in ("patch", "name") else OF_OPTIONS
+        counts = ", ".join(f"{seen[verdict]} {verdict}" for verdict in named if seen[verdict] or verdict == "wrong")
+        classes = "pairs of class and model type" if of is found.listed else "causal classes that are packed exactly"
+        lines.append(f"- **{how}**, of {len(of)} {classes}: {counts}.")
     return PAGE.read_text().format(
-        version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "), rule=RULE,
-        verdicts="\n".join(lines), counts=counts(found, listed), rows=class_rows(found, listed),
-        left_out=left_out(found), options=options_counts(found, causal), padded=options_rows(found, causal),
+        version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "),
+        verdicts="\n".join(lines), rows=class_rows(found), left_out=left_out(found),
     )  # fmt: skip
 
 
@@ -180,12 +116,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/models.md"))
     parser.add_argument("--shown", type=Path, default=SHOWN)
     options = parser.parse_args()
-    version = transformers.__version__
-    options.out.write_text(page(Found(results.load(options.results, version)), version))
-    rows = results.load(options.results)
+    version, rows = transformers.__version__, results.load(options.results)
+    found = Found(results.load(options.results, version))
+    options.out.write_text(page(found, version))
     results.save_shown(rows, options.shown)
+    print(sentence(found, version))
     for version in sorted({row.version for row in rows}, key=lambda version: [*map(int, version.split("."))]):
-        print(f"transformers {version}: {of_version([row for row in rows if row.version == version])}")
+        seen = Counter(simple(x.verdict) for x in rows if x.version == version and x.how in ("patch", ANY))
+        print(f"transformers {version}: " + ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS))
     print(f"{options.out} and {options.shown} written")
 
 

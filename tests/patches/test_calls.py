@@ -23,7 +23,7 @@ from tests.patches.calls import (
     relative,
     require_exact,
     told,
-)
+)  # fmt: skip
 from tests.patches.comparison import tolerance
 from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, tiny_model
 from tests.patches.sweep.build import build

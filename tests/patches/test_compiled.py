@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents
-from tests.patches.models import COMMON, VOCAB, Graphs, tiny_model
+from tests.patches.models import VOCAB, Graphs, tiny_model
 from tests.patches.padded_batches import (
     WAYS,
     padded_batch,
@@ -21,34 +20,36 @@ from tests.patches.padded_batches import (
     require_saved,
     step,
     training_model,
-)
+)  # fmt: skip
 from tests.patches.sweep.subject import Subject
-from tests.patches.zoo import tiny_pair_model
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]  # warnings from the compiler
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
+slow = pytest.mark.slow
+LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (5, 5, 5, 5, 5, 5)]
+
+
+def with_grouped_experts(model: Any) -> Any:
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")  # the eager one reads how many tokens an expert got
+    return model
+
 
 # They differ in these: values narrower than keys, and experts; a forward of ours; windows on some layers, and sinks;
 # chunks and a temperature; positions from a table; both sides. A model whose layers are all alike has one layer,
 # because the compiler compiles each by itself.
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "deepseek_v3": lambda: zoo.tiny_model("deepseek_v3"),
-    "falcon": lambda: zoo.tiny_model("falcon", num_hidden_layers=1),
-    "gpt_oss": lambda: zoo.tiny_model("gpt_oss"),
-    "llama4_text": lambda: zoo.tiny_model("llama4_text"),
-    "opt": lambda: zoo.tiny_model("opt", num_hidden_layers=1),
-    "by name": lambda: tiny_model("mistral", dtype=torch.float32, num_hidden_layers=1, attention="tritonpack"),
-    "bart": lambda: tiny_pair_model("bart", dtype=torch.float32),
-    "t5": lambda: tiny_pair_model("t5", dtype=torch.float32),
-}
-LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (5, 5, 5, 5, 5, 5)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1}, "deepseek_v3": {}, "falcon": {"num_hidden_layers": 1}, "gpt_oss": {},
+    "llama4_text": {}, "opt": {"num_hidden_layers": 1}, "mistral": {"num_hidden_layers": 1, "attention": "tritonpack"},
+    "bart": {}, "t5": {},
+}  # fmt: skip
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_every_length(family: str) -> None:
-    graphs, model = Graphs(), FAMILIES[family]()
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")  # the eager one reads how many tokens an expert got
-    if family != "by name":
+    make, dtype = (zoo.tiny_pair_model if family in zoo.PAIRS else zoo.tiny_model), torch.float32
+    graphs, model = Graphs(), with_grouped_experts(make(family, dtype=dtype, **FAMILIES[family]))
+    if "attention" not in FAMILIES[family]:
         tritonpack.patch(model)
     compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
     for lengths in ((7, 1, 3, 11), (5, 9, 3), (12, 3, 4, 2, 6)):
@@ -58,6 +59,7 @@ def test_one_graph_for_every_length(family: str) -> None:
     assert graphs.count == 1
 
 
+@slow
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("backend", ["graphs", "aot_eager"])
@@ -82,12 +84,11 @@ def test_training_on_collated_batches(checkpointed: bool, backend: str) -> None:
     assert graphs.count == (backend == "graphs")
 
 
+@slow
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
 def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
     """The first batches, with one document and with several, make all graphs; later batches make none."""
-    graphs, model, seen = Graphs(), zoo.tiny_model(family), []
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")
+    graphs, model, seen = Graphs(), with_grouped_experts(zoo.tiny_model(family)), []
     with tritonpack.patch(model):
         compiled = torch.compile(model, backend=graphs, dynamic=True)
         for lengths in LAYOUTS:
@@ -97,6 +98,7 @@ def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str
     assert seen[2:] == seen[2:3] * len(seen[2:])
 
 
+@slow
 @pytest.mark.parametrize("family", ["roformer", "openai-gpt"])
 @pytest.mark.parametrize("inside", [False, True], ids=["", "base model"])
 def test_graphs_read_the_packing_of_their_own_call(family: str, inside: bool) -> None:
@@ -111,8 +113,9 @@ def test_graphs_read_the_packing_of_their_own_call(family: str, inside: bool) ->
                 torch.testing.assert_close(compiled(**call)[0], whole(**call)[0])
 
 
+@slow
 def test_refusals_in_a_graph() -> None:
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **COMMON)).eval()
+    model = zoo.tiny_model("llama", kind="LlamaForSequenceClassification")
     with tritonpack.patch(model):
         compiled = torch.compile(model, backend="eager", dynamic=True)
         call = {name: x for name, x in call_of("padded_right").items() if name != "position_ids"}
@@ -123,73 +126,50 @@ def test_refusals_in_a_graph() -> None:
 
 # Padded batches
 
-SHAPES = range(6)
 
-
-def whole(model: nn.Module, **options: Any) -> nn.Module:
-    return torch.compile(model, **options)  # type: ignore[return-value]
-
-
-def in_place(model: nn.Module, **options: Any) -> nn.Module:
-    model.compile(**options)
+def compile_parts(parts: list[nn.Module], model: nn.Module, **options: Any) -> nn.Module:
+    for part in parts:
+        part.compile(**options)
     return model
 
 
-def base_model(model: nn.Module, **options: Any) -> nn.Module:
-    model.model.compile(**options)
-    return model
+COMPILED: dict[str, Callable[..., Any]] = {
+    "whole": torch.compile,
+    "in place": lambda model, **options: compile_parts([model], model, **options),
+    "base model": lambda model, **options: compile_parts([model.model], model, **options),
+    "each layer": lambda model, **options: compile_parts(list(model.model.layers), model, **options),
+}
 
 
-def each_layer(model: nn.Module, **options: Any) -> nn.Module:
-    for layer in model.model.layers:
-        layer.compile(**options)
-    return model
-
-
+@slow
 @WAYS
 @pytest.mark.parametrize(
     ("compiled", "family", "dynamic"),
-    [
-        (whole, "llama", True),
-        (whole, "llama", None),
-        (whole, "mistral", True),
-        (in_place, "llama", True),
-        (base_model, "llama", None),
-        (each_layer, "mistral", None),
-    ],
-)
-def test_graphs_fit_all_shapes(
-    compiled: Callable[..., nn.Module], family: str, dynamic: bool | None, options: dict[str, bool]
-) -> None:
+    [("whole", "llama", True), ("whole", "llama", None), ("whole", "mistral", True), ("in place", "llama", True),
+     ("base model", "llama", None), ("each layer", "mistral", None)],
+)  # fmt: skip
+def test_graphs_fit_all_shapes(compiled: str, family: str, dynamic: bool | None, options: dict[str, bool]) -> None:
     """The first batch makes all graphs if the compiler knows that shapes change; else the first three do, because two
-    of them have the same number of rows, columns or tokens."""
+    of them have the same number of rows, columns or tokens. Each mode has graphs of its own."""
     layers = {"num_hidden_layers": 1} if family == "llama" else {}
     graphs, model, twin = Graphs(), training_model(family, **layers), training_model(family, **layers)
+    evaluated = (compiled, dynamic) == ("whole", True)
     with tritonpack.patch(model, **options) as handle:
-        called = compiled(model, backend=graphs, dynamic=dynamic)
-        for number in SHAPES:
+        called = COMPILED[compiled](model, backend=graphs, dynamic=dynamic)
+        for number in range(6):
             batch = padded_batch(number)
             with torch._dynamo.config.patch(error_on_recompile=number >= (1 if dynamic else 3)):
                 require_equal(step(twin, batch, "both"), step(model, batch, "both", called=called))
-    assert graphs.count <= (5 if dynamic else 8), "one graph of the base model, and the others around it"
-    require_saved(handle.saved, *map(padded_batch, SHAPES), options=options)
+                if evaluated:
+                    with torch.no_grad():
+                        require_equal_values(read(twin.eval()(**batch), batch), read(called.eval()(**batch), batch))
+                    twin.train(), called.train()
+    if not evaluated:
+        assert graphs.count <= (5 if dynamic else 8), "one graph of the base model, and the others around it"
+        require_saved(handle.saved, *map(padded_batch, range(6)), options=options)
 
 
-@WAYS
-def test_training_and_evaluation_in_turns(options: dict[str, bool]) -> None:
-    """Each mode has graphs of its own; no later batch makes any."""
-    graphs, model, twin = Graphs(), training_model(num_hidden_layers=1), training_model(num_hidden_layers=1)
-    with tritonpack.patch(model, **options):
-        called = torch.compile(model, backend=graphs, dynamic=True)
-        for number in SHAPES:
-            batch = padded_batch(number)
-            with torch._dynamo.config.patch(error_on_recompile=number > 0):
-                require_equal(step(twin, batch), step(model, batch, called=called))
-                with torch.no_grad():
-                    require_equal_values(read(twin.eval()(**batch), batch), read(called.eval()(**batch), batch))
-            twin.train(), called.train()
-
-
+@slow
 @WAYS
 @pytest.mark.parametrize(("backend", "checkpointed"), [("aot_eager", False), ("inductor", False), ("aot_eager", True)])
 def test_gradients_of_the_compilers_backward_pass(backend: str, checkpointed: bool, options: dict[str, bool]) -> None:

@@ -10,14 +10,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import BertForQuestionAnswering, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import EXACT, FORMS, LENGTHS, call_of, documents, relative
 from tests.patches.comparison import apart
-from tests.patches.foreign import Output
+from tests.patches.foreign import Output, OwnPooler
 from tritonpack import UnsupportedModelError
 
 TOLD = ("position_ids", "collator", "offsets_alone", "segments_alone", "two_rows")
@@ -38,7 +37,8 @@ def padded(pieces: list[Tensor], left: bool = False) -> dict[str, Tensor]:
 
 
 def own(kind: Any) -> Any:
-    return kind(zoo.tiny_config("llama")).double().eval()
+    config = zoo.tiny_config("bert", is_decoder=False) if kind is OwnPooler else zoo.tiny_config("llama")
+    return kind(config).double().eval()
 
 
 class Silent(LlamaForCausalLM):
@@ -55,12 +55,6 @@ class Counting(LlamaForCausalLM):
 class Lengthening(LlamaForCausalLM):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         return self.lm_head(self.model(torch.cat([input_ids[:, :1], input_ids], dim=1)).last_hidden_state)
-
-
-class Averaging(LlamaModel):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        states = super().forward(input_ids, attention_mask, **kwargs).last_hidden_state
-        return BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=states.mean(1))
 
 
 class Rater(LlamaPreTrainedModel):
@@ -100,7 +94,7 @@ def test_a_head_that_adds_tokens_is_refused_by_its_proof() -> None:
     ("kind", "labels", "words"),
     [
         (Lengthening, None, r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"),
-        (Averaging, None, r"returns pooler_output, one for each row.*Documents in each row: \[4\]"),
+        (OwnPooler, None, r"returns pooler_output, one for each row.*Documents in each row: \[4\]"),
         (Rater, torch.tensor([0, 1, 2, 0]), r"failed with labels .* for each of 4 documents.*Pass padded rows"),
     ],
 )

@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import EXACT, FORMS, LENGTHS, alone, call_of, documents, packed, require_exact
-from tests.patches.comparison import apart
+from tests.patches.calls import EXACT, LENGTHS, alone, call_of, documents, require_exact
 from tests.patches.models import NAMES_OF_CACHE
-from tritonpack.patches.layers.mixers import DocumentByDocument
-
-
-def build(name: str, **more: Any) -> PreTrainedModel:
-    return zoo.tiny_model(name, dtype=torch.float64, **more)
-
 
 # Layers that mix along the row run on each document by itself, or once if their kernels take boundaries
-
-
-def modeling(model_type: str) -> Any:
-    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
 def by_offsets(offsets: Tensor, dim: int, run: Callable[[Callable[[Any], Any]], Any]) -> Tensor:
@@ -38,13 +26,14 @@ def by_offsets(offsets: Tensor, dim: int, run: Callable[[Callable[[Any], Any]], 
     return torch.cat(pieces, dim=dim)
 
 
-def fake_convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def convolution(own: Any, lengths: set[int], deaf: bool) -> Callable[..., Tensor]:
     """A function such as causal-conv1d's, which keeps the documents of `seq_idx` apart; (B, channels, T)."""
 
     def causal_conv1d_fn(x: Tensor, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
+        lengths.add(x.shape[2])
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
             kwargs.pop(name, None)
-        if seq_idx is None:
+        if seq_idx is None or deaf:
             return own(x, *args, **kwargs)
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), seq_idx[0].bincount().cumsum(0)])
         return by_offsets(offsets, 2, lambda cut: own(cut(x), *args, **kwargs))
@@ -52,14 +41,15 @@ def fake_convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return causal_conv1d_fn
 
 
-def fake_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
+def delta_rule(own: Any, lengths: set[int], deaf: bool) -> Callable[..., Any]:
     """A function such as flash-linear-attention's, which keeps documents of `cu_seqlens` apart; (B, T, heads, n)."""
 
     def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+        lengths.add(q.shape[1])
         offsets = kwargs.pop("cu_seqlens", None)
         for name in ("seq_idx", "cu_seq_lens_k"):
             kwargs.pop(name, None)
-        if offsets is None:
+        if offsets is None or deaf:
             return own(q, k, v, g=g, beta=beta, **kwargs)
         run = lambda cut: own(cut(q), cut(k), cut(v), g=cut(g), beta=cut(beta), **kwargs)[0]  # noqa: E731
         return by_offsets(offsets, 1, run), None
@@ -67,80 +57,33 @@ def fake_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
-def lengths_of_runs(model: Any) -> set[int]:
-    """The lengths on which the model's mixing layers run in a packed call."""
-    found: set[int] = set()
-    with pytest.MonkeyPatch.context() as patch:
-        for layer in mixing_layers(model):
-
-            def recorded(*args: Any, layer: Any = layer, **kwargs: Any) -> Any:
-                found.add(kwargs["hidden_states"].shape[1])
-                return type(layer.module).forward(layer.module, *args, **kwargs)
-
-            patch.setattr(layer, "own", recorded)
-        packed(model, gradients=False)
-    return found
-
-
-def mixing_layers(model: Any) -> list[Any]:
-    return [m.forward for m in model.modules() if isinstance(m.__dict__.get("forward"), DocumentByDocument)]
-
-
-# Which of the packages' functions have a stand-in, and whether a row then runs once. Zamba's convolution takes
-# boundaries, but its scan ignores them.
-KERNELS = {
-    "lfm2": ((), False), "zamba": (("causal_conv1d_fn",), False),
-    "lfm2 with kernels": (("causal_conv1d_fn",), True),
-    "qwen3_next with kernels": (("causal_conv1d_fn", "torch_chunk_gated_delta_rule"), True),
+KERNELS = {"causal_conv1d_fn": convolution, "torch_chunk_gated_delta_rule": delta_rule}
+# The packages' functions that have a stand-in, whether they ignore boundaries, and whether a row then runs once.
+# Zamba's convolution takes boundaries, but its scan ignores them.
+STAND_INS: dict[str, tuple[tuple[str, ...], bool, bool]] = {
+    "lfm2": ((), False, False), "mamba2": ((), False, False), "zamba": (("causal_conv1d_fn",), False, False),
+    "lfm2 with kernels": (("causal_conv1d_fn",), False, True), "qwen3_next with kernels": (tuple(KERNELS), False, True),
+    "lfm2 with deaf kernels": (("causal_conv1d_fn",), True, False),
+    "qwen3_next with deaf kernels": (tuple(KERNELS), True, False),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", STAND_INS)
 def test_kernels_that_take_boundaries_get_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_type, (functions, once) = name.split()[0], KERNELS[name]
-    home = modeling(model_type)
+    kind, (functions, deaf, once) = name.split()[0], STAND_INS[name]
+    home, lengths = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), set[int]()
     for function in functions:
-        fake = fake_convolution if "conv" in function else fake_delta_rule
-        monkeypatch.setattr(home, function, fake(getattr(home, function)))
-    model = build(model_type)
+        monkeypatch.setattr(home, function, KERNELS[function](getattr(home, function), lengths, deaf))
+    model = zoo.tiny_model(kind, dtype=torch.float64)
     expected = alone(model)
     with tritonpack.patch(model) as handle:
         handle.prove()
-        assert lengths_of_runs(model) == ({sum(LENGTHS)} if once else {*LENGTHS})
+        require_exact(model, expected)
+        lengths.clear()
+        require_exact(model, expected)
+        assert not functions or lengths == ({sum(LENGTHS)} if once else {*LENGTHS})
         assert bool(handle.report.by_document) != once
-        require_exact(model, expected, "position_ids", "collator", "offsets_alone", "segments_padded", "two_rows")
-
-
-def test_boundaries_are_tried_on_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model may be patched on one device and moved to another that has kernels; a dtype stands for a device here."""
-    model = build("lfm2")
-    with tritonpack.patch(model) as handle:
-        assert handle.report.by_document
-        assert lengths_of_runs(model) == {*LENGTHS}
-        home = modeling("lfm2")
-        monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
-        expected = alone(zoo.tiny_model("lfm2"), gradients=False)
-        require_exact(model.float(), expected)
-        assert sum(LENGTHS) in lengths_of_runs(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model_type", ["zamba", "lfm2", "mamba2", "qwen3_next"])
-def test_a_layer_that_ignores_boundaries_runs_on_each_document(model_type: str, dtype: torch.dtype) -> None:
-    """Rounding is large in bfloat16, so a change of another document must not move a document at all."""
-    model = zoo.tiny_model(model_type, dtype=dtype)
-    with tritonpack.patch(model):
-        layers = mixing_layers(model)
-        assert layers
-        for layer in layers:
-
-            def deaf(*args: Any, layer: Any = layer, **kwargs: Any) -> Any:
-                for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
-                    kwargs.pop(name, None)
-                return type(layer.module).forward(layer.module, *args, **kwargs)
-
-            layer.own = deaf
-            assert not layer._keeps_documents_apart(model.config.hidden_size, next(layer.module.parameters()))
+        require_exact(model, expected, "collator", "offsets_alone", "segments_padded", "two_rows")
 
 
 @pytest.mark.parametrize("model_type", ["rwkv", "recurrent_gemma", "lfm2", "mamba"])
@@ -167,65 +110,33 @@ def test_a_packed_batch_leaves_no_cache(name: str) -> None:
     with tritonpack.patch(model):
         assert model(**call_of(use_cache=True)).get(name) is None
         assert model(documents()[0], use_cache=True)[name] is not None
-        with pytest.raises(ValueError, match=r"can't use a cache\. Leave the cache out"):
-            model(**call_of(), **{name: DynamicCache(config=model.config)})
 
 
-# Losses of routers get a mask of 0 and 1, in whatever way the call tells documents apart, and leave out padding ----
-
-
-def routed(family: str) -> PreTrainedModel:
-    model = build(family, pad_token_id=0)
-    for name in ("router_aux_loss_coef", "router_aux_coef", "aux_loss_coef"):
-        for holder in (model.config, model.config.get_text_config(), model):
-            if hasattr(holder, name):
-                setattr(holder, name, 1.0)  # large enough to show in the gradient
-    return model
-
-
-def router_losses(model: nn.Module, call: dict[str, Any]) -> list[Any]:
-    batch = FORMS["padded_right"](documents()) if "form" not in call else FORMS[call.pop("form")](documents())
-    labels = torch.full_like(batch.ids, -100)
-    for row, span in batch.spans:
-        labels[row, span] = batch.ids[row, span]
-        labels[row, span.start] = -100
-    call = {"input_ids": batch.ids, **batch.arguments, "labels": labels, **call, "use_cache": False}
-    output = model(**call, output_router_logits=True)
-    gradients = torch.autograd.grad(output.loss, [*model.parameters()], allow_unused=True)
-    return [torch.stack([output.loss, output.aux_loss]).detach().double(), *gradients]
-
-
-AS_DOCUMENT = torch.cat([*(torch.arange(n) for n in LENGTHS), torch.arange(3)])[None]  # padding is a document
-OFFSETS = torch.tensor([0, 7, 8, 11, 22, 25])
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "jamba", "dbrx", "olmoe", "phimoe"])
-@pytest.mark.fast("gpt_oss", "phimoe")
-def test_router_loss_equals_padded_training(family: str) -> None:
-    model = routed(family)
-    expected = router_losses(model, {})
-    with tritonpack.patch(model):
-        for form in FORMS:
-            if form != "with_cache":
-                assert apart(expected, router_losses(model, {"form": form})) < EXACT, form
-        for told in ({"position_ids": AS_DOCUMENT}, {"cu_seq_lens_q": OFFSETS, "position_ids": AS_DOCUMENT}):
-            assert apart(expected, router_losses(model, {"form": "padded_end", **told})) < EXACT, list(told)
+# Losses of routers get a mask of 0 and 1, in whatever way the call tells documents apart, and leave out padding
 
 
 def test_documents_of_padding_tokens_inside_a_row_count() -> None:
     """Only tokens that fill a row up are padding, and a row is never all padding."""
-    model, pieces = routed("mixtral"), documents((7, 4))
+    model, pieces = zoo.tiny_model("mixtral", dtype=torch.float64, pad_token_id=0), documents((7, 4))
     middle = torch.cat([pieces[0], torch.zeros(1, 3, dtype=torch.long), pieces[1]], dim=1)
     told = {"position_ids": torch.cat([torch.arange(n) for n in (7, 3, 4)])[None], "output_router_logits": True}
-    with tritonpack.patch(model), torch.no_grad():
-        expected = model(middle, **told, attention_mask=torch.ones_like(middle)).aux_loss
-        assert float((model(middle, **told).aux_loss - expected).abs()) < EXACT
-        assert model(middle * 0, **told).aux_loss.isfinite()
+    with torch.no_grad():
+        batch, rows = call_of("padded_right"), torch.cat([*(torch.arange(n) for n in LENGTHS), torch.arange(3)])[None]
+        want = model(batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True).aux_loss
+        with tritonpack.patch(model):
+            expected = model(middle, **told, attention_mask=torch.ones_like(middle)).aux_loss
+            assert float((model(middle, **told).aux_loss - expected).abs()) < EXACT
+            assert model(middle * 0, **told).aux_loss.isfinite()
+            # padding at the end as a document of its own, also by offsets
+            call = {"input_ids": call_of("padded_end")["input_ids"], "position_ids": rows, "output_router_logits": True}
+            for more in ({}, {"cu_seq_lens_q": torch.tensor([0, 7, 8, 11, 22, 25])}):
+                assert float((model(**call, **more).aux_loss - want).abs()) < EXACT
 
 
 def test_forward_replaced_after_patching_is_refused() -> None:
     """Liger-Kernel replaces forwards. A wrapper that calls ours, such as accelerate's, replaces nothing."""
-    model, call = routed("mixtral"), call_of("segments_alone", output_router_logits=True)
+    model = zoo.tiny_model("mixtral", dtype=torch.float64, pad_token_id=0)
+    call = call_of("segments_alone", output_router_logits=True)
     with tritonpack.patch(model):
         expected, own = model(**call).aux_loss, model.forward
         model.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))

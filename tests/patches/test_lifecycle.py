@@ -21,7 +21,7 @@ from transformers import (
     LlamaModel,
     MambaConfig,
     PreTrainedModel,
-)
+)  # fmt: skip
 
 import tritonpack
 from tests.patches import zoo
@@ -36,7 +36,7 @@ from tests.patches.calls import (
     packed,
     require_exact,
     state,
-)
+)  # fmt: skip
 from tests.patches.comparison import apart
 from tests.patches.models import tiny_model
 from tritonpack import UnsupportedModelError

@@ -39,7 +39,7 @@ from tests.patches.padded_batches import (
     step,
     training_model,
     unlabelled,
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

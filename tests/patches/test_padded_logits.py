@@ -30,7 +30,7 @@ from tests.patches.padded_batches import (
     real,
     results,
     unlabelled,
-)
+)  # fmt: skip
 
 
 class Operators(TorchDispatchMode):

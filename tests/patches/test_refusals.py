@@ -20,7 +20,7 @@ from transformers import (
     GitForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-)
+)  # fmt: skip
 
 import tritonpack
 from tests.patches import zoo

@@ -28,10 +28,10 @@ DATA = yaml.safe_load((Path(__file__).parent / "zoo.yaml").read_text())
 VOCAB = 64
 
 
-def _rows(section: str) -> dict[str, dict[str, Any]]:
-    """One row for every type that a section names; later rows of the section add to earlier ones."""
+def _rows() -> dict[str, dict[str, Any]]:
+    """One row for every type; later rows add to earlier ones."""
     rows: dict[str, dict[str, Any]] = {}
-    for row in DATA[section]:
+    for row in DATA["types"]:
         for name in row["types"].split():
             rows[name] = {**rows.get(name, {}), **row["set"]}
     return rows
@@ -39,9 +39,13 @@ def _rows(section: str) -> dict[str, dict[str, Any]]:
 
 COMMON: dict[str, Any] = {key: value for group in DATA["common"] for key, value in group.items()}
 # What is set for each type, and for each type of a part.
-ROWS = _rows("types")
+ROWS = _rows()
 VARIANTS: dict[str, dict[str, Any]] = DATA["variants"]
-PAIRS = _rows("pairs")  # encoders with decoders
+# Encoders with decoders that are packed exactly.
+PAIRS = (
+    "bart", "bigbird_pegasus", "encoder-decoder", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5",
+    "mvp", "pegasus", "plbart", "seamless_m4t", "seamless_m4t_v2", "t5", "t5gemma", "t5gemma2", "umt5",
+)  # fmt: skip
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 # A constant or a cast in the model's own code fails in float64, or gives NaN.
@@ -173,9 +177,9 @@ def tiny_model(
 
 
 def tiny_pair_model(name: str, **options: Any) -> PreTrainedModel:
-    """A random encoder with a decoder, one of `PAIRS`, in float64 unless `options` say otherwise."""
+    """A random encoder with a decoder, in float64 unless `options` say otherwise."""
     kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[name]
-    return tiny_model(name, **{"kind": kind, "dtype": torch.float64, **PAIRS[name], **options})
+    return tiny_model(name, **{"kind": kind, "dtype": torch.float64, **options})
 
 
 def build(name: str) -> PreTrainedModel:
@@ -189,29 +193,19 @@ def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
     return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
 
 
-def call(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
-    """The keyword arguments that carry token ids `[b, t]` into a model: most types take them as they are."""
-    kind = model.config.model_type
-    if kind in ("gemma4_assistant", "gemma4_unified_assistant"):
-        # A drafter: hidden states of the model it drafts for, and that model's keys and values in place of its own.
-        generator = torch.Generator().manual_seed(2)
-        text, weight = model.config.text_config, model.pre_projection.weight
+def drafted(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
+    """The arguments of a drafter: hidden states of the model that it drafts for, whose keys and values it uses."""
+    generator = torch.Generator().manual_seed(2)
+    text, weight = model.config.text_config, model.pre_projection.weight
 
-        def states(*shape: int) -> Tensor:
-            return torch.randn(VOCAB, *shape, generator=generator).to(weight)[input_ids]
+    def states(*shape: int) -> Tensor:
+        return torch.randn(VOCAB, *shape, generator=generator).to(weight)[input_ids]
 
-        shared = {}
-        for layer, layer_type in enumerate(text.layer_types):
-            part = text.per_layer_config[layer]
-            heads = part.num_key_value_heads, part.head_dim
-            shared[layer_type] = tuple(states(*heads).transpose(1, 2) for _ in range(2))
-        return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
-    return {"input_ids": rows_for_codebooks(input_ids, codebooks_of(model.config), VOCAB)}
-
-
-def logits(model: PreTrainedModel, output: Any) -> Tensor:
-    """Logits `[b, t, n]` of a call; those of several codebooks lie side by side."""
-    return side_by_side(output.logits, codebooks_of(model.config))
+    shared = {}
+    for layer, layer_type in enumerate(text.layer_types):
+        part = text.per_layer_config[layer]
+        shared[layer_type] = tuple(states(part.num_key_value_heads, part.head_dim).transpose(1, 2) for _ in range(2))
+    return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
 
 
 def part_of(config: PreTrainedConfig) -> PreTrainedConfig:

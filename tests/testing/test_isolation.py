@@ -83,12 +83,10 @@ def test_the_model_is_unchanged() -> None:
     ("model", "lengths", "message"),
     [
         (None, (3, 5), "expected a model, an instance of torch.nn.Module; got None"),
-        ("gpt2", (3, 5), "got the name 'gpt2'; load it first"),
-        (torch.nn.Linear, (3, 5), "got the class Linear; make a model of it first"),
         (torch.nn.Linear(2, 2), (3, 5), "expected a transformers model; got Linear"),
         ("llama", (5,), "at least two documents"),
         ("llama", (4, 0), "at least two documents"),
-        *(("llama", lengths, "lengths must hold integers; got ") for lengths in ("ab", [5.0, 3], 4, [True, 2])),
+        ("llama", [5.0, 3], "lengths must hold integers; got "),
     ],
 )
 def test_refusals(model: Any, lengths: Any, message: str) -> None:

@@ -12,31 +12,9 @@ docs/features.md says where conventions differ.
 torch.Size([5, 2, 16])
 """
 
-from tritonpack.flash_attn import bert_padding, fa3, fa4
-from tritonpack.flash_attn.fa2 import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from tritonpack.flash_attn import bert_padding, fa2, fa3, fa4
+from tritonpack.flash_attn.fa2 import *  # noqa: F403
 from tritonpack.flash_attn.shim import Installation, install
 from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
 
-__all__ = [
-    "Installation",
-    "bert_padding",
-    "fa3",
-    "fa4",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "install",
-    "torch_varlen_attn",
-]
+__all__ = ["Installation", "bert_padding", "fa3", "fa4", "install", "torch_varlen_attn", *fa2.__all__]

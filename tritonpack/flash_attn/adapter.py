@@ -1,10 +1,7 @@
-"""Functions with another library's signature, which is text here, computed by `flash_attention` with our names."""
+"""Arguments of another library's function under our names."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from tritonpack.checks import describe
@@ -18,14 +15,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cu_seq_q": ("cu_seqlens_q",),
     "cu_seq_k": ("cu_seqlens_k",),
     "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k"),
-    "max_q": ("max_seqlen_q",),
-    "max_k": ("max_seqlen_k",),
-    "max_seqlen": ("max_seqlen_q", "max_seqlen_k"),
     "is_causal": ("causal",),
     "softmax_scale": ("scale",),
     "s_aux": ("sinks",),
     "learnable_sink": ("sinks",),
-    **dict.fromkeys(("deterministic", "num_splits", "pack_gqa", "sm_margin", "min_seqlen_k", "return_lse"), ()),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "min_seqlen_k"), ()),
+    **dict.fromkeys(("deterministic", "num_splits", "pack_gqa", "sm_margin", "return_lse"), ()),
     **dict.fromkeys(("scheduler_metadata", "seqlen_k_per_split", "disable_scheduler_metadata"), ()),
 }
 
@@ -48,34 +43,17 @@ REMEDIES = {
 }
 
 
-def adapted(name: str, parameters: str, call: Callable[..., Any], **names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function with these parameters, whose arguments `call` gets under our names.
-
-    Args:
-        name: of the function.
-        parameters: as in a definition, such as "q, k, v, softmax_scale=None, *, backend='auto'".
-        call: computes the result.
-        **names: our names of single arguments, where they differ from `NAMES`.
+def to_ours(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function, its `locals()`, under the names of `core.flash_attention`.
 
     Raises:
-        TypeError: Python's own, for missing and unknown arguments.
         ValueError: an argument that isn't supported is given.
     """
-    names = NAMES | names
-    theirs = inspect.signature(eval(f"lambda {parameters}: None")).parameters
-    bind = eval(f"lambda {parameters}: dict({', '.join(f'{one}={one}' for one in theirs)})")
-    bind.__name__ = bind.__qualname__ = name
-    bind.__module__, bind.__doc__ = call.__module__, f"{name}({parameters})\n\n{call.__globals__['__doc__']}"
-
-    @wraps(bind)
-    def function(*args: Any, **keywords: Any) -> Any:
-        ours = {}
-        for one, value in bind(*args, **keywords).items():
-            if one not in REMEDIES:
-                ours.update(dict.fromkeys(names.get(one, (one,)), value))
-            elif value is not None:
-                what = f"{one} isn't supported by tritonpack.flash_attn; got {describe(value)}"
-                raise ValueError(f"{what}. Supported: {REMEDIES[one]}.")
-        return call(**ours)
-
-    return function
+    ours = {}
+    for name, value in arguments.items():
+        if name not in REMEDIES:
+            ours.update(dict.fromkeys(NAMES.get(name, (name,)), value))
+        elif value is not None:
+            what = f"{name} isn't supported by tritonpack.flash_attn; got {describe(value)}"
+            raise ValueError(f"{what}. Supported: {REMEDIES[name]}.")
+    return ours

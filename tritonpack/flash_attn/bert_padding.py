@@ -41,11 +41,9 @@ def unpad_input(
     Raises:
         ValueError: other shapes, dtypes or numbers.
     """
-    if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 2:
-        raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
-    _check_mask(attention_mask, "attention_mask", hidden_states)
-    if unused_mask is not None:
-        _check_mask(unused_mask, "unused_mask", hidden_states)
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None or name == "attention_mask":
+            _check_mask(mask, name, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
@@ -64,14 +62,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Raises:
         ValueError: indices that don't fit; on an accelerator an assertion checks them.
     """
-    if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 1:
-        raise ValueError(f"hidden_states must be a tensor (total, ...); got {describe(hidden_states)}.")
-    for name, size in (("batch", batch), ("seqlen", seqlen)):
-        if not is_length(plain_int(size)):
-            raise ValueError(f"{name} must be an integer of at least 0; got {size!r:.100}.")
-    total = hidden_states.shape[0]
-    if not isinstance(indices, Tensor) or indices.shape != (total,) or indices.dtype != torch.int64:
-        raise ValueError(f"indices must be an int64 tensor ({total},); got {describe(indices)}.")
+    tensors = all(isinstance(x, Tensor) and x.ndim for x in (hidden_states, indices))
+    fits = tensors and indices.shape == hidden_states.shape[:1] and indices.dtype == torch.int64
+    if not fits or not all(is_length(plain_int(size)) for size in (batch, seqlen)):
+        raise ValueError(
+            "pad_input takes hidden_states (total, ...), int64 indices (total,), and integers batch and seqlen; got "
+            f"{describe(hidden_states)}, {describe(indices)}, {describe(batch)} and {describe(seqlen)}."
+        )
     require(
         ((indices >= 0) & (indices < batch * seqlen)).all(),
         lambda: f"indices must lie in 0..{batch * seqlen - 1}, the places of {batch} x {seqlen}.",
@@ -79,8 +76,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
-def _check_mask(mask: Tensor, name: str, hidden_states: Tensor) -> None:
-    shape = hidden_states.shape[:2]
+def _check_mask(mask: Tensor | None, name: str, hidden_states: Tensor) -> None:
+    shape = getattr(hidden_states, "shape", ())[:2]
+    if len(shape) < 2:
+        raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
     if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype not in MASKS:
         raise ValueError(f"{name} must be a bool or integer tensor {tuple(shape)}; got {describe(mask)}.")
     require(

@@ -25,8 +25,6 @@ def flash_attention(
     window_size: Iterable[Any],
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
     attention_chunk: int | None = None,
     softcap: float | None = 0.0,
     **options: Any,
@@ -40,7 +38,6 @@ def flash_attention(
         causal: whether queries see no later keys.
         window_size: (left, right); -1 or None means no limit.
         seqused_q, seqused_k: (B,) how many rows of each document count.
-        max_seqlen_q, max_seqlen_k: the longest document. They are checked if that doesn't wait for a device.
         attention_chunk: keys per chunk; 0 or None means no chunks.
         softcap: 0 or None means no cap.
         **options: the other options of `varlen_attention`.
@@ -51,15 +48,20 @@ def flash_attention(
     Raises:
         ValueError: shapes, devices or options that don't fit.
     """
+    check_flag(causal, "causal")  # here and not in the mask, because masks are kept by their options, and 1 == True
     window, chunk = read_window(window_size), 0 if attention_chunk is None else plain_int(attention_chunk)
     if not is_length(chunk):
         raise ValueError(f"attention_chunk must be a positive integer, or 0 for no chunks; got {attention_chunk!r}.")
     numbers = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, values in {**numbers, "seqused_q": seqused_q, "seqused_k": seqused_k}.items():
-        _check_tensor(values, name, q)
-    check_flag(causal, "causal")
-    _check_longest(cu_seqlens_q if seqused_q is None else None, max_seqlen_q, "max_seqlen_q")
-    _check_longest(cu_seqlens_k if seqused_k is None else None, max_seqlen_k, "max_seqlen_k")
+        if values is None:
+            continue
+        if not isinstance(values, Tensor) or values.device != getattr(q, "device", values.device):
+            raise ValueError(
+                f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(values)}. Make "
+                "one per batch: torch.tensor(..., dtype=torch.int32, device=q.device). Pass it to every layer."
+            )
+        as_integers(values, name)
     batch = q.shape[:2] if cu_seqlens_q is None and isinstance(q, Tensor) else None
     q, cu_q = _stream(q, cu_seqlens_q, "q")
     v, _ = _stream(v, cu_seqlens_k, "v")
@@ -70,8 +72,9 @@ def flash_attention(
             f"alibi_slopes must be (heads,) or (documents, heads) with {documents} documents; got {describe(slopes)}."
         )
     mask = mask_from_offsets(
-        cu_q, cu_k, q.shape[0], k.shape[0], seqused_q, seqused_k, causal=causal, window=window, chunk_size=chunk or None
-    )
+        cu_q, cu_k, q.shape[0], k.shape[0], seqused_q, seqused_k, causal=causal, window=window,
+        chunk_size=chunk or None,
+    )  # fmt: skip
     out, lse = varlen_attention(q, k, v, mask, softcap=0.0 if softcap is None else softcap, return_lse=True, **options)
     return (out, lse) if batch is None else (out.unflatten(0, batch), lse.unflatten(1, batch).transpose(0, 1))
 
@@ -85,10 +88,8 @@ def read_window(window_size: Iterable[Any]) -> Window:
     try:
         sides = tuple(window_size)
         flags = getattr(window_size, "dtype", None) == torch.bool or any(isinstance(side, bool) for side in sides)
-        if isinstance(window_size, (str, bytes)) or len(sides) != 2 or flags:
-            raise TypeError
         left, right = (-1 if side is None else index(side) for side in sides)
-        if min(left, right) < -1:
+        if isinstance(window_size, bytes) or flags or min(left, right) < -1:
             raise ValueError
     except (TypeError, ValueError):
         raise ValueError(
@@ -104,32 +105,3 @@ def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     if not isinstance(x, Tensor) or x.ndim != (4 if cu is None else 3):
         raise ValueError(f"{name} must be {shape}; got {describe(x)}.")
     return (x, cu) if cu is not None else (x.flatten(0, 1), regular_offsets(x.shape[0], x.shape[1], x.device))
-
-
-def _check_tensor(numbers: Any, name: str, q: Any) -> None:
-    """Raise unless offsets or used lengths are None or an integer tensor on q's device."""
-    if numbers is None:
-        return
-    if not isinstance(numbers, Tensor):
-        raise ValueError(
-            f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(numbers)}. Make "
-            "one per batch: torch.tensor(..., dtype=torch.int32, device=q.device). Pass it to every layer."
-        )
-    as_integers(numbers, name)
-    if isinstance(q, Tensor) and numbers.device != q.device:
-        raise ValueError(f"{name} is on {numbers.device} and q on {q.device}; move them together.")
-
-
-def _check_longest(cu: Tensor | None, longest: Any, name: str) -> None:
-    """Raise if a document is longer than `longest`; offsets on an accelerator aren't read."""
-    if longest is None or isinstance(longest, torch.SymInt):
-        return
-    if isinstance(longest, Tensor) and longest.numel() == 1 and longest.dtype in (torch.int32, torch.int64):
-        return  # reading it may wait for a device
-    longest = plain_int(longest)
-    if not is_length(longest):
-        raise ValueError(f"{name} must be an integer of at least 0, an integer tensor or None; got {longest!r:.100}.")
-    if cu is not None and not torch.compiler.is_compiling() and cu.device.type == "cpu" and cu.shape[0] > 1:
-        actual = int(cu.diff().max())
-        if actual > longest:
-            raise ValueError(f"{name} is {longest}, but a document has {actual} tokens; pass {actual}, or None.")

@@ -3,8 +3,8 @@
 - Rows of one length are q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), where
   nheads_k divides nheads. The functions with `varlen` take documents laid end to end, (total, heads, headdim), and
   `cu_seqlens`, (batch + 1,) int32 or int64 on q's device: the begins of the documents and the end of the last. Layers
-  that pass the same tensor objects share one mask. `max_seqlen` isn't needed; an integer is checked if the offsets lie
-  in host memory. Packed tensors are qkv (..., 3, nheads, headdim) and kv (..., 2, nheads_k, headdim).
+  that pass the same tensor objects share one mask. `max_seqlen` is ignored. Packed tensors are qkv (..., 3, nheads,
+  headdim) and kv (..., 2, nheads_k, headdim).
 - `dropout_p`, `softmax_scale` (None: 1 / sqrt(headdim)), `causal` (the diagonal ends in the bottom right corner),
   `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0: none) are FlashAttention-2's. A side
   below -1 and a softcap below 0 are refused.
@@ -29,8 +29,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from tritonpack.checks import check_flag, is_number
-from tritonpack.flash_attn.adapter import adapted
+from tritonpack.backends import Backend
+from tritonpack.checks import Window, check_flag, is_number
+from tritonpack.flash_attn.adapter import to_ours
 from tritonpack.flash_attn.core import flash_attention
 
 __all__ = [
@@ -43,60 +44,70 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-_OPTIONS = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
-    "deterministic=False, return_attn_probs=False"
-)
-_OFFSETS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None"
-_OURS, _USED = "s_aux=None, backend='auto'", "seqused_q=None, seqused_k=None"
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
-def _call(*, return_attn_probs: bool, **arguments: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    for name, count in (("qkv", 3), ("kv", 2)):
-        if name in arguments:
-            parts = _unpacked(arguments.pop(name), name, count, 4 if "cu_seqlens_q" in arguments else 5)
-            arguments.update(zip("qkv"[-count:], parts, strict=True))
-    check_flag(return_attn_probs, "return_attn_probs")
-    if return_attn_probs and is_number(arguments["dropout_p"]) and 0 < arguments["dropout_p"] < 1:
-        raise ValueError(
-            "return_attn_probs=True can't be used with dropout_p above 0: tritonpack has no S_dmask, the probabilities "
-            "with the pattern of dropout. For the log-sum-exp use tritonpack.varlen_attention(..., return_lse=True)."
-        )
-    out, lse = flash_attention(**arguments)
-    return (out, lse.masked_fill(lse.isneginf(), float("inf")), out.new_empty(0)) if return_attn_probs else out
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """Attention over a batch of rows of one length. The module describes the parameters."""
+    return _call(locals())
 
 
-def _unpacked(x: Any, name: str, count: int, ndim: int) -> tuple[Tensor, ...]:
-    if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != count:
-        shape = f"({'total' if ndim == 4 else 'batch, seqlen'}, {count}, heads, headdim)"
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be {shape}; got {given}.")
-    return x.unbind(-3)
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """`flash_attn_func` of one tensor qkv (batch, seqlen, 3, nheads, headdim)."""
+    return _call(locals())
 
 
-flash_attn_func = adapted("flash_attn_func", f"q, k, v, {_OPTIONS}, *, {_OURS}", _call)
-"""Attention over a batch of rows of one length."""
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """`flash_attn_func` of q and one tensor kv (batch, seqlen_k, 2, nheads_k, headdim)."""
+    return _call(locals())
 
-flash_attn_qkvpacked_func = adapted("flash_attn_qkvpacked_func", f"qkv, {_OPTIONS}, *, {_OURS}", _call)
-"""`flash_attn_func` of one tensor qkv (batch, seqlen, 3, nheads, headdim)."""
 
-flash_attn_kvpacked_func = adapted("flash_attn_kvpacked_func", f"q, kv, {_OPTIONS}, *, {_OURS}", _call)
-"""`flash_attn_func` of q and one tensor kv (batch, seqlen_k, 2, nheads_k, headdim)."""
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: None = None, *,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """Attention over documents laid end to end: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim)."""
+    return _call(locals())
 
-flash_attn_varlen_func = adapted(
-    "flash_attn_varlen_func", f"q, k, v, {_OFFSETS}, {_OPTIONS}, block_table=None, *, {_USED}, {_OURS}", _call
-)
-"""Attention over documents laid end to end: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim)."""
 
-flash_attn_varlen_qkvpacked_func = adapted(
-    "flash_attn_varlen_qkvpacked_func", f"qkv, cu_seqlens, max_seqlen=None, {_OPTIONS}, *, {_OURS}", _call
-)
-"""`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False, *,
+    s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
+    return _call(locals())
 
-flash_attn_varlen_kvpacked_func = adapted(
-    "flash_attn_varlen_kvpacked_func", f"q, kv, {_OFFSETS}, {_OPTIONS}, *, {_USED}, {_OURS}", _call
-)
-"""`flash_attn_varlen_func` of q and one tensor kv (total_k, 2, nheads_k, headdim)."""
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """`flash_attn_varlen_func` of q and one tensor kv (total_k, 2, nheads_k, headdim)."""
+    return _call(locals())
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
@@ -109,3 +120,23 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
         "flash_attn_with_kvcache isn't supported by tritonpack.flash_attn, which is for training. Use "
         "flash_attn_varlen_func with seqused_k for a cache that is written already, or FlashAttention for inference."
     )
+
+
+def _call(arguments: dict[str, Any]) -> Result:
+    given = to_ours(arguments)
+    for name, count in (("qkv", 3), ("kv", 2)):
+        if name in given:
+            x, ndim = given.pop(name), 4 if "cu_seqlens_q" in given else 5
+            if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != count:
+                shape = f"({'total' if ndim == 4 else 'batch, seqlen'}, {count}, heads, headdim)"
+                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be {shape}; got {found}.")
+            given.update(zip("qkv"[-count:], x.unbind(-3), strict=True))
+    with_lse = check_flag(given.pop("return_attn_probs"), "return_attn_probs")
+    if with_lse and is_number(given["dropout_p"]) and 0 < given["dropout_p"] < 1:
+        raise ValueError(
+            "return_attn_probs=True can't be used with dropout_p above 0: tritonpack has no S_dmask, the probabilities "
+            "with the pattern of dropout. For the log-sum-exp use tritonpack.varlen_attention(..., return_lse=True)."
+        )
+    out, lse = flash_attention(**given)
+    return (out, lse.masked_fill(lse.isneginf(), float("inf")), out.new_empty(0)) if with_lse else out

@@ -17,28 +17,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.checks import check_flag, describe, is_int
-from tritonpack.flash_attn.adapter import adapted
+from tritonpack.backends import Backend
+from tritonpack.checks import Window, check_flag, describe, is_int
+from tritonpack.flash_attn.adapter import to_ours
 from tritonpack.flash_attn.core import flash_attention
 from tritonpack.flash_attn.fa2 import flash_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-_DESCALE = "q_descale=None, k_descale=None, v_descale=None"
-_WINDOW = "window_size=(-1, -1), attention_chunk=0, softcap=0.0"
-_OPTIONS = (
-    f"softmax_scale=None, causal=False, qv=None, {_DESCALE}, {_WINDOW}, num_splits=1, pack_gqa=None, "
-    "deterministic=False, sm_margin=0, return_attn_probs=False, *, s_aux=None, backend='auto'"
-)
+Result = Tensor | tuple[Tensor, Tensor]
 
 
-def _call(*, return_attn_probs: bool, **arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    check_flag(return_attn_probs, "return_attn_probs")
-    out, lse = flash_attention(**arguments)
-    return (out, lse) if return_attn_probs else out
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: None = None,
+    q_descale: None = None, k_descale: None = None, v_descale: None = None, window_size: Window = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """Attention over a batch of rows of one length.
+
+    q is (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k, nheads_k,
+    headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v), or (out, softmax_lse (batch, nheads, seqlen_q)).
+    """
+    return _call(locals())
 
 
-def _call_packed(*, qkv: Tensor, num_heads_q: int | None, **arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: None = None,
+    k_descale: None = None, v_descale: None = None, window_size: Window = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
+    return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """`flash_attn_func` of one tensor.
+
+    It is (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of q,
+    then of k, then of v.
+    """
+    arguments = {**locals()}
+    del arguments["qkv"], arguments["num_heads_q"]
     shape = qkv.shape if isinstance(qkv, Tensor) else torch.Size()
     heads = num_heads_q if is_int(num_heads_q) else 0
     if len(shape) == 5 and shape[2] == 3:
@@ -51,28 +68,27 @@ def _call_packed(*, qkv: Tensor, num_heads_q: int | None, **arguments: Any) -> T
             "qkv must be (batch, seqlen, 3, heads, headdim), or (batch, seqlen, num_heads_q + 2 * kv_heads, headdim) "
             f"with num_heads_q; got {describe(qkv)} and num_heads_q={num_heads_q!r}."
         )
-    return _call(q=q, k=k, v=v, **arguments)
+    return _call(arguments | {"q": q, "k": k, "v": v})
 
 
-flash_attn_func = adapted("flash_attn_func", f"q, k, v, {_OPTIONS}", _call)
-"""Attention over a batch of rows of one length: q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k,
-headdim), v (batch, seqlen_k, nheads_k, headdim_v). Returns out (batch, seqlen_q, nheads, headdim_v), or (out,
-softmax_lse (batch, nheads, seqlen_q))."""
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: None = None, q_descale: None = None,
+    k_descale: None = None, v_descale: None = None, window_size: Window = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False, *, s_aux: Tensor | None = None, backend: Backend = "auto",
+) -> Result:  # fmt: skip
+    """Attention over documents laid end to end.
 
-flash_attn_qkvpacked_func = adapted(
-    "flash_attn_qkvpacked_func",
-    f"qkv, softmax_scale=None, causal=False, {_DESCALE}, {_WINDOW}, deterministic=False, num_heads_q=None, "
-    "sm_margin=0, return_attn_probs=False, *, s_aux=None, backend='auto'",
-    _call_packed,
-)
-"""`flash_attn_func` of one tensor: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k,
-headdim), the heads of q, then of k, then of v."""
+    q is (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k, nheads_k, headdim_v). Returns out
+    (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q)).
+    """
+    return _call(locals())
 
-flash_attn_varlen_func = adapted(
-    "flash_attn_varlen_func",
-    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None, "
-    + _OPTIONS,
-    _call,
-)
-"""Attention over documents laid end to end: q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k,
-nheads_k, headdim_v). Returns out (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q))."""
+
+def _call(arguments: dict[str, Any]) -> Result:
+    given = to_ours(arguments)
+    with_lse = check_flag(given.pop("return_attn_probs"), "return_attn_probs")
+    out, lse = flash_attention(**given)
+    return (out, lse) if with_lse else out

@@ -9,10 +9,9 @@ assertion there stops the program.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,26 +32,7 @@ _OUTDATED = (
 )
 
 
-class Kept(NamedTuple):
-    """A mask, and for each tensor that it was built from the object, its version and its values."""
-
-    mask: BlockDiagonalMask
-    sources: list[tuple[weakref.ref[Tensor], int, Tensor]]
-
-    def fits(self, tensors: Mapping[int, Tensor]) -> bool:
-        """Whether the mask belongs to these tensors and their present values."""
-        pairs = list(zip(self.sources, tensors.values(), strict=True))
-        if any(ref() is not x or v != x._version or value.shape != x.shape for (ref, v, value), x in pairs):
-            return False
-        for (_, _, value), x in pairs:
-            if x.device.type != "cpu":
-                require((value == x).all(), _OUTDATED)
-            elif not torch.equal(value, x):
-                return False
-        return True
-
-
-# Tensor of query offsets -> masks.
+# Tensor of query offsets -> options and identities -> the mask, and a reference, the version and a copy of each tensor.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -80,20 +60,32 @@ def mask_from_offsets(
     """
     options |= {"total_q": total_q, "total_k": total_k}
     roles = (cu_q, cu_k, used_q, used_k)
-    if not _keeps(cu_q.device) or any(x is not None and (type(x) is not Tensor or x.is_inference()) for x in roles):
+    tensors = list({id(x): x for x in roles if x is not None}.values())
+    if not _keeps(cu_q.device) or any(type(x) is not Tensor or x.is_inference() for x in tensors):
         return _build(*roles, options)
-    tensors = {id(x): x for x in roles if x is not None}
     # Inference tensors and others mustn't meet in one mask.
     key = (*options.items(), *map(id, roles), torch.is_inference_mode_enabled())
     masks = _kept.setdefault(cu_q, {})
-    kept = masks.pop(key, None)
-    if kept is None or not kept.fits(tensors):
-        sources = [(weakref.ref(x), x._version, x.clone()) for x in tensors.values()]
-        kept = Kept(_build(*roles, options), sources)
-    while len(masks) >= MASKS_PER_OFFSETS:
-        del masks[next(iter(masks))]
-    masks[key] = kept
-    return kept.mask
+    mask, sources = masks.get(key, (None, []))
+    if mask is None or not _unchanged(tensors, sources):
+        if key not in masks and len(masks) == MASKS_PER_OFFSETS:
+            masks.clear()
+        mask = _build(*roles, options)
+        masks[key] = mask, [(weakref.ref(x), x._version, x.clone()) for x in tensors]
+    return mask
+
+
+def _unchanged(tensors: list[Tensor], sources: list[tuple[weakref.ref[Tensor], int, Tensor]]) -> bool:
+    """Whether tensors are the objects that a mask was made from, with the values that they had then."""
+    pairs = list(zip(tensors, sources, strict=True))
+    if any(ref() is not x or v != x._version or value.shape != x.shape for x, (ref, v, value) in pairs):
+        return False
+    for x, (_, _, value) in pairs:
+        if x.device.type != "cpu":
+            require((value == x).all(), _OUTDATED)
+        elif not torch.equal(value, x):
+            return False
+    return True
 
 
 def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import re
 import sys
-from collections.abc import Iterable
+import tempfile
 from contextlib import AbstractContextManager
-from importlib.machinery import ModuleSpec
-from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from tritonpack.checks import check_flag
-from tritonpack.flash_attn import bert_padding, fa2
 
 NAME = "flash_attn"
 DISTRIBUTION = "flash-attn"
 VERSION = "2.8.3"  # the release whose functions these are
+# A folder of sys.path with the package and its metadata, by which packages look for it.
+_FILES = {
+    f"{NAME}/__init__.py": f"""
+from tritonpack.flash_attn.fa2 import *
+from flash_attn import bert_padding, flash_attn_interface
+__version__ = "{VERSION}"
+""",
+    f"{NAME}/flash_attn_interface.py": "from tritonpack.flash_attn.fa2 import *\n",
+    f"{NAME}/bert_padding.py": "from tritonpack.flash_attn.bert_padding import *\n",
+    f"{NAME}-{VERSION}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\n",
+    f"{NAME}-{VERSION}.dist-info/top_level.txt": f"{NAME}\n",
+}
 
 
 class Installation(AbstractContextManager["Installation"]):
@@ -27,40 +34,50 @@ class Installation(AbstractContextManager["Installation"]):
 
     def __init__(self) -> None:
         self._replaced = _loaded()
-        self._finder = _Metadata()
-        self._active = False
-
-    def _install(self) -> None:
-        self._active = True
+        self._folder = tempfile.TemporaryDirectory(prefix="tritonpack-")  # which is removed when Python ends, too
+        _INSTALLED.append(self)
         try:
-            for name in self._replaced:
-                del sys.modules[name]
-            package = _module(NAME, fa2)
-            package.__dict__["__version__"] = VERSION
-            for source, name in ((fa2, "flash_attn_interface"), (bert_padding, "bert_padding")):
-                setattr(package, name, _module(f"{NAME}.{name}", source))
-            sys.meta_path.insert(0, self._finder)
-            _clear_caches_of_transformers()
+            for name, text in _FILES.items():
+                path = Path(self._folder.name, name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+            sys.path.insert(0, self._folder.name)
+            self._forget()
         except BaseException:
             self.uninstall()
             raise
 
-    def uninstall(self) -> None:
-        """Restore what `import flash_attn` found before; a second call does nothing."""
-        if not self._active:
-            return
-        self._active = False
+    def _forget(self) -> None:
+        """Forget what Python and transformers know about the package."""
         for name in _loaded():
             del sys.modules[name]
+        importlib.invalidate_caches()
+        checks = sys.modules.get("transformers.utils.import_utils")
+        for name, check in list(vars(checks).items()) if checks is not None else ():
+            if (NAME in name or name == "_package_distribution_mapping") and hasattr(check, "cache_clear"):
+                check.cache_clear()
+        functions = sys.modules.get("transformers.modeling_flash_attention_utils")
+        if getattr(functions, "_loaded_implementation", None) == "flash_attention_2":
+            functions._loaded_implementation = None  # type: ignore[union-attr]
+
+    def uninstall(self) -> None:
+        """Restore what `import flash_attn` found before; a second call does nothing."""
+        if self not in _INSTALLED:
+            return
+        _INSTALLED.remove(self)
+        sys.path[:] = [path for path in sys.path if path != self._folder.name]
+        self._folder.cleanup()
+        self._forget()
         sys.modules.update(self._replaced)
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
-        _clear_caches_of_transformers()
 
     def __exit__(self, *error: object) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:
-        return f"Installation({NAME} {VERSION}, {'active' if self._active else 'uninstalled'})"
+        return f"Installation({NAME} {VERSION}, {'active' if self in _INSTALLED else 'uninstalled'})"
+
+
+_INSTALLED: list[Installation] = []  # at most one, which lives as long as the process unless it is uninstalled
 
 
 def install(*, force: bool = False) -> Installation:
@@ -68,9 +85,9 @@ def install(*, force: bool = False) -> Installation:
 
     It provides the public functions of `flash_attn` and `flash_attn.flash_attn_interface`, and
     `flash_attn.bert_padding`. `importlib.util.find_spec("flash_attn")` and `importlib.metadata.version("flash_attn")`,
-    by which packages look for it, find it. Packages that look for it at their import must be imported afterwards;
-    transformers, which caches the result, looks again. Names that packages import (`from flash_attn import ...`) stay
-    there after `uninstall()`.
+    by which packages look for it, find it in a temporary folder of `sys.path`. Packages that look for it at their
+    import must be imported afterwards; transformers, which caches the result, looks again. Names that packages import
+    (`from flash_attn import ...`) stay there after `uninstall()`.
 
     Args:
         force: replace the real flash-attn, if it is installed or imported, until `uninstall()`.
@@ -86,62 +103,17 @@ def install(*, force: bool = False) -> Installation:
     ...     from flash_attn import flash_attn_varlen_func
     """
     check_flag(force, "force")
-    if any(isinstance(finder, _Metadata) for finder in sys.meta_path):
+    if _INSTALLED:
         raise RuntimeError("tritonpack.flash_attn is installed already; call uninstall() on its handle first.")
-    if not force:
-        if _loaded():
-            raise RuntimeError(
-                f"{NAME} has been imported already, and the modules that imported it go on using it. Call install() "
-                "before that import, or pass force=True to replace it."
-            )
-        installed = any(importlib.metadata.distributions(name=DISTRIBUTION))
-        if installed or importlib.util.find_spec(NAME) is not None:
-            raise RuntimeError(f"the real {DISTRIBUTION} is installed here. Use it, or pass force=True to replace it.")
-    installation = Installation()
-    installation._install()
-    return installation
-
-
-class _Metadata(importlib.metadata.DistributionFinder):
-    """Finds the metadata of the installed functions when packages search all distributions."""
-
-    def find_spec(self, *args: Any) -> None:
-        return None
-
-    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        given = vars(context) if context is not None else {}
-        name = re.sub(r"[-_.]+", "-", given.get("name") or DISTRIBUTION).lower()
-        return [_Distribution()] if name == DISTRIBUTION and "path" not in given else []
-
-
-class _Distribution(importlib.metadata.Distribution):
-    def read_text(self, filename: str) -> str | None:
-        metadata = f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\nSummary: by tritonpack\n"
-        return {"METADATA": metadata, "top_level.txt": f"{NAME}\n"}.get(filename)
-
-    def locate_file(self, path: str | PathLike[str]) -> Path:
-        return Path(__file__).parent / path
+    if not force and _loaded():
+        raise RuntimeError(
+            f"{NAME} has been imported already, and the modules that imported it go on using it. Call install() before "
+            "that import, or pass force=True to replace it."
+        )
+    if not force and (any(importlib.metadata.distributions(name=DISTRIBUTION)) or importlib.util.find_spec(NAME)):
+        raise RuntimeError(f"the real {DISTRIBUTION} is installed here. Use it, or pass force=True to replace it.")
+    return Installation()
 
 
 def _loaded() -> dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if name.split(".")[0] == NAME}
-
-
-def _module(name: str, source: ModuleType) -> ModuleType:
-    """Import a module of this name, with the public names of a module of ours."""
-    module = importlib.util.module_from_spec(ModuleSpec(name, None, origin=__file__, is_package="." not in name))
-    public = {one: getattr(source, one) for one in source.__all__}
-    module.__dict__.update(public, __file__=__file__, __doc__="tritonpack in the place of FlashAttention-2.")
-    sys.modules[name] = module
-    return module
-
-
-def _clear_caches_of_transformers() -> None:
-    """Clear what transformers has cached about FlashAttention, if it is imported."""
-    checks = sys.modules.get("transformers.utils.import_utils")
-    for name, check in list(vars(checks).items()) if checks is not None else ():
-        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(check, "cache_clear"):
-            check.cache_clear()
-    functions = sys.modules.get("transformers.modeling_flash_attention_utils")
-    if getattr(functions, "_loaded_implementation", None) == "flash_attention_2":
-        functions._loaded_implementation = None  # type: ignore[union-attr]

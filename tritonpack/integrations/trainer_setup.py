@@ -376,8 +376,9 @@ class _PackedTraining(SavedTokensCallback):
         end = min(self._batches + args.gradient_accumulation_steps, len(loader))
         for batch in range(self._batches, end):
             row = plan.row(batch, loader.rank)
-            padded = loader.documents.padded_tokens(row, handle._packing.get("max_document_length"))
-            self._rows.add(padded, int(lengths[row].sum()))
+            longest = handle._packing.get("max_document_length")
+            self._rows.tokens_given += loader.documents.padded_tokens(row, longest)
+            self._rows.tokens_computed += int(lengths[row].sum())
             self._rows.room += plan.capacity
         self._batches = end
         state.stateful_callbacks[STATE] = {

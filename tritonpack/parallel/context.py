@@ -259,14 +259,13 @@ def _configured(modules: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _explain(error: BaseException, sharding: Sharding) -> None:
-    """Add the remedy to an error, such as torch's, that names the numbers of rows of this rank and of the batch.
+    """Add a remedy to an error, such as torch's, that names the number of this rank's rows.
 
     The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
     """
-    message, rows, (batch, length) = str(error), sharding.rows, sharding.tokens
-    named = set(map(int, re.findall(r"\d+", message)))
-    whole = {length, length - 1, batch * length, batch * (length - 1)}  # without the last ones if a loss shifts
-    if error.args == (message,) and {rows, rows - 1} & named and whole & named and "gather_outputs" not in message:
+    message, rows = str(error), sharding.rows
+    named = {rows, rows - 1} & set(map(int, re.findall(r"\d+", message)))  # without the last row if a loss shifts
+    if named and error.args == (message,) and "gather_outputs" not in message:
         error.args = (
             f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of "
             f"a batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows "

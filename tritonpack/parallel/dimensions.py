@@ -8,7 +8,7 @@ Source: Fang and Zhao, USP (arXiv:2405.07719); Gu et al., LoongTrain (arXiv:2406
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,6 +43,7 @@ class Dimensions:
         keys: the ranks between which the keys and values of this rank's heads travel; None if it has all of them.
         exchange: how they travel; None if they never do.
         owners: for each rank of `keys`, the ranks of the group that own rows together, in the order of `heads`.
+        checked: the options and the backend of each form of q, k and v that a model's layers have passed.
     """
 
     ranks: Ranks
@@ -50,6 +51,7 @@ class Dimensions:
     keys: Ranks | None
     exchange: KeyExchange | None
     owners: tuple[tuple[int, ...], ...]
+    checked: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
         """The layout of a batch. If keys travel, it divides the batch among sets of ranks that own rows together.
@@ -112,8 +114,8 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
         within, across = ranks.dimensions[along], ranks.dimensions[1 - along]
         numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
         owners = tuple(map(tuple, numbers.tolist()))
-        some = (one if one.size > 1 else None for one in (within, across))
-        return Dimensions(ranks, *some, keys[0], owners)
+        heads, between = (one if one.size > 1 else None for one in (within, across))
+        return Dimensions(ranks, heads, between, keys[0], owners)
     if ranks.dimensions:
         raise ValueError(
             "a mesh of two dimensions needs an exchange for each, such as exchange=('group_cast', 'ulysses'); got "

@@ -62,9 +62,11 @@ class Layout:
         together = torch.cat(self.rows)
         owned = together.new_zeros(together.shape, dtype=torch.bool)
         owned[together.clamp(0, max(together.shape[0] - 1, 0))] = True
-        ascend = torch.stack([(rows[1:] > rows[:-1]).all() for rows in self.rows]).all()
+        valid = (together >= 0).all() & (together < together.shape[0]).all() & owned.all()
+        for rows in self.rows:
+            valid &= (rows[1:] > rows[:-1]).all()
         require(
-            ascend & (together >= 0).all() & (together < together.shape[0]).all() & owned.all(),
+            valid,
             "the rows of each rank must ascend, and every row of the batch must belong to exactly one rank; "
             "make_layout makes such layouts.",
         )
@@ -153,7 +155,10 @@ class Layout:
         start, stop = host_bounds(mask)
 
         def seen() -> list[Runs]:
-            return [Runs.of(start[rows], stop[rows]) for rows in self.rows_on_host]
+            found = []
+            for rows in self.rows_on_host:
+                found.append(Runs.of(start[rows], stop[rows]))
+            return found
 
         return mask.cached(("seen", self), seen)
 

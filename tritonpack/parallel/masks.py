@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from tritonpack.attention import autocast
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.ops import autocast
 from tritonpack.parallel.attention import check_call, run_shared
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
@@ -37,20 +37,24 @@ class ShardedMask(IntervalMask):
 
     @outside_of_graphs
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
-    ) -> Tensor:
-        """As of `IntervalMask`. Arguments of layers that are alike are checked once."""
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float, sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
-        whole = self.mask, self.sharding.layout, self.sharding.dimensions
+        dimensions, backend = self.sharding.dimensions, self.serving.backend
+        whole = self.mask, self.sharding.layout, dimensions
         q, k, v = autocast(q, k, v)
-        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
-        checked = self._checked  # read once: threads of backward may recompute layers on several devices
-        if checked is None or checked[0] != like or sinks is not None or dropout_p:
-            self._checked = checked = like, *check_call(
-                q, k, v, *whole, self.serving.backend, dropout_p, sinks=sinks, **options
-            )  # fmt: skip
-        return run_shared(q, k, v, *whole, *checked[1:])
+        form = (
+            q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
+            softcap, backend,
+        )  # fmt: skip
+        checked, alike = dimensions.checked.get(form), q.shape[0] == k.shape[0] == v.shape[0] == self.shape[2]
+        if checked is None or not alike or sinks is not None or dropout_p:
+            checked = check_call(q, k, v, *whole, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks)
+            if sinks is None:
+                dimensions.checked[form] = checked
+        return run_shared(q, k, v, *whole, *checked)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(

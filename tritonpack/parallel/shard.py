@@ -164,8 +164,10 @@ class ShardStage:
                 raise ValueError(
                     f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}."
                 )
-        if targets is not None or not (own_head or self._shifts):
-            return labels if targets is None else targets
+        if targets is not None:
+            return targets
+        if labels is None or not (own_head or self._shifts):
+            return labels
         ignored = arguments.get("ignore_index", IGNORED)
         return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
 

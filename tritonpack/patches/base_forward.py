@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import families, guards
-from tritonpack.patches.compact import share
+from tritonpack.patches.compact import move
 from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
 from tritonpack.patches.encoder_decoder import cross_attention_mask
 from tritonpack.patches.forwards import takes_dense_mask
@@ -22,14 +22,8 @@ from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.modules import holds, modules_in
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.parse_inputs import (
-    COUNTED,
-    OpenMask,
-    cache_of,
-    make_packed_batch,
-    require_depths,
-    tokens_of,
-)
+from tritonpack.patches.pair_masks import REMEDY
+from tritonpack.patches.parse_inputs import COUNTED, OpenMask, cache_of, make_packed_batch, require_depths, tokens_of
 from tritonpack.patches.parts import Call, Checkpoints, InstanceForward
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement, require_one_document_a_row
@@ -58,7 +52,6 @@ class BaseForward(Pipeline):
         self.checkpoints = Checkpoints(module, self.context) if layers else None
         self.mixes = any(isinstance(forward, DocumentByDocument) for forward in layers)
         self.outermost = not any(other is not module and holds(other, module) for other in modules)
-        self.reads_lengths = self.mixes or self.compaction is not None
         config = module.config
         self.model_type = config.model_type
         rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
@@ -67,7 +60,6 @@ class BaseForward(Pipeline):
         place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
         self.padding_place = (config.pad_token_id or 0 if place is None else place) if counts else None
         self.padding = config.pad_token_id if self.model_type in families.MASKS_PADDING else None
-        self.reads_padding = self.model_type in families.READS_PADDING
         self.codebooks = codebooks_of(module)
         self.rope_limits = rope_limits(text_config(config))
         self.needs_types = self.model_type in families.BOTH_WAYS | families.PROMPT_TYPES and is_bidirectional(config)
@@ -79,7 +71,8 @@ class BaseForward(Pipeline):
     def run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the module. While it runs, the context holds the packing for its layers."""
         compiled = torch.compiler.is_compiling()
-        prepare = self._prepare_outside_of_graphs if compiled and self.reads_lengths else self._prepare
+        reads_lengths = self.mixes or self.compaction is not None
+        prepare = self._prepare_outside_of_graphs if compiled and reads_lengths else self._prepare
         arguments = dict(arguments)
         for name in self.untaken:
             arguments.pop(name, None)
@@ -87,11 +80,8 @@ class BaseForward(Pipeline):
         outer = self.context.current
         if outer.running:  # inside of another patched module, whose packing holds
             of_layers = outer.packed_batch
-        self.context.enter(Call(outer.told if packed_batch is None else packed_batch, True, of_layers))
-        try:
-            output = self.inner(**arguments)
-        finally:
-            self.context.enter(outer)
+        call = Call(outer.told if packed_batch is None else packed_batch, True, of_layers)
+        output = self.context.run(call, self.inner, **arguments)
         counted = self.outermost and packed_batch is not None and packed_batch.counted and isinstance(output, dict)
         if counted and (cache := cache_of(output)) is not None:
             setattr(cache, COUNTED, True)
@@ -109,22 +99,24 @@ class BaseForward(Pipeline):
     ) -> tuple[PackedBatch | None, PackedBatch | None, list[Placement]]:
         """Change the arguments of a call to those of the module.
 
-        Returns:
-            The packing of the call; the packing for layers, None if rows continue a cache; where tokens of the call lie
-            in the row that runs in its place, in the order in which outputs are laid back.
+        Returns the packing of the call; the packing for layers, None if rows continue a cache; and where tokens of the
+        call lie in the row that runs in its place, in the order in which outputs are laid back.
         """
         self._require_ours(arguments, compiled)
         placements: list[Placement] = []
         of_layers = None
         if packed_batch is not None:
-            if packed_batch.tree_ends is not None and packed_batch.row is None:
-                self._take_tree(packed_batch, arguments)
             row = packed_batch.row
-            of_head = row is not None and row.shared is None  # a head has removed all that isn't computed
-            if self.compaction is not None and not of_head and not self.context.current.running:
+            if packed_batch.tree_ends is not None and row is None:
+                if arguments.get("use_cache"):
+                    raise ValueError(
+                        "a row that is a tree leaves no cache that a sequence could continue. Leave use_cache out."
+                    )
+                if self.outermost:
+                    require_depths(packed_batch)
+            to_do = row is None or row.shared is not None  # else a head has removed all that isn't computed
+            if self.compaction is not None and to_do and not self.context.current.running:
                 packed_batch, placements = self._compact_rows(packed_batch, arguments)
-            if packed_batch.row is not None and self.takes_cache:
-                arguments["use_cache"] = False  # its keys would be those of the one row
             if self.makes_positions:
                 leave_positions_to_model(packed_batch, arguments)
             if self.gives_positions:
@@ -133,11 +125,11 @@ class BaseForward(Pipeline):
                 of_row = self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2
                 if given is None or of_row or (self.padding_place is not None and not packed_batch.shared):
                     self._give_positions(packed_batch, arguments)
-            if self.mixes:
-                if self.outermost and not packed_batch.shared:
-                    packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
-                if packed_batch.by_document and self.takes_cache:
-                    arguments["use_cache"] = False
+            if self.mixes and self.outermost and not packed_batch.shared:
+                packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
+            one_row = packed_batch.row is not None or packed_batch.tree_ends is not None
+            if self.takes_cache and (one_row or packed_batch.by_document):
+                arguments["use_cache"] = False  # its keys would be those of no sequence
             arguments["attention_mask"] = packed_batch
             if not packed_batch.cached or _is_empty(cache_of(arguments)):
                 of_layers = packed_batch
@@ -168,7 +160,7 @@ class BaseForward(Pipeline):
         row = packed_batch.row
         if row is not None and row.shared is not None:
             placements.insert(0, row.shared)
-            packed_batch = share(packed_batch, row, arguments)
+            packed_batch = move(packed_batch, row.shared, arguments, None, None, tree_ends=row.ends, row=row)
         return packed_batch, placements
 
     def _require_ours(self, arguments: dict[str, Any], compiled: bool) -> None:
@@ -196,8 +188,12 @@ class BaseForward(Pipeline):
         if self.serving.attention == "dense":
             guards.require_masks_kept(self.module)  # no function of tritonpack's sees the mask of these layers
         for head in self.heads:
-            if head.one_result or arguments.get("output_router_logits"):
-                head.require_in_place()
+            if (head.one_result or arguments.get("output_router_logits")) and not head.in_place:
+                raise ValueError(
+                    f"the forward of {head.name} was replaced since this model was patched, so what it computes of "
+                    "whole rows would mix documents. Replace it first and patch the model then: call "
+                    "tritonpack.unpatch(model) and tritonpack.patch(model)."
+                )
 
     def read(self, arguments: dict[str, Any], head: Pipeline) -> PackedBatch | None:
         """The packing of a call of a head, or of this module.
@@ -207,22 +203,19 @@ class BaseForward(Pipeline):
         mask, outer = arguments.get("attention_mask"), self.context.current.told if self.outermost else None
         if head is not self and isinstance(mask, PackedBatch):
             return mask
-        ids = arguments.get("input_ids")
+        ids, cache = arguments.get("input_ids"), cache_of(arguments)
         tokens = arguments.get("inputs_embeds") if ids is None else ids
         shape = torch.Size() if tokens is None else tokens.shape if ids is not None else tokens.shape[:-1]
         if head is not self and len(shape) == 3:  # choices, or columns of codebooks
             if head.has_choices:
-                head.require_one_document_a_choice(arguments)
+                flat = {name: x.flatten(0, 1) for name, x in arguments.items() if getattr(x, "shape", ())[:3] == shape}
+                if (packed_batch := self.read(arguments | flat, head)) is not None:
+                    head.require_result_of_each(packed_batch)
             return None
-        cache = cache_of(arguments)
-        of_pairs = isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost and outer is None
-        # Beside a cache of a head a mask of pairs is generate()'s.
-        reads_pairs = of_pairs and (head is self or cache is None)
-        two = mask is None or isinstance(mask, PackedBatch) or (isinstance(mask, Tensor) and mask.ndim == 2)
-        if not two and not reads_pairs:
-            if head is self and isinstance(mask, dict):
-                arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
-            elif head is self:
+        reads_pairs = isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost and outer is None
+        reads_pairs = reads_pairs and (head is self or cache is None)  # beside a cache of a head it is generate()'s
+        if not (reads_pairs or mask is None or getattr(mask, "ndim", 0) == 2):
+            if head is self:
                 arguments["attention_mask"] = self._claim(mask, arguments)
             return None
         if tokens is None or len(shape) != 2:
@@ -253,17 +246,6 @@ class BaseForward(Pipeline):
             )
         return packed_batch if self.padding is None else self._without_padding(packed_batch, arguments)
 
-    def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
-        """Check a call with `tree_ends`. It leaves no cache, which would belong to no sequence."""
-        if arguments.get("use_cache"):
-            raise ValueError(
-                "a row that is a tree leaves no cache that a sequence could continue. Leave use_cache out."
-            )
-        if self.takes_cache:
-            arguments["use_cache"] = False
-        if self.outermost:
-            require_depths(packed_batch)
-
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""
         ids = arguments.get("input_ids")
@@ -281,15 +263,16 @@ class BaseForward(Pipeline):
         return packed_batch
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
-        """The mask of a call that was made before the call, as generate() does."""
+        """The mask of a call that was made before the call, as generate() does; of each kind of layers in a dict."""
+        if isinstance(mask, dict):
+            return {kind: self._claim(one, arguments) for kind, one in mask.items()}
         if isinstance(mask, OpenMask):
             claimed = mask.claim(arguments, self.serving)
             return claimed.dense(torch.float32) if self.serving.attention == "dense" else claimed
         if isinstance(mask, Tensor) and mask.ndim > 2 and self.outermost:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of pairs of tokens itself. "
-                "Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask, or unpatch the "
-                "model to use a mask of your own."
+                f"{REMEDY}"
             )
         return mask
 
@@ -337,7 +320,8 @@ class BaseForward(Pipeline):
                 "cache. Leave the cache out."
             )
         keeps_state = padded and (cached or arguments.get("use_cache"))
-        if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
+        reads_padding = self.model_type in families.READS_PADDING
+        if keeps_state and reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
             raise ValueError(
                 f"with use_cache=True the recurrent layers of {self.name} would read the padding on the left into "
                 "their state, as they do in stock transformers. Pass use_cache=False, pad on the right, or generate "

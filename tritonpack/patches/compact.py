@@ -52,11 +52,6 @@ class Saved:
     tokens_given: int = 0
     tokens_computed: int = 0
 
-    def add(self, given: int, computed: int) -> None:
-        with LOCK:
-            self.tokens_given += given
-            self.tokens_computed += computed
-
     def __str__(self) -> str:
         share = 1 - self.tokens_computed / self.tokens_given if self.tokens_given else 0.0
         return f"{self.tokens_computed:,} of {self.tokens_given:,} tokens computed, {share:.1%} saved"
@@ -76,12 +71,9 @@ class Compaction:
         self.saved = Saved()
 
     def __call__(
-        self,
-        packed_batch: PackedBatch,
-        arguments: dict[str, Any],
-        shifts: bool | None = None,
+        self, packed_batch: PackedBatch, arguments: dict[str, Any], shifts: bool | None = None,
         labels: Tensor | None = None,
-    ) -> PackedBatch:
+    ) -> PackedBatch:  # fmt: skip
         """Replace the arguments of a call by those of one row, and return its packing.
 
         Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
@@ -93,18 +85,17 @@ class Compaction:
             labels: those that the head's loss reads.
         """
         packed_batch.compacted = True
-        row = None
-        if self._may_replace(packed_batch, arguments, shifts is not None):
-            row = self._row(packed_batch, arguments, shifts, labels)
-        computed = total = packed_batch.tokens.numel()
-        if row is not None:
-            computed = (row.shared or row.placement).source.shape[0]
-        self.saved.add(total, computed)
+        may_replace = self._may_replace(packed_batch, arguments, shifts is not None)
+        row = self._row(packed_batch, arguments, shifts, labels) if may_replace else None
+        total = packed_batch.tokens.numel()
+        with LOCK:
+            self.saved.tokens_given += total
+            self.saved.tokens_computed += total if row is None else (row.shared or row.placement).source.shape[0]
         if row is None:
             return packed_batch
         starts, live = packed_batch.runs()
         mask = None if live is None else row.placement.take(live).int()
-        return _moved(packed_batch, row.placement, arguments, row, mask, row.placement.take(starts))
+        return move(packed_batch, row.placement, arguments, mask, row.placement.take(starts), row=row)
 
     def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], is_head: bool) -> bool:
         """Whether one row can take the place of the batch: each argument is of tokens or of images."""
@@ -113,13 +104,13 @@ class Compaction:
         too_long = self.longest is not None and tokens[1] > self.longest
         if apart or too_long or packed_batch.shape != tokens or arguments.get("use_cache"):
             return False
-        ordinary, own = (ORDINARY[:1], (*PACKING, *OF_HEADS)) if is_head else (ORDINARY, PACKING)
+        own = (*PACKING, *OF_HEADS) if is_head else PACKING
         for name, value in arguments.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name in own:
                 continue
-            if name in ordinary:
+            if name in ORDINARY:
                 return False
-            if name in own or value.ndim == 0 or OF_OTHERS.fullmatch(name):
+            if value.ndim == 0 or OF_OTHERS.fullmatch(name):
                 continue
             pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
             if pairs or not is_of_tokens(name, value, tokens):
@@ -140,51 +131,41 @@ class Compaction:
         length, keep = tokens[1], min(arguments.get("logits_to_keep") or tokens[1], tokens[1])
         targets = [] if labels is None else [pad(labels.to(device), (length - keep, 0), value=IGNORED)]
         table = torch.stack((flags, *targets, *channels)).flatten(1).long().cpu().numpy()
-        predicts = (table[0] & (REAL | BEFORE)) != 0
-        runs = predicts
+        column = np.arange(tokens.numel()) % length
+        predicts = runs = (table[0] & (REAL | BEFORE)) != 0
         if targets and shifts:
             # Padding keeps a label that a document's last token predicts, such as a token for the end.
-            runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (np.arange(len(predicts)) % length > 0))
+            runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (column > 0))
         source = runs.nonzero()[0]
-        shared = _share(table[0][source], table[-len(channels) :, source]) if channels else None
-        if not len(source) or (len(source) == tokens.numel() and shared is None):
+        tree = _share(table[0][source], table[-len(channels) :, source]) if channels else None
+        if not len(source) or (len(source) == tokens.numel() and tree is None):
             return None
         places = _on(device, source)
         row = Row(Placement(tokens, places, places))
-        if shared is not None:
-            at, real, copied, ends = (_on(device, one) for one in shared)
+        if tree is not None:
+            at, real, copied, ends = (_on(device, one) for one in tree)
             row = replace(row, shared=Placement(torch.Size((1, len(source))), at, real, copied), ends=ends[None])
         if shifts is None:
             return row
-        shown = source % length >= length - keep
+        column -= length - keep  # counted from the first one that has logits
+        shown = column[source] >= 0
         kept = source[shown]
         if targets:
-            kept_labels = _labels_of(kept, table[1], predicts, (length, keep), shifts)
+            kept_labels = _labels_of(kept, table[1], predicts, column, length, shifts)
             for name in LABELS & arguments.keys():
                 arguments[name] = _on(arguments[name].device, kept_labels)[None]
         if keep < length:
             arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])
         elif "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0  # all
-        columns = _on(device, kept // length * keep + kept % length - (length - keep))
-        return replace(row, logits=Placement(torch.Size((tokens[0], keep)), columns, columns))
+        places = _on(device, kept // length * keep + column[kept])
+        return replace(row, logits=Placement(torch.Size((tokens[0], keep)), places, places))
 
 
-def share(packed_batch: PackedBatch, row: Row, arguments: dict[str, Any]) -> PackedBatch:
-    """Replace the arguments of a row by those of the shorter one in which documents share tokens."""
-    assert row.shared is not None
-    return _moved(packed_batch, row.shared, arguments, row, ends=row.ends)
-
-
-def _moved(
-    packed_batch: PackedBatch,
-    placement: Placement,
-    arguments: dict[str, Any],
-    row: Row,
-    mask: Tensor | None = None,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
-) -> PackedBatch:
+def move(
+    batch: PackedBatch, placement: Placement, arguments: dict[str, Any], mask: Tensor | None, starts: Tensor | None,
+    **others: Any,
+) -> PackedBatch:  # fmt: skip
     """Replace the arguments of a batch's tokens by those of a row's, and return the row's packing."""
     for name, value in list(arguments.items()):
         if name in PACKING:
@@ -192,28 +173,26 @@ def _moved(
         elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
             arguments[name] = placement.take(value)
     arguments.pop("cache_position", None)
-    batch, positions = packed_batch, packed_batch.position_ids
-    positions = None if positions is None else placement.take(positions)
+    positions = None if batch.position_ids is None else placement.take(batch.position_ids)
     tokens = torch.Size((1, placement.source.shape[0]))
-    return PackedBatch(mask, positions, starts, tokens, batch.device, batch.serving, tree_ends=ends, row=row)
+    return PackedBatch(mask, positions, starts, tokens, batch.device, batch.serving, **others)
 
 
-def lay_back_head(output: Any, row: Row | None, later: bool) -> Any:
+def lay_back_head(output: Any, row: Row, later: bool) -> Any:
     """The output of a causal head that ran on a row, as that of the batch.
 
     Logits are laid back `later`, when they are read, in a training step, which doesn't read them.
     """
-    assert row is not None
     assert row.logits is not None
-    logits = output.get("logits")
-    output = row.placement.lay_back_all(type(output)(**{**output, "logits": None}))
-    if logits is None:
-        return output
-    if not later:
-        return type(output)(**{**output, "logits": row.logits.lay_back(logits)})
-    values = {"loss": None, "logits": None, **output}  # the loss comes first in a tuple
     kind: Any = type(output)
-    return _class_of(kind)(**{**values, "logits": LaidBack(row.logits, logits)})
+    values = dict(output)
+    logits = values.pop("logits", None)
+    row.placement.lay_back_all(values)
+    if logits is not None and later:
+        kind, values["logits"] = _class_of(kind), LaidBack(row.logits, logits)
+    elif logits is not None:
+        values["logits"] = row.logits.lay_back(logits)
+    return kind(**values)
 
 
 class LaidBack(TensorLike):
@@ -287,36 +266,23 @@ def _share(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArr
 
 
 def _labels_of(
-    kept: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    predicts: NDArray[np.bool_],
-    columns: tuple[int, int],
-    shifted: bool,
-) -> NDArray[np.int64]:
-    """The labels of the tokens that have logits, for a loss along the row. Labels on padding are refused.
+    kept: NDArray[np.int64], labels: NDArray[np.int64], predicts: NDArray[np.bool_], column: NDArray[np.int64],
+    length: int, shifted: bool,
+) -> NDArray[np.int64]:  # fmt: skip
+    """The labels of the `kept` tokens (S,), which have logits, for a loss along the row. Labels on padding are refused.
 
     A loss that shifts labels predicts each from the token before it in the row. Where that isn't the token before it in
-    the batch, the label is left out, as in the batch.
-
-    Args:
-        kept: (S,), the places of these tokens in the flattened batch.
-        labels: (B * T,).
-        predicts: (B * T,), which tokens aren't padding.
-        columns: T, and how many last ones of them have logits.
-        shifted: whether the loss shifts labels.
+    the batch, the label is left out, as in the batch. Other arrays are (B * T,): labels, which tokens run and predict,
+    and the column of each, negative before the first one that has logits.
     """
-    length, keep = columns
-    by = kept - shifted
-    used = (by % length != length - 1) & predicts[by] & (by % length >= length - keep) if shifted else predicts[kept]
-    lost = labels != IGNORED
+    used = predicts[kept - shifted] & (column[kept] >= shifted)
+    lost = (labels != IGNORED) & (column >= shifted)
     lost[kept[used]] = False
-    if shifted:
-        lost &= np.arange(len(labels)) % length > length - keep
     if lost.any():
         place = int(lost.nonzero()[0][0])
-        row, column = divmod(place, length)
+        row, at = divmod(place, length)
         raise ValueError(
-            f"the label {labels[place]} in row {row} would be predicted at token {column - shifted}, which "
+            f"the label {labels[place]} in row {row} would be predicted at token {at - shifted}, which "
             f"attention_mask says is padding, and padding isn't computed. Set labels of padding to {IGNORED}, as "
             "collators of transformers do."
         )

@@ -27,17 +27,12 @@ from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import CAUSAL, read_mask_spec
 from tritonpack.patches.modules import models_in
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, added
-from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask, OpenMaskError
+from tritonpack.patches.parse_inputs import NOT_PATCHED, OpenMask, OpenMaskError
 
 NO_WEIGHTS = "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
 
 # The name of the attention in a patched model's configuration, for each attention that runs.
-NAMES = {
-    "tritonpack": "tritonpack",
-    "sdpa": "tritonpack_sdpa",
-    "eager": "tritonpack_eager",
-    "dense": "tritonpack_dense",
-}
+NAMES = {"tritonpack": "tritonpack", **{one: f"tritonpack_{one}" for one in ("sdpa", "eager", "dense")}}
 
 
 def takes_sdpa(module: PreTrainedModel) -> bool:
@@ -60,23 +55,14 @@ def use_eager_if_sdpa_differs(model: nn.Module) -> None:
 
 
 def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: PackedBatch | IntervalMask | Tensor | None = None,
-    local_size: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    config: Any = None,
-    device: torch.device | str = "cpu",
-    **flags: Any,
-) -> Any:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Any = causal_mask_function, attention_mask: Any = None, local_size: int | None = None,
+    dtype: torch.dtype = torch.float32, config: Any = None, device: torch.device | str = "cpu", **flags: Any,
+) -> Any:  # fmt: skip
     """transformers' mask function: makes the `attention_mask` of all layers of one kind."""
-    if isinstance(attention_mask, OpenMask):
-        return attention_mask
-    mask = attention_mask
+    mask: PackedBatch | IntervalMask | OpenMask | Tensor | None = attention_mask
+    if isinstance(mask, OpenMask):
+        return mask
     if not isinstance(mask, IntervalMask):
         plain = mask_function is causal_mask_function
         spec = CAUSAL if plain else read_mask_spec(mask_function, local_size, config, flags, q_length)
@@ -90,16 +76,9 @@ def make_mask(
 
 
 def interval_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: IntervalMask | OpenMask | Tensor | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention function: query (B, H, T, D), key (B, H_kv, K, D) and value (B, H_kv, K, D_v)
     -> (B, T, H, D_v) and no weights.
 
@@ -120,11 +99,11 @@ def interval_attention_forward(
                 "support; unpatch the model."
             )
         query, position_bias = _tuned(module, query, position_bias, attention_mask)
-        dense = _dense(module, attention_mask, key, torch.bool, kwargs, "tritonpack")
+        dense = _dense(module, attention_mask, key, torch.bool, kwargs)
         return dense_attention_forward(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
-    mask: Any = attention_mask
+    mask = attention_mask
     if not isinstance(mask, IntervalMask) or mask.shape[3] != key.shape[2]:
-        mask = _claimed(module, mask, key, kwargs, "tritonpack")
+        mask = _claimed(module, mask, key, kwargs)
     batch, heads, length, _ = query.shape
     if mask.shape[0] != batch or mask.shape[2] != length:
         raise ValueError(
@@ -135,14 +114,9 @@ def interval_attention_forward(
     if type(module).__name__ in TEMPERATURES:
         query, _ = _tuned(module, query, None, mask)
     out = mask.attention(
-        query.transpose(1, 2).flatten(0, 1),
-        key.transpose(1, 2).flatten(0, 1),
-        value.transpose(1, 2).flatten(0, 1),
-        scale=scaling,
-        softcap=softcap or 0.0,
-        sinks=None if sinks is None else sinks.flatten(),
-        dropout_p=dropout,
-    )
+        query.transpose(1, 2).flatten(0, 1), key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1),
+        scale=scaling, softcap=softcap or 0.0, sinks=None if sinks is None else sinks.flatten(), dropout_p=dropout,
+    )  # fmt: skip
     return out.reshape(batch, length, heads, value.shape[3]), None
 
 
@@ -152,7 +126,7 @@ def attend_sdpa(
     """transformers' sdpa, with the dense mask of the documents."""
     indices, bias = kwargs.pop("indices", None), kwargs.pop("position_bias", None)
     query, bias = _tuned(module, query, bias, attention_mask)
-    mask = _dense(module, attention_mask, key, torch.bool, kwargs, "sdpa")
+    mask = _dense(module, attention_mask, key, torch.bool, kwargs)
     if indices is None and bias is None:
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
@@ -168,7 +142,7 @@ def attend_eager(
     if type(module).__name__ in WITHIN_TOKENS:
         return own(module, query, key, value, None, **kwargs)
     query, bias = _tuned(module, query, bias, attention_mask)
-    mask = _dense(module, attention_mask, key, query.dtype, kwargs, "eager")
+    mask = _dense(module, attention_mask, key, query.dtype, kwargs)
     if indices is not None:
         mask = mask.masked_fill(~_chosen(indices, mask), torch.finfo(mask.dtype).min)
     if bias is not None:
@@ -177,16 +151,9 @@ def attend_eager(
 
 
 def dense_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    indices: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, indices: Tensor | None, bias: Tensor | None,
+    sinks: Tensor | None, dropout: float, scaling: float | None,
+) -> Tensor:  # fmt: skip
     """torch's attention, O(T^2) memory, for models that add a mask or a bias of their own to the documents' mask.
 
     Args:
@@ -223,24 +190,20 @@ def _chosen(indices: Tensor, mask: Tensor) -> Tensor:
 
 def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> tuple[Tensor, Tensor | None]:
     """Queries, and the bias that belongs to them, scaled by their place in the document instead of the row."""
-    if not isinstance(mask, IntervalMask):
-        return query, bias
-    tuning = temperature(module, mask)
+    tuning = temperature(module, mask) if isinstance(mask, IntervalMask) else None
     if tuning is None:
         return query, bias
     return (query * tuning).to(query.dtype), None if bias is None else (bias * tuning).to(bias.dtype)
 
 
-def _dense(
-    module: nn.Module, mask: Any, key: Tensor, dtype: torch.dtype, arguments: dict[str, Any], attention: str
-) -> Tensor:
+def _dense(module: nn.Module, mask: Any, key: Tensor, dtype: torch.dtype, arguments: dict[str, Any]) -> Tensor:
     """The mask as a tensor: bool, or additive of another dtype. The model may have made a tensor of it already."""
     if not isinstance(mask, Tensor):
-        return _claimed(module, mask, key, arguments, attention).dense(dtype)
+        return _claimed(module, mask, key, arguments).dense(dtype)
     return mask if mask.dtype != torch.bool or dtype == torch.bool else added(mask, dtype)
 
 
-def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any], attention: str) -> IntervalMask:
+def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any]) -> IntervalMask:
     """The mask of the documents for a layer's keys (B, H_kv, K, D), also of a call whose documents are known only now.
 
     That is a call whose mask generate() has made, or of a model that has our name and isn't patched.
@@ -255,15 +218,10 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
             "aren't supported: mark documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and "
             "call the model, not its layers."
         )
-    elif takes_tokens(module) and not mask.claimed:
-        raise OpenMaskError(
-            f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
-            f"documents would not be told apart. {SHARED_CONFIG} Models that are loaded with "
-            "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "
-            "that is written into a configuration later has no effect."
-        )
+    elif takes_tokens(module) and mask.claimed is None:
+        raise OpenMaskError(f"the attention of {type(module).__name__} {NOT_PATCHED}")
     else:
-        found = mask.claim(arguments, Serving(attention, "auto"))
+        found = mask.claim(arguments, Serving("tritonpack", "auto"))
     if found.shape[3] != key.shape[2]:
         raise ValueError(
             f"the mask is for {found.shape[2]} queries and {found.shape[3]} keys but attention got {key.shape[2]} "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.attention import check_inputs, varlen_attention
 from tritonpack.backends import Backend, resolve_backend
@@ -67,16 +68,12 @@ class IntervalMask(TensorLike):
     dtype, ndim = torch.bool, 4
 
     def __init__(
-        self,
-        mask: BlockDiagonalMask,
-        shape: torch.Size,
-        serving: Serving,
-        packed_batch: PackedBatch | None = None,
+        self, mask: BlockDiagonalMask, shape: torch.Size, serving: Serving, packed_batch: PackedBatch | None = None,
         spec: MaskSpec = CAUSAL,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
         self.device = mask.key_start.device
-        self.kept: list[tuple[torch.dtype, Tensor]] = []
+        self.kept: dict[torch.dtype, Tensor] = {}
         self._lengths = shape[0] * shape[2], shape[0] * shape[3], shape[0] * shape[3]  # of q, k and v
         self._moved: BlockDiagonalMask | None = None  # to the device of the last layer that lies elsewhere
 
@@ -123,11 +120,9 @@ class IntervalMask(TensorLike):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
-        for known, tensor in self.kept:
-            if known == dtype:
-                return tensor
-        self.kept.append((dtype, self.to_addend(dtype)))
-        return self.kept[-1][1]
+        if dtype not in self.kept:
+            self.kept[dtype] = self.to_addend(dtype)
+        return self.kept[dtype]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
@@ -158,9 +153,8 @@ class IntervalMask(TensorLike):
         if queries == keys:
             own = torch.arange(keys, device=self.device, dtype=torch.int32)
             start, stop = torch.where(start < stop, start, own), torch.where(start < stop, stop, own + 1)
-        start, stop = start.flatten(), stop.flatten()
         # One row for each query. Its keys are those of its own row of the batch.
-        rows = BlockDiagonalMask(start, stop, keys, trusted=True)
+        rows = BlockDiagonalMask(start.flatten(), stop.flatten(), keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
 
 
@@ -186,37 +180,28 @@ class PackedBatch(TensorLike):
         recomputed: whether layers of a graph run again in backward. Such a layer can't keep anything for the next one.
     """
 
-    shared = recomputed = compacted = False
-
     arguments: tuple[str, ...] = (
-        "attention_mask", "position_ids", "boundaries", "tokens", "device",
-        "serving", "by_document", "cached", "filler", "tree_ends", "row", "causal", "counted",
+        "attention_mask", "position_ids", "boundaries", "tokens", "device", "serving", "by_document", "cached",
+        "filler", "tree_ends", "row", "causal", "counted",
     )  # fmt: skip
     dtype, ndim = torch.int64, 2
 
+    by_document = cached = causal = counted = shared = recomputed = compacted = False
+    filler: Tensor | None = None
+    tree_ends: Tensor | None = None
+    row: Any = None
+
     def __init__(
-        self,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        boundaries: Tensor | None,
-        tokens: torch.Size,
-        device: torch.device,
-        serving: Serving,
-        by_document: bool = False,
-        cached: bool = False,
-        filler: Tensor | None = None,
-        tree_ends: Tensor | None = None,
-        row: Any = None,
-        causal: bool = False,
-        counted: bool = False,
-    ) -> None:
+        self, attention_mask: Tensor | None, position_ids: Tensor | None, boundaries: Tensor | None,
+        tokens: torch.Size, device: torch.device, serving: Serving, **others: Any,
+    ) -> None:  # fmt: skip
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.device, self.serving = tokens, device, serving
+        for name, value in others.items():
+            setattr(self, name, value)
         self.shape = tokens if attention_mask is None else attention_mask.shape
-        self.by_document, self.cached, self.filler = by_document, cached, filler
-        self.tree_ends, self.row, self.causal, self.counted = tree_ends, row, causal, counted
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
-        self.tells_documents = not (attention_mask is position_ids is boundaries is tree_ends is None)
+        self.tells_documents = not (attention_mask is position_ids is boundaries is self.tree_ends is None)
         self.kept_batches: list[Any] = []  # by `batches_of`
         self._kept_runs: tuple[Tensor, Tensor | None] | None = None
         self.kept_boundaries: dict[str, Tensor] = {}
@@ -313,36 +298,36 @@ class PackedBatch(TensorLike):
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
-        if self._kept_runs is None:
-            starts, live = self.boundaries, None
-            if self.tree_ends is not None:
-                live = self.not_padding()
-                starts = changes(live) | (live & (self.positions() == 0))
-            elif starts is None and self.position_ids is not None:
-                starts = document_starts(self.position_ids).expand(self.tokens)
-            elif starts is None:
-                starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
-                starts[:, :1] = True
-            if self.attention_mask is not None:
-                ids, begins, live = self.attention_mask, starts, self.attention_mask != 0
-                if ids.shape != self.tokens:
-                    raise ValueError(
-                        f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; "
-                        "without a cache they must be the same."
-                    )
-                pieces = changes(ids)
-                seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
-                torn = pieces & ~begins & live & (ids <= seen_before)
-                require(
-                    ~torn.any(),
-                    lambda: (
-                        f"attention_mask has padding inside a document{shown(torn, ids, begins)}. Padding may lie "
-                        "before, between and after documents; number documents in ascending order, or let position_ids "
-                        "restart where one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
-                    ),
+        if self._kept_runs is not None:
+            return self._kept_runs
+        starts, live = self.boundaries, None
+        if self.tree_ends is not None:
+            live = self.not_padding()
+            starts = changes(live) | (live & (self.positions() == 0))
+        elif starts is None and self.position_ids is not None:
+            starts = document_starts(self.position_ids).expand(self.tokens)
+        elif starts is None:
+            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
+            starts[:, :1] = True
+        if self.attention_mask is not None:
+            ids, begins, live = self.attention_mask, starts, self.attention_mask != 0
+            if ids.shape != self.tokens:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; without a "
+                    "cache they must be the same."
                 )
-                starts = begins | pieces
-            self._kept_runs = starts, live
+            pieces = changes(ids)
+            torn = pieces & ~begins & live & (ids <= pad(ids.cummax(1).values[:, :-1], (1, 0)))
+            require(
+                ~torn.any(),
+                lambda: (
+                    f"attention_mask has padding inside a document{shown(torn, ids, begins)}. Padding may lie before, "
+                    "between and after documents; number documents in ascending order, or let position_ids restart "
+                    "where one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
+                ),
+            )
+            starts = begins | pieces
+        self._kept_runs = starts, live
         return self._kept_runs
 
     def positions(self) -> Tensor:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers, mask_as_numbers, require
 from tritonpack.masks.block_diagonal import changes, document_starts
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
-from tritonpack.patches.pair_masks import number_documents
+from tritonpack.patches.pair_masks import REMEDY, number_documents
 from tritonpack.patches.tensor_like import TensorLike
 
 # The arguments that tell documents apart.
@@ -37,30 +38,21 @@ COUNTED = "tritonpack_counted"
 # The arguments that say how a row is packed. They mean nothing for a row with one document.
 PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
 
-MASK_FORM = (
-    "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the document, "
-    "for tokens"
-)
-NUMBER_FORM = "an integer tensor, int32 or int64, with the number of each token's document, of the shape of the tokens"
-
-OFFSETS_FORM = (
-    "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last the "
-    "number of tokens"
-)
-TREE_FORM = (
-    "an integer tensor of the shape of the tokens, int32 or int64, the place after the last token below each token in "
-    "its row"
-)
-POSITIONS_FORM = "an integer tensor of shape (B, T), or (T,) for one row"
-
 # What the arguments that tell documents apart must be.
 FORMS = {
-    **dict.fromkeys(OFFSETS, OFFSETS_FORM),
-    **dict.fromkeys(("seq_idx", "decoder_seq_idx"), NUMBER_FORM),
-    TREE: TREE_FORM,
-    **dict.fromkeys(("attention_mask", "decoder_attention_mask"), MASK_FORM),
-    **dict.fromkeys(("position_ids", "decoder_position_ids"), POSITIONS_FORM),
+    "attention_mask": (
+        "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the "
+        "document, for tokens"
+    ),
+    "position_ids": "an integer tensor of shape (B, T), or (T,) for one row",
+    "seq_idx": "an integer tensor, int32 or int64, with the number of each token's document, of the tokens' shape",
+    "cu_seq_lens_q": (
+        "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last "
+        "the number of tokens"
+    ),
+    TREE: "an integer tensor of the tokens' shape, int32 or int64, the place after the last token below each token",
 }
+FORMS |= {"cu_seq_lens_k": FORMS["cu_seq_lens_q"]} | {f"decoder_{name}": FORMS[name] for name in OF_TOKENS}
 
 
 def cache_of(values: Mapping[str, Any]) -> Any:
@@ -82,51 +74,47 @@ def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | No
     return embeds, torch.Size() if embeds is None else embeds.shape[:-1]
 
 
-def in_form(arguments: dict[str, Any], model: str = "", known: Collection[str] | None = None) -> dict[str, Any]:
-    """The arguments of a call, with position ids (T,) as one row (1, T).
-
-    Arguments that tell documents apart in another form than `FORMS` says are refused.
+def in_form(arguments: dict[str, Any], model: str, known: Collection[str]) -> None:
+    """Make position ids (T,) one row (1, T), and refuse arguments that nothing reads, or in another form than `FORMS`.
 
     Args:
-        arguments: by name; those that are None are ignored.
+        arguments: those of a call, by name; those that are None are ignored.
         model: the name of the model's class.
-        known: the names in the model's own signature, if names that nothing reads are refused, too.
+        known: the names in the signatures of the model and of its patched module.
     """
     for name, value in list(arguments.items()):
         form = FORMS.get(name)
         if value is None:
             continue
         if form is None:
-            if known is not None and name not in known and (meant := meant_by(name)):
+            if name not in known and (meant := meant_by(name)):
                 raise ValueError(
                     f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by "
                     f"it. Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
                 )
             continue
-        if form is MASK_FORM:
+        if name.endswith("attention_mask"):
             tensor = isinstance(value, Tensor) and value.ndim > 1 and value.dtype in (*MASKS, *FLOAT_MASKS)
             fits = tensor or isinstance(value, (TensorLike, dict))
-        elif form is POSITIONS_FORM:
+        elif name.endswith("position_ids"):
             fits = isinstance(value, Tensor)
             if fits and value.ndim == 1:
                 arguments[name] = value[None]
         else:
-            fits = holds_numbers(value) and (form is not OFFSETS_FORM or value.ndim == 1)
+            fits = holds_numbers(value) and (name not in OFFSETS or value.ndim == 1)
         if not fits:
             raise ValueError(f"{name} must be {form}; got {describe(value)}.")
-    mask = arguments.get("attention_mask")
-    if known is not None and arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
+    if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
         raise ValueError(
             f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
-            f"{OFFSETS_FORM}."
+            f"{FORMS['cu_seq_lens_q']}."
         )
-    if known is not None and isinstance(mask, dict) and not any(isinstance(x, TensorLike) for x in mask.values()):
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, dict) and not any(isinstance(x, TensorLike) for x in mask.values()):
         raise ValueError(
             f"attention_mask is a dict of masks ({', '.join(map(repr, mask)) or 'empty'}); a patched model makes the "
-            "masks of its layers itself. Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional "
-            "mask, or unpatch the model to use masks of your own."
+            f"masks of its layers itself. {REMEDY}"
         )
-    return arguments
 
 
 # Names that other libraries use, and misspellings: the argument to pass instead.
@@ -150,9 +138,12 @@ def meant_by(name: str) -> str | None:
     return next((meant for pattern, meant in MEANT.items() if re.fullmatch(pattern, name.lower())), None)
 
 
-SHARED_CONFIG = (
-    "Its configuration object may be shared with a patched model, which writes the name there: build this model from "
-    "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model)."
+NOT_PATCHED = (
+    "has tritonpack's name but the model isn't patched, so packed documents would not be told apart. Its configuration "
+    "object may be shared with a patched model, which writes the name there: build this model from "
+    "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model). "
+    "Models that are loaded with attn_implementation='tritonpack' are patched when they are built, after "
+    "tritonpack.register(); a name that is written into a configuration later has no effect."
 )
 
 
@@ -160,7 +151,7 @@ class OpenMaskError(ValueError):
     """A mask was used before anything said where its documents begin."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OpenMask(TensorLike):
     """A mask that transformers made outside of a patched model's forward pass, so that its documents are not known yet.
 
@@ -176,35 +167,28 @@ class OpenMask(TensorLike):
     spec: MaskSpec
     device: torch.device
     dtype: torch.dtype = torch.bool
-    claimed: list[IntervalMask] = field(default_factory=list)  # one at most
+    claimed: IntervalMask | None = None
 
     def to(self, *_: Any, **__: Any) -> OpenMask:
         return self
 
     def to_tensor(self) -> Tensor:
-        raise OpenMaskError(
-            "this model's attention has tritonpack's name but the model isn't patched, so packed documents would not "
-            f"be told apart. {SHARED_CONFIG}"
-        )
+        raise OpenMaskError(f"this model's attention {NOT_PATCHED}")
 
     def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
         """The mask for a call with these arguments; one mask for all layers that claim it."""
-        if not self.claimed:
+        if self.claimed is None:
             batch, _, queries, keys = self.shape
             told = {**arguments, "attention_mask": self.attention_mask}
             packed_batch = make_packed_batch(told, torch.Size((batch, queries)), self.device, serving)
-            self.claimed.append(packed_batch.interval_mask(keys, self.query_offset, self.key_offset, self.spec))
-        return self.claimed[0]
+            self.claimed = packed_batch.interval_mask(keys, self.query_offset, self.key_offset, self.spec)
+        return self.claimed
 
 
 def make_packed_batch(
-    arguments: dict[str, Any],
-    tokens: torch.Size,
-    device: torch.device,
-    serving: Serving,
-    pad_token: int | None = None,
-    reads_pairs: bool = False,
-) -> PackedBatch:
+    arguments: dict[str, Any], tokens: torch.Size, device: torch.device, serving: Serving,
+    pad_token: int | None = None, reads_pairs: bool = False,
+) -> PackedBatch:  # fmt: skip
     """The packing of a forward pass over tokens of shape (B, T), from the arguments of the call.
 
     Documents begin where `cu_seq_lens_q` says so (FlashAttention's offsets over the flattened tokens), else where
@@ -240,10 +224,8 @@ def make_packed_batch(
     ids, filler = arguments.get("input_ids"), None
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
-    boundaries = next(iter(told.values()), None)
-    packed_batch = PackedBatch(
-        mask, position_ids, boundaries, tokens, device, serving, filler=filler, causal=reads_pairs
-    )
+    starts = next(iter(told.values()), None)
+    packed_batch = PackedBatch(mask, position_ids, starts, tokens, device, serving, filler=filler, causal=reads_pairs)
     if (mask is not None) + (position_ids is not None) + len(told) > 1:
         _require_agreement(packed_batch, told)
     return packed_batch
@@ -254,13 +236,10 @@ def require_depths(packed_batch: PackedBatch) -> None:
     given = packed_batch.position_ids
     if given is None or given.ndim != 2 or torch.compiler.is_compiling():
         return
-    mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask
-    depth = mask.diagonal
-    assert depth is not None
-    stream = given.expand(packed_batch.tokens).flatten()
-    rise = stream - stream[mask.key_start]  # from the first token of the tree
+    first = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask.key_start  # of each token's tree
+    depth, stream = packed_batch.positions().flatten(), given.expand(packed_batch.tokens).flatten()
+    rise = stream - stream[first]
     wrong = rise != depth
-
     where = ""
     if wrong.device.type == "cpu" and bool(wrong.any()):
         place = int(wrong.nonzero()[0])
@@ -278,24 +257,24 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
     mask = packed_batch.attention_mask
     if mask is not None and mask.shape != packed_batch.tokens:
         mask = None  # it covers a cache, too
-    everywhere = torch.ones(packed_batch.tokens, dtype=torch.bool, device=packed_batch.device)
-    live = everywhere if mask is None else mask != 0
+    tokens, device = packed_batch.tokens, packed_batch.device
+    live = torch.ones(tokens, dtype=torch.bool, device=device) if mask is None else mask != 0
     if len(told) == 2:
         one, other = told.items()
         _require_same(one, other, live, other[1].int())
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
-        starts = document_starts(positions).expand(packed_batch.tokens).clone()
-        zeros = (positions == 0).expand(packed_batch.tokens)
+        starts = document_starts(positions).expand(tokens).clone()
+        starts[:, :1] = True
+        zeros = (positions == 0).expand(tokens)
         tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
         filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros
-        starts[:, :1] = True
         for first in list(told.items())[:1]:
             _require_same(first, ("position_ids", starts), live & ~filled, positions)
         told = {**told, "position_ids": starts}
     if mask is not None and told:
         # Padding ends a document by itself. A mask of 0 and 1 numbers none, unless it was made of pairs.
-        inside = live & torch.cat([torch.zeros_like(live[:, :1]), live[:, :-1]], dim=1)
+        inside = live & pad(live[:, :-1], (1, 0))
         if not packed_batch.causal:
             inside = inside & (mask > 1).any()
         first = next(iter(told.items()))
@@ -304,11 +283,9 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
 
 
 def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor) -> None:
-    """Refuse two arguments, each with its name and where documents begin by it, that differ on some tokens.
+    """Refuse two arguments, each with its name and where documents begin by it, that differ on the tokens `where`.
 
-    Args:
-        where: (B, T) bool, the tokens to compare.
-        ids: the numbers to show in the message, (B, T) or one row for all.
+    The message shows `ids`, (B, T) or one row for all.
     """
     (name, starts), (other_name, other_starts) = one, other
     differ, ids = (starts != other_starts) & where, ids.expand(starts.shape)
@@ -333,16 +310,16 @@ def _places(starts: Tensor) -> str:
     return ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
 
 
+VIRTUAL = (
+    " If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie before rows."
+)
+
+
 def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
     """Where documents begin, as (B, T) bool, by the names of the arguments that are offsets or numbers."""
     cu_q, cu_k, seq_idx = (arguments.get(name) for name in (*OFFSETS, "seq_idx"))
     told = {}
-    virtual = (
-        ""
-        if arguments.get("input_ids") is not None
-        else " If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie "
-        "before rows."
-    )
+    virtual = "" if arguments.get("input_ids") is not None else VIRTUAL
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:

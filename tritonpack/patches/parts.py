@@ -24,8 +24,8 @@ class Call:
     """A call of a patched model. It is no tuple: torch.compile ties a graph to the items of tuples that it reads.
 
     Attributes:
-        told: the packing that was read from the arguments of the model that the user called, while that model runs. Its
-            head may not pass all of these arguments to the patched modules inside.
+        told: the packing that was read from the arguments of the model that the user called. Its head may not pass all
+            of these arguments to the patched modules inside.
         running: whether a patched module runs its layers.
         packed_batch: the packing for these layers; None where rows are left to the model (a cache is in use).
     """
@@ -35,8 +35,7 @@ class Call:
     packed_batch: PackedBatch | None = None
 
 
-class _OfThread(threading.local):
-    call = Call()
+OUTSIDE = Call()
 
 
 class PackingContext:
@@ -51,9 +50,9 @@ class PackingContext:
     """
 
     def __init__(self) -> None:
-        self.call = Call()
+        self.call = OUTSIDE
         self.in_force = True
-        self._of_thread = _OfThread()
+        self._of_thread = threading.local()
 
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
         return PackingContext, ()  # copies of a model share no state
@@ -61,11 +60,16 @@ class PackingContext:
     @property
     def current(self) -> Call:
         """The call that runs; one without packing outside of all calls."""
-        return self.call if torch.compiler.is_compiling() else self._of_thread.call
+        return self.call if torch.compiler.is_compiling() else getattr(self._of_thread, "call", OUTSIDE)
 
-    def enter(self, call: Call) -> None:
-        """Make a call the current one. Enter the one before again in a `finally` block."""
+    def run(self, call: Call, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function in a call."""
+        outer = self.current
         self.call = self._of_thread.call = call
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.call = self._of_thread.call = outer
 
     def require_in_force(self) -> None:
         """Refuse the recomputation of a layer whose patch isn't on the model any more: documents would mix."""
@@ -93,7 +97,7 @@ class Part:
 
     @property
     def module(self) -> Any:
-        """The module. It is an error if the module is not in memory any more."""
+        """The module, which must still be in memory."""
         module = self._module()
         if module is None:
             raise UnsupportedModelError(
@@ -224,42 +228,39 @@ class AttentionName(Part):
     Models may share a configuration. It gets its own name back when the last of these models is unpatched.
 
     Attributes:
-        before: the name that the configuration had before any patch.
-        installed: whether the configuration has the other name because of this object.
+        config: the configuration, as long as it has the other name because of this object; else None.
+        before: the name that it had before any patch.
     """
+
+    config: Any = None
+    before: str | None = None
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self.name = name
-        self.before: str | None = None
-        self.config: Any = None  # kept as long as it has the name
-        self.installed = False
 
     def install(self) -> None:
-        self.config = self.module.config
-        holders, before = _names.get(id(self.config), (None, None))
-        if not holders:
-            holders, before = weakref.WeakSet(), self.config._attn_implementation_internal
-            _names[id(self.config)] = holders, before
-        self.before, self.installed = before, True
-        holders.add(self)
-        self.config._attn_implementation_internal = self.name
+        config = self.module.config
+        others = _holders.setdefault(id(config), weakref.WeakSet())
+        self.before = next((one.before for one in others), config._attn_implementation_internal)
+        self.config = config
+        others.add(self)
+        config._attn_implementation_internal = self.name
 
     def remove(self) -> None:
-        if not self.installed:
+        if self.config is None:
             return
-        holders, before = _names.get(id(self.config), (weakref.WeakSet(), self.before))  # a copy has no holders
-        holders.discard(self)
-        if all(other.gone for other in holders):
-            self.config._attn_implementation_internal = before
-            _names.pop(id(self.config), None)
-        self.config, self.installed = None, False
+        others = _holders.get(id(self.config), weakref.WeakSet())  # without the parts of copies
+        others.discard(self)
+        if all(other.gone for other in others):
+            self.config._attn_implementation_internal = self.before
+            _holders.pop(id(self.config), None)
+        self.config = None
 
 
-# {id of a configuration: the parts that gave it another name, which keep it in memory, and the name from before}. By
-# identity, because configurations compare by value. Models are patched one after the other (`applied_patch.py`), so
-# this needs no lock.
-_names: dict[int, tuple[weakref.WeakSet[AttentionName], str | None]] = {}
+# {id of a configuration: the parts that gave it another name, which keep it in memory}. By identity, because
+# configurations compare by value. Models are patched one after the other (`applied_patch.py`), so this needs no lock.
+_holders: dict[int, weakref.WeakSet[AttentionName]] = {}
 
 
 # The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
@@ -278,16 +279,11 @@ class Checkpoint:
         self.own, self.context = own, context
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        context, call = self.context, self.context.current
+        call = self.context.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            context.require_in_force()
-            before = context.current
-            context.enter(call)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                context.enter(before)
+            self.context.require_in_force()
+            return self.context.run(call, function, *args, **kwargs)
 
         return self.own(run, *args, **kwargs)
 

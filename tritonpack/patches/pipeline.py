@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +27,7 @@ from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import (
-    PACKING,
-    TELLING,
-    TREE,
-    OpenMaskError,
-    in_form,
-    make_packed_batch,
-    tokens_of,
-)
+from tritonpack.patches.parse_inputs import PACKING, TREE, OpenMaskError, in_form, tokens_of
 from tritonpack.patches.parts import Call, InstanceForward, PackingContext
 from tritonpack.patches.placement import Documents, require_one_document_a_row
 from tritonpack.patches.targets import POSITIONS, check_labels, check_padding_labels, shifts_labels, take_spans
@@ -90,7 +81,6 @@ class Pipeline(InstanceForward):
         self.known = frozenset((*self.names, *self.base.names, *PACKING))
         self.path = next(path for path, part in module.named_modules() if part is self.base.module)
         self.part_at_path = attrgetter(self.path)
-        self.part = type(self.base.module).__name__
         self.computes_each_token = self.path != "" and _computes_each_token(module, self.path.partition(".")[0])
         self.pad_token = getattr(text_config(module.config), "pad_token_id", None)
 
@@ -137,7 +127,13 @@ class Pipeline(InstanceForward):
             add_loss = take_spans(arguments, packed_batch, self) if POSITIONS & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
-                row, within = self._compact(packed_batch, arguments)
+                labels = arguments.get("shift_labels")
+                labels = arguments.get("labels") if labels is None else labels
+                if self._runs_on_rows(arguments, packed_batch, labels):  # so does the base then
+                    within, shifts = dict(arguments), shifts_labels(self.module, arguments)
+                    row = self.base.compaction(packed_batch, within, shifts, labels)
+                else:
+                    check_padding_labels(self.module, arguments, packed_batch, refuse=True)
             output = self.run_packed(within, row)
         except (ValueError, RuntimeError, IndexError) as error:
             self._explain(error, arguments, packed_batch)
@@ -154,7 +150,6 @@ class Pipeline(InstanceForward):
         """Run the model on documents that were read; None if masks are made already, or the model refuses the call."""
         if packed_batch is None:
             return self.inner(**arguments)
-        arguments = dict(arguments)
         for name in self.untaken:
             arguments.pop(name, None)
         if packed_batch.tells_documents and self.takes_mask:
@@ -162,21 +157,7 @@ class Pipeline(InstanceForward):
         if self.makes_positions:
             leave_positions_to_model(packed_batch, arguments)
         outer = self.context.current
-        self.context.enter(Call(packed_batch, outer.running, outer.packed_batch))
-        try:
-            return self.inner(**arguments)
-        finally:
-            self.context.enter(outer)
-
-    def _compact(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[PackedBatch, dict[str, Any]]:
-        """The packing and the arguments of the row that a causal head and its base run on, in place of the batch."""
-        labels = arguments.get("shift_labels")
-        labels = arguments.get("labels") if labels is None else labels
-        if not self._runs_on_rows(arguments, packed_batch, labels):
-            check_padding_labels(self.module, arguments, packed_batch, refuse=True)
-            return packed_batch, arguments
-        within, shifts = dict(arguments), shifts_labels(self.module, arguments)
-        return self.base.compaction(packed_batch, within, shifts, labels), within
+        return self.context.run(Call(packed_batch, outer.running, outer.packed_batch), self.inner, **arguments)
 
     def _runs_on_rows(self, arguments: dict[str, Any], packed_batch: PackedBatch, labels: Any) -> bool:
         """Whether this is a causal head that is known to give each token's logits, and the same loss, from a row."""
@@ -207,18 +188,10 @@ class Pipeline(InstanceForward):
         base = self.base._module()
         if base is None or not holds(self.part_at_path(self.module), base):
             raise UnsupportedModelError(
-                f"{self.name} was patched with a {self.part} as its {self.path}, which was replaced since, and nothing "
-                "tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model that the "
-                f"new {self.path} comes from, put the parts together, and patch the whole with tritonpack.patch(model)."
-            )
-
-    def require_in_place(self) -> None:
-        """Refuse a call whose result this forward must compute, if another forward has replaced it since."""
-        if not self.in_place:
-            raise ValueError(
-                f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
-                "rows would mix documents. Replace it first and patch the model then: call tritonpack.unpatch(model) "
-                "and tritonpack.patch(model)."
+                f"{self.name} was patched with a {self.base.name} as its {self.path}, which was replaced since, and "
+                "nothing tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model "
+                f"that the new {self.path} comes from, put the parts together, and patch the whole with "
+                "tritonpack.patch(model)."
             )
 
     def require_result_of_each(self, packed_batch: PackedBatch) -> None:
@@ -226,15 +199,6 @@ class Pipeline(InstanceForward):
         continued = packed_batch.cached and packed_batch.shape != packed_batch.tokens
         if not packed_batch.shared and not continued:
             require_one_document_a_row(packed_batch, f"{self.name} {ONE_RESULT}", in_graphs=True)
-
-    def require_one_document_a_choice(self, arguments: dict[str, Any]) -> None:
-        """Refuse packed rows in multiple choice, whose tokens are (B, choices, T)."""
-        tokens, shape = tokens_of(arguments)
-        assert tokens is not None
-        given = {name: x for name in (*TELLING, "input_ids") if isinstance(x := arguments.get(name), Tensor)}
-        told = {name: x.flatten(0, 1) if x.shape == shape else x for name, x in given.items()}
-        rows = torch.Size((shape[0] * shape[1], shape[2]))
-        self.require_result_of_each(make_packed_batch(told, rows, tokens.device, self.base.serving, self.pad_token))
 
     def require_no_mixed_loss(self, packed_batch: PackedBatch) -> None:
         """Refuse labels of packed rows in a model whose own loss mixes documents."""
@@ -249,7 +213,11 @@ class Pipeline(InstanceForward):
         """Raise an error that names the arguments by which a call has probably failed."""
         if torch.compiler.is_compiling():
             return
-        appended = _beside_tokens(arguments) if isinstance(error, OpenMaskError) else []
+        _, tokens = tokens_of(arguments)
+        known = (*PACKING, *TARGETS, "input_ids", "inputs_embeds")
+        given = {name: x.shape for name, x in arguments.items() if isinstance(x, Tensor) and name not in known}
+        beside = [name for name, shape in given.items() if shape[:2] != tokens[:2]]  # of images, for example
+        appended = beside if isinstance(error, OpenMaskError) else []
         if not appended and packed_batch is not None and not packed_batch.cached:
             labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
             labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
@@ -263,8 +231,8 @@ class Pipeline(InstanceForward):
                     f"known to give one result a document, and its rows hold {count} in {rows}. Pass padded rows, with "
                     "one document in each."
                 ) from error
-            beside = _beside_tokens(arguments) if sizes_differ else []
-            appended = [name for name in beside if arguments[name].shape[:1] == (count,) != (rows,)]
+            if sizes_differ:
+                appended = [name for name in beside if given[name][:1] == (count,) != (rows,)]
         if appended:
             named = " and ".join(appended)
             raise ValueError(
@@ -325,11 +293,3 @@ def _is_harmless(forward: Any) -> bool:
             return False
         forward = getattr(forward, "__wrapped__", None)
     return True
-
-
-def _beside_tokens(arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments that belong neither to tokens nor to documents, but to images, for example."""
-    tokens, shape = tokens_of(arguments)
-    left = (*PACKING, *TARGETS, "input_ids", "inputs_embeds")
-    tensors = [name for name, x in arguments.items() if name not in left and isinstance(x, Tensor)]
-    return [name for name in tensors if tokens is None or arguments[name].shape[:2] != shape[:2]]

@@ -30,7 +30,7 @@ from tritonpack.patches.forwards import (
     is_shown,
     without_wrappers,
 )
-from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
+from tritonpack.patches.interface import NAMES, use_eager_if_sdpa_differs
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parse_inputs import TREE, tokens_of
 from tritonpack.patches.targets import IGNORED, shifts_labels
@@ -242,7 +242,7 @@ class _Trial:
             if _difference(found, self.parts(form, changed), 1, 1)[0]:
                 self.require_unmoved(form, [a, b, c], found, [c, b, a], exchanged=True)
                 self.require_unmoved(form, [a, b, c], found, changed, exchanged=False)
-            self.require_close(alone, rows, found, form)
+            self.require_close(alone, rows, found, form, [x, b, y])
         return alone
 
     def require_tree(self) -> None:
@@ -251,7 +251,7 @@ class _Trial:
         x, b = torch.cat([stem, first], 1), torch.cat([stem, second], 1)
         alone, rows, found = self.alone(b), self.parts("rows", [x, b]), self.parts("tree", [stem, first, second])
         self.require_unmoved("tree", [stem, first, second], found, [stem, other, second], exchanged=False)
-        self.require_close(alone, rows, found, "tree")
+        self.require_close(alone, rows, found, "tree", [x, b])
 
     def alone(self, document: Tensor) -> Parts:
         """The outputs of a document alone, if they are those of the unpatched model."""
@@ -265,13 +265,17 @@ class _Trial:
             raise LeakError(f"{name} of a document alone differs by {size:.0e} from the unpatched model's")
         return patched
 
-    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: str) -> None:
-        """Require a document's outputs to be those alone, up to 8 times the rounding that rows of their own show."""
+    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: str, documents: Sequence[Tensor]) -> None:
+        """Require a document's outputs to be those alone, up to 8 times the rounding that rows of their own show, those
+        of `documents`, or in 16 bits twice the rounding that rows with padding show."""
         seen, name = _difference(alone, rows, 1)
         if seen > MOST_ROUNDING:
             raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")
         size, name = _difference(alone, found, 1)
-        if size > max(8 * seen, measuring.rounding_of(_dtype(alone))):
+        allowed = max(8 * seen, measuring.rounding_of(_dtype(alone)))
+        if size > allowed and _dtype(alone).itemsize == 2:
+            allowed = min(2 * _difference(alone, self.parts("padded", documents), 1)[0], MOST_ROUNDING)
+        if size > allowed:
             raise LeakError(f"{name} of a document{FORMS[form]} differs by {size:.0e} from that of the document alone")
 
     def require_unmoved(self, form: str, documents: Any, found: Parts, changed: Any, *, exchanged: bool) -> None:
@@ -345,14 +349,15 @@ FORMS = {
 
 
 def lay_out(form: str, documents: Sequence[Tensor]) -> measuring.Batch:
-    """Lay out documents (1, n): in rows "padded" to one length, "packed" in one row, or "numbered" in two rows with
-    padding. "rows" are of one length. In a "tree" the others follow on the first, and are the documents then."""
+    """Lay out documents (1, n): in rows that are "padded", "packed" in one row, or "numbered" in two rows with padding.
+    "rows" are of one length. In a "tree" the others follow on the first, and are the documents then."""
     if form == "tree":
         return _tree(*documents)
     count = len(documents)
     rows: dict[str, Any] = {"packed": [range(count)], "numbered": [range(count - 1), [count - 1]]}
     single = [[i] for i in range(count)]
-    batch = measuring.lay_out(rows.get(form, single), documents, more=PADDING if form == "numbered" else 0)
+    more = PADDING if form in ("numbered", "padded") else 0
+    batch = measuring.lay_out(rows.get(form, single), documents, more=more)
     for number, place in enumerate(batch.spans, 1):
         if form == "numbered":
             batch.arguments["attention_mask"][place] = number
@@ -385,7 +390,7 @@ def unpatched(applied: Any) -> Iterator[None]:
     try:
         for module, name in names:
             if name in (None, *NAMES.values()):
-                module.config._attn_implementation_internal = "sdpa" if takes_sdpa(module) else "eager"
+                module.config._attn_implementation_internal = "sdpa"
         use_eager_if_sdpa_differs(applied.model)
         yield
     finally:

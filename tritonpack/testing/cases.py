@@ -53,14 +53,11 @@ class Case:
         if self.parents is not None:
             parents = torch.tensor(self.parents + (SLACK,) * self.slack, dtype=torch.int32, device=device)
             return BlockDiagonalMask.from_tree(parents, window=self.window)
-        cu_q, cu_k = (_offsets(lengths, device) for lengths in (self.seqlens, self.seqlens_k or self.seqlens))
+        sides = self.seqlens, self.seqlens_k or self.seqlens
+        offsets = (torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device, torch.int32) for lengths in sides)
+        total_q, total_k = (sum(lengths) + self.slack for lengths in sides)
         return BlockDiagonalMask.from_cu_seqlens(
-            cu_q,
-            cu_k,
-            causal=self.causal,
-            window=self.window,
-            total_q=sum(self.seqlens) + self.slack,
-            total_k=sum(self.seqlens_k or self.seqlens) + self.slack,
+            *offsets, causal=self.causal, window=self.window, total_q=total_q, total_k=total_k
         )
 
 
@@ -129,6 +126,12 @@ TREES = (
     tree_case("tree-everything", TURNS, BUSH, softcap=5.0, sinks=True, alibi="heads", dropout_p=0.1, window=(25, 0)),
 )
 
+
+def _wide(head_dim: int, seqlens: tuple[int, ...], head_dim_v: int | None = None) -> Case:
+    name = f"head-dim-{head_dim}" + (f"-{head_dim_v}" if head_dim_v else "")
+    return Case(name, seqlens, head_dim=head_dim, head_dim_v=head_dim_v, heads=2, kv_heads=1)
+
+
 CASES = (
     Case("causal", ODD),
     Case("bidirectional", ODD, causal=False),
@@ -147,23 +150,12 @@ CASES = (
     Case("cross-bidirectional", (7, 40, 30), (0, 70, 90), causal=False),
     Case("cross-more-queries", (90, 12), (40, 12)),
     Case("cross-window-slack", (33, 50), (60, 20), window=(12, 3), causal=False, slack=9),
-    Case("head-dim-16", (0, 40, 33), head_dim=16),
-    Case("head-dim-20", (0, 40, 33), head_dim=20),
+    *(Case(f"head-dim-{d}", (0, 40, 33), head_dim=d) for d in (16, 20)),
     Case("head-dim-64", (0, 90, 40), head_dim=64),
-    Case("head-dim-80", (0, 40, 33), head_dim=80, heads=2, kv_heads=1),
-    Case("head-dim-128", (0, 70, 33), head_dim=128, heads=2, kv_heads=1),
-    Case("head-dim-256", (0, 70, 33), head_dim=256, heads=2, kv_heads=1),
-    Case("head-dim-96", (0, 40, 33), head_dim=96, heads=2, kv_heads=1),
-    Case("head-dim-111", (0, 40, 33), head_dim=111, heads=2, kv_heads=1),
-    Case("head-dim-160", (0, 40, 33), head_dim=160, heads=2, kv_heads=1),
-    Case("head-dim-192-128", (0, 40, 33), head_dim=192, head_dim_v=128, heads=2, kv_heads=1),
-    Case("head-dim-224", (0, 40, 33), head_dim=224, heads=2, kv_heads=1),
-    Case("head-dim-24-12", (0, 40, 33), head_dim=24, head_dim_v=12),
-    Case("head-dim-16-80", (0, 40, 33), head_dim=16, head_dim_v=80),
-    Case("head-dim-320", (0, 40, 33), head_dim=320, heads=2, kv_heads=1),
-    Case("head-dim-512", (0, 70, 33), head_dim=512, heads=2, kv_heads=1),
-    Case("head-dim-512-64", (0, 40, 33), head_dim=512, head_dim_v=64, heads=2, kv_heads=1),
-    Case("head-dim-64-512", (0, 40, 33), head_dim=64, head_dim_v=512, heads=2, kv_heads=1),
+    *(_wide(d, (0, 40, 33)) for d in (80, 96, 111, 160, 224, 320)),
+    *(_wide(d, (0, 70, 33)) for d in (128, 256, 512)),
+    *(_wide(d, (0, 40, 33), d_v) for d, d_v in ((192, 128), (512, 64), (64, 512))),
+    *(Case(f"head-dim-{d}-{d_v}", (0, 40, 33), head_dim=d, head_dim_v=d_v) for d, d_v in ((24, 12), (16, 80))),
     Case("nothing-visible", (0, 0), slack=20),
     Case("nothing-visible-sinks", (0, 0), slack=20, sinks=True),
     Case("softcap", (0, 70, 33, 1), softcap=1.5),
@@ -177,18 +169,10 @@ CASES = (
     Case("alibi-window-slack", (0, 70, 33), alibi="heads", window=(20, 20), causal=False, slack=7),
     Case("dropout", (0, 70, 33, 1), dropout_p=0.3, slack=7),
     Case("dropout-bidirectional", (0, 70, 33), dropout_p=0.17, causal=False, kv_heads=4),
-    Case(
-        "everything",
-        (30, 0, 64, 1),
-        softcap=5.0,
-        sinks=True,
-        alibi="documents",
-        dropout_p=0.1,
-        window=(40, 0),
-        head_dim_v=48,
-    ),
+    Case("everything", (30, 0, 64, 1), softcap=5.0, sinks=True, alibi="documents", dropout_p=0.1, window=(40, 0),
+         head_dim_v=48),
     *TREES,
-)
+)  # fmt: skip
 
 
 def make_inputs(
@@ -234,7 +218,3 @@ def make_inputs(
     if case.dropout_p:
         keywords |= {"dropout_p": case.dropout_p, "dropout_seed": seed + 2**40}
     return Inputs(q, k, v, dout, dlse, case.mask(device), sinks, keywords)
-
-
-def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0).to(device=device, dtype=torch.int32)

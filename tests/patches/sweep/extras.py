@@ -19,12 +19,13 @@ Make = Callable[[Any, Batch], Any]  # of a configuration and a batch
 MARK = 5  # a token that marks an image or a question; no document draws it
 
 
-def _same(*shape: int, per: str = "row") -> Make:
-    """Make the same random numbers for every row, or for every document."""
+def _same(*shape: Any, per: str = "row") -> Make:
+    """Make the same random numbers for every row, or for every document; the shape may be a function of the config."""
 
     def make(config: Any, batch: Batch) -> Tensor:
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-        return values.expand(_count(batch, per), *shape)
+        sizes = shape[0](config) if callable(shape[0]) else shape
+        values = torch.randn(sizes, generator=torch.Generator().manual_seed(4))
+        return values.expand(_count(batch, per), *sizes)
 
     return make
 
@@ -36,13 +37,13 @@ def _count(batch: Batch, per: str) -> int:
 def _image(*before: int, per: str = "row") -> Make:
     """Make images [rows, *before, channels, height, width]."""
 
-    def make(config: Any, batch: Batch) -> Tensor:
+    def shape(config: Any) -> tuple[int, ...]:
         part = next((x for x in (getattr(config, n, None) for n in ("vision_config", "encoder")) if x), config)
         size = getattr(part, "image_size", None) or getattr(config, "image_size", None) or 8
         sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-        return _same(*before, getattr(part, "num_channels", 3) or 3, *sides, per=per)(config, batch)
+        return *before, getattr(part, "num_channels", 3) or 3, *sides
 
-    return make
+    return _same(shape, per=per)
 
 
 def _whole(value: int, *shape: int, per: str = "row") -> Make:
@@ -58,6 +59,7 @@ def _tokens(*values: float) -> Make:
 IMAGE = {"pixel_values": _image()}
 IMAGES = {"pixel_values": _image(per="document")}  # a document begins with the tokens of its image
 QUESTION = {"qformer_input_ids": _whole(7, 3, per="document")}
+FRAMES = {"input_features": _same(lambda config: (24, config.encoder_config.num_mel_bins))}
 BOX = _tokens(0.1, 0.2, 0.5, 0.6)
 
 
@@ -65,11 +67,6 @@ def _boxes(config: Any, batch: Batch) -> Tensor:
     """[b, t, 4] int64, each token's place on a page of 1000 x 1000: left, top, right, bottom."""
     left, top = batch.ids * 37 % 500, batch.ids * 53 % 500
     return torch.stack([left, top, left + 1 + batch.ids % 400, top + 1 + batch.ids % 300], dim=-1)
-
-
-def _frames(config: Any, batch: Batch) -> Tensor:
-    """Make [rows, frames, bins] for an encoder of sound."""
-    return _same(24, config.encoder_config.num_mel_bins)(config, batch)
 
 
 def _prompts(config: Any, batch: Batch) -> Tensor:
@@ -105,7 +102,7 @@ NEEDS: dict[str, dict[str, Make]] = {
         **IMAGES,
         "image_embeds_position_mask": lambda config, batch: (batch.ids == MARK).long(),
     },
-    "idefics": {"pixel_values": _image(1), "image_attention_mask": lambda config, batch: _tokens(1)(config, batch)},
+    "idefics": {"pixel_values": _image(1), "image_attention_mask": _tokens(1)},
     "xclip": {"pixel_values": _image(2, per="document")},
     "tvp": {"pixel_values": _same(1, 3, 64, 64)},
     "videoprism": {"pixel_values_videos": _image(16, per="document")},
@@ -124,14 +121,8 @@ NEEDS: dict[str, dict[str, Make]] = {
     "layoutlmv2": {"bbox": _boxes, "image": _same(3, 64, 64)},
     "lxmert": {"visual_feats": _same(3, 2048), "visual_pos": _same(3, 4)},
     "pix2struct": {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)},
-    "whisper": {
-        "input_features": lambda config, batch: _same(config.num_mel_bins, 2 * config.max_source_positions)(
-            config, batch
-        )
-    },
-    "speech_to_text": {
-        "input_features": lambda config, batch: _same(24, config.input_feat_per_channel)(config, batch)
-    },
+    "whisper": {"input_features": _same(lambda config: (config.num_mel_bins, 2 * config.max_source_positions))},
+    "speech_to_text": {"input_features": _same(lambda config: (24, config.input_feat_per_channel))},
     "moonshine": {"input_values": _same(2000)},
     "moonshine_streaming": {"input_values": _same(1600)},
     "speech-encoder-decoder": {"input_values": _same(200)},
@@ -147,8 +138,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     "clvp": {"input_features": _same(80, 24, per="document")},
     "SeamlessM4TForSpeechToText": {"input_features": _same(24, 16)},
     "SeamlessM4Tv2ForSpeechToText": {"input_features": _same(24, 16)},
-    "canary": {"input_features": _frames},
-    "cohere_asr": {"input_features": _frames},
+    **dict.fromkeys(("canary", "cohere_asr"), FRAMES),
     # It requires as many frames of sound as tokens; all frames are the same.
     "voxtral_realtime": {
         "input_features": lambda config, batch: torch.ones(

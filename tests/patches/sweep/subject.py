@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.patches import zoo
 from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import OF_TOKENS, alone, end_to_end
 from tests.patches.sweep.outputs import Output, UnlikeError, outputs_alone, parts_of
-from tests.patches.zoo import DIFFERENTIABLE, codebooks_of, rows_for_codebooks, side_by_side
+from tests.patches.zoo import DIFFERENTIABLE, codebooks_of, drafted, rows_for_codebooks, side_by_side
 from tritonpack.patches.configurations import is_config, special_tokens
 from tritonpack.patches.measuring import Batch, draw
 from tritonpack.patches.parse_inputs import CACHES
@@ -109,7 +108,7 @@ class Subject:
             told = {f"decoder_{name}" if name in PER_TOKEN else name: value for name, value in told.items()}
             arguments = {"decoder_input_ids": ids, **told}
         else:
-            arguments = {**(zoo.call(self.model, ids) if self.drafts else {"input_ids": ids}), **told}
+            arguments = {**(drafted(self.model, ids) if self.drafts else {"input_ids": ids}), **told}
         if decoder is not None:
             arguments["decoder_input_ids"] = rows_for_codebooks(decoder.ids, self.books, self.size)
             told = decoder.arguments

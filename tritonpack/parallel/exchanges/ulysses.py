@@ -115,4 +115,5 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, to_heads(*ctx.arguments, gradients[0])()
+        ranks, layout, spans = ctx.arguments
+        return None, None, None, to_heads(ranks, layout, spans, gradients[0])()

@@ -1,0 +1,140 @@
+"""Masks on devices: constructors never wait, and a GPU makes the same masks as a CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritonpack.checks import require
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+
+
+def everything(device: str) -> list[BlockDiagonalMask]:
+    """A call of each constructor and operation, with tensors on `device`."""
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32).to(device)
+    keys = torch.tensor([0, 2, 6, 7]).to(device)
+    positions = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 2]]).to(device)
+    segments = torch.tensor([[1, 1, 2, 0], [0, 3, 3, 3]]).to(device)
+    parents = torch.tensor([[-1, 0, 1, 0], [-2, -1, 1, 1]]).to(device)
+    ends = torch.tensor([[4, 4, 2, 4], [3, 2, 3, 3]]).to(device)
+    rows = torch.tensor([0, 2, 5]).to(device)
+    packed = BlockDiagonalMask.from_cu_seqlens(offsets, total_q=10)
+    masks = [
+        packed,
+        BlockDiagonalMask.from_seqlens([3, 0, 5], [1, 2, 3], device=device),
+        BlockDiagonalMask.from_cu_seqlens(offsets, keys, window=(2, 1), causal=False, total_q=8, total_k=9),
+        BlockDiagonalMask.from_position_ids(positions, window=(2, 0)),
+        BlockDiagonalMask.from_position_ids(positions.expand(3, 2, 4)),
+        BlockDiagonalMask.from_position_ids(positions.expand(4, 2, 4)),
+        BlockDiagonalMask.from_segment_ids(segments),
+        BlockDiagonalMask.from_padding_mask(segments[1:], causal=False),
+        packed.restrict(rows, rows),
+        BlockDiagonalMask.from_segment_ids(segments, window=(2, 0), chunk_size=3, spans=positions),
+        BlockDiagonalMask.from_cu_seqlens(offsets, total_q=8, spans=segments),
+        BlockDiagonalMask.from_tree(parents),
+        BlockDiagonalMask.from_tree_ends(ends, window=(1, 0), chunk_size=3),
+    ]
+    return masks + [mask.transpose() for mask in masks]
+
+
+class TestNothingWaits:
+    """A constructor that reads a value on an accelerator would stop the host until the device has finished."""
+
+    def test_constructors_read_no_values(self) -> None:
+        """A meta tensor has no values, so code that reads or copies them, or derives a shape from them, raises."""
+        for mask in everything("meta"):
+            assert mask.key_start.device.type == mask.key_stop.device.type == "meta"
+            assert mask.to_block_mask().kv_indices.device.type == mask.to_bits().device.type == "meta"
+            assert mask.to_dense(torch.float16, additive=True).shape == (mask.num_queries, mask.num_keys)
+
+    def test_reading_a_meta_tensor_raises(self) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2], device="meta")
+        start = mask.key_start
+        reads: tuple[Callable[[], object], ...] = (
+            mask.validate, start.tolist, start.nonzero, start.cpu, start.any().__bool__, lambda: start[start > 0],
+        )  # fmt: skip
+        for read in reads:
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read()
+
+    def test_checks_become_assertions_on_the_device(self) -> None:
+        """`require` with tensors that pretend to lie on a GPU."""
+        seen = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with FakeTensorMode():
+            condition = torch.empty((), dtype=torch.bool, device="cuda")
+            with Watch():
+                require(condition, "a message")
+        assert [name for name in seen if "device" not in name] == ["aten._assert_async.msg"]
+
+    @pytest.mark.gpu
+    def test_a_gpu_builds_the_same_masks(self) -> None:
+        for mask, same in zip(everything("cuda"), everything("cpu"), strict=True):
+            assert torch.equal(mask.validate().to_dense().cpu(), same.to_dense())
+            for name in ("diagonal", "document"):
+                found, expected = getattr(mask, name), getattr(same, name)
+                assert found is expected is None or torch.equal(found.cpu(), expected), name
+
+    @pytest.mark.gpu
+    def test_a_gpu_writes_the_same_masks(self) -> None:
+        for lengths in ([3000, 1, 70, 2000], [1, 31, 600], [64]):
+            mask, same = (BlockDiagonalMask.from_seqlens(lengths, device=device) for device in ("cuda", "cpu"))
+            assert torch.equal(mask.to_bits().cpu(), same.to_bits())
+            assert torch.equal(mask.to_dense().cpu(), same.to_dense())
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                ours, theirs = (m.to_dense(dtype, additive=True) for m in (mask, same))
+                assert torch.equal(ours.cpu(), theirs)
+            ours, theirs = mask.to_block_mask(), same.to_block_mask()
+            assert torch.equal(ours.kv_indices.cpu(), theirs.kv_indices)
+            assert torch.equal(ours.full_kv_num_blocks.cpu(), theirs.full_kv_num_blocks)
+
+    @pytest.mark.gpu
+    def test_a_gpu_does_not_wait(self) -> None:
+        offsets = torch.tensor([0, 300, 300, 800], dtype=torch.int32).to("cuda")
+        ids = torch.arange(800, device="cuda") // 100 + 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for mask in (
+                BlockDiagonalMask.from_cu_seqlens(offsets, total_q=800, chunk_size=64, spans=ids),
+                BlockDiagonalMask(ids.int(), ids.int() + 1, 9, document_source=ids.int()),
+                BlockDiagonalMask.from_position_ids(ids, spans=ids),
+                BlockDiagonalMask.from_segment_ids(ids, window=(9, 0)),
+                BlockDiagonalMask.from_tree(ids * 100 - 101),
+                BlockDiagonalMask.from_tree_ends(ids * 100, window=(9, 0)),
+            ):
+                mask.to_dense(torch.bfloat16, additive=True)
+                mask.to_bits()
+                mask.to_block_mask()
+                assert mask.document is not None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.gpu
+    def test_new_lengths_do_not_recompile(self) -> None:
+        from tritonpack.kernels.dense_mask import dense_mask_kernel
+        from tritonpack.kernels.intervals import offsets_kernel, runs_kernel
+        from tritonpack.kernels.trees import depths_kernel, parents_kernel, starts_kernel
+
+        def compiled() -> int:
+            kernels = (dense_mask_kernel, offsets_kernel, runs_kernel, parents_kernel, depths_kernel, starts_kernel)
+            return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+        def build(length: int, window: int) -> None:
+            ids = torch.arange(length, device="cuda")
+            offsets = torch.arange(0, length + 1, max(length // 3, 1), device="cuda")
+            BlockDiagonalMask.from_cu_seqlens(offsets, total_q=length, window=(window, 0)).to_dense()
+            BlockDiagonalMask.from_position_ids(ids, window=(window, 0), chunk_size=window + 2)
+            BlockDiagonalMask.from_tree(ids - 1, window=(window, 0), chunk_size=window + 2)
+
+        build(64, -1)
+        before = compiled()
+        for length, window in ((1, 1), (16, 0), (17, 16), (1000, 17), (4096, 2**20)):
+            build(length, window)
+        assert compiled() == before

@@ -1,0 +1,332 @@
+"""Masks of every kind against dense masks that are computed pair by pair, in every form."""
+
+import copy
+import pickle
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import pad
+
+from tests.masks.forests import forests, visible
+from tests.masks.random_masks import WINDOWS, random_intervals, random_multimodal_document
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.masks.block_diagonal import document_starts
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+REACHES = st.fixed_dictionaries(
+    {
+        "window": st.sampled_from(WINDOWS),
+        "causal": st.booleans(),
+        "chunk_size": st.sampled_from([None, None, 1, 2, 5, 99]),
+    }
+)
+LENGTHS = st.lists(st.integers(0, 9), max_size=6)
+
+
+class Token(NamedTuple):
+    """The document of a token, None outside of all, its place on the diagonal, and its span, None outside of all."""
+
+    document: Any
+    place: int
+    span: Any = None
+
+
+def pairs(queries: Sequence[Token], keys: Sequence[Token], reach: dict[str, Any]) -> Tensor:
+    """The rules of windows, chunks and spans, pair by pair."""
+    left, right = reach["window"]
+    seen = torch.zeros(len(queries), len(keys), dtype=torch.bool)
+    for i, query in enumerate(queries):
+        for j, key in enumerate(keys):
+            if query.document is None or query.document != key.document:
+                continue
+            near = (left < 0 or key.place >= query.place - left) and (right < 0 or key.place <= query.place + right)
+            if reach["causal"]:
+                near = near and key.place <= query.place
+            if reach["chunk_size"]:
+                near = near and key.place // reach["chunk_size"] == query.place // reach["chunk_size"]
+            seen[i, j] = near or (query.span is not None and query.span == key.span)
+    return seen
+
+
+def with_spans(tokens: list[Token], spans: list[int], row_length: int) -> list[Token]:
+    """Neighbours in one document of one row with the same id other than 0 are a span."""
+    found: list[Token] = []
+    for n, (token, span) in enumerate(zip(tokens, spans, strict=True)):
+        goes_on = n % row_length and found[-1].document == token.document and spans[n - 1] == span
+        found.append(token._replace(span=(found[-1].span if goes_on else n) if span else None))
+    return found
+
+
+def labelled(rows: Sequence[Sequence[Any]]) -> list[Token]:
+    """Tokens of rows that are given by labels of documents, None for padding; rows share no document."""
+    tokens = [(row, label) for row, labels in enumerate(rows) for label in labels]
+    return [
+        Token(None if one[1] is None else one, sum(other == one for other in tokens[:n]))
+        for n, one in enumerate(tokens)
+    ]
+
+
+@st.composite
+def of_lengths(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
+    reach, lens_q = draw(REACHES), draw(LENGTHS)
+    cross = draw(st.booleans())
+    lens_k = [draw(st.integers(0, 9)) for _ in lens_q] if cross else lens_q
+    slack = draw(st.integers(0, 3))
+    queries = [Token(b, i + k - q) for b, (q, k) in enumerate(zip(lens_q, lens_k, strict=True)) for i in range(q)]
+    keys = [Token(b, j) for b, k in enumerate(lens_k) for j in range(k)]
+    queries, keys = (tokens + [Token(None, 0)] * slack for tokens in (queries, keys))
+    spans = None
+    if not cross and draw(st.booleans()):
+        spans = [draw(st.integers(0, 2)) for _ in queries]
+        queries = keys = with_spans(queries, spans, len(spans) or 1)
+        spans = torch.tensor(spans, dtype=torch.int64)
+    if slack or draw(st.booleans()):
+        kind = draw(st.sampled_from([torch.int32, torch.int64]))
+        cu = [torch.tensor([0, *lengths]).cumsum(0).to(kind) for lengths in ((lens_q, lens_k) if cross else (lens_q,))]
+        totals = {"total_q": len(queries), "total_k": len(keys)}
+        return BlockDiagonalMask.from_cu_seqlens(*cu, spans=spans, **totals, **reach), pairs(queries, keys, reach)
+    mask = BlockDiagonalMask.from_seqlens(lens_q, lens_k if cross else None, spans=spans, **reach)
+    return mask, pairs(queries, keys, reach)
+
+
+@st.composite
+def of_rows(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
+    """Segment ids, padding masks and position ids, of one and of several rows, with spans."""
+    reach, tokens = draw(REACHES), draw(st.integers(1, 14))
+    kind = draw(st.sampled_from(["segment_ids", "padding_mask", "position_ids"]))
+    rows, labels = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        row: list[int] = []
+        names = draw(st.permutations(range(1, 15)))
+        if kind == "padding_mask":
+            left, live = draw(st.integers(0, tokens)), draw(st.integers(0, tokens))
+            row = [0] * left + [1] * live + [0] * tokens
+        while len(row) < tokens:
+            length = draw(st.integers(1, 5))
+            begin = draw(st.sampled_from([0, 0, 3, 20]))
+            padding = kind == "segment_ids" and draw(st.booleans())
+            row += range(begin, begin + length) if kind == "position_ids" else [0 if padding else names.pop()] * length
+        rows.append(row[:tokens])
+        numbers: list[int] = []
+        for n, value in enumerate(rows[-1]):
+            goes_on = kind == "position_ids" and n > 0 and value == rows[-1][n - 1] + 1
+            numbers.append(numbers[-1] if goes_on else n)
+        labels.append(numbers if kind == "position_ids" else [value or None for value in rows[-1]])
+    spans = [draw(st.integers(0, 2)) for _ in range(tokens * len(rows))] if draw(st.booleans()) else None
+    found = labelled(labels) if spans is None else with_spans(labelled(labels), spans, tokens)
+    given = None if spans is None else torch.tensor(spans).view(draw(st.sampled_from([(-1,), (len(rows), tokens)])))
+    mask = getattr(BlockDiagonalMask, f"from_{kind}")(torch.tensor(rows), spans=given, **reach)
+    return mask, pairs(found, found, reach)
+
+
+@st.composite
+def of_images(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
+    rng = random.Random(draw(st.integers(0, 2**31)))
+    documents = [random_multimodal_document(rng) for _ in range(draw(st.integers(1, 4)))]
+    found = labelled([[n for n, document in enumerate(documents) for _ in document]])
+    ids = torch.tensor([token for document in documents for token in document]).T[:, None]
+    reach = {"window": (-1, -1), "causal": True, "chunk_size": None}
+    return BlockDiagonalMask.from_position_ids(ids), pairs(found, found, reach)
+
+
+@st.composite
+def of_bounds(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
+    mask = random_intervals(random.Random(draw(st.integers(0, 2**31))), 70)
+    bounds = zip(mask.key_start.tolist(), mask.key_stop.tolist(), strict=True)
+    seen = [[begin <= j < end for j in range(mask.num_keys)] for begin, end in bounds]
+    return mask, torch.tensor(seen, dtype=torch.bool).view(mask.num_queries, mask.num_keys)
+
+
+@st.composite
+def of_trees(draw: st.DrawFn) -> tuple[BlockDiagonalMask, Tensor]:
+    """Rows of parents or of ends; rows of a batch are apart."""
+    left, chunk = draw(st.sampled_from([None, None, 0, 3])), draw(st.sampled_from([None, None, 4, 5]))
+    rows = draw(st.lists(forests(), min_size=1, max_size=2))
+    length = max(map(len, rows))
+    rows = [row + (-2,) * (length - len(row)) for row in rows]
+    reach = {"window": (-1 if left is None else left, -1), "chunk_size": chunk}
+    expected = torch.block_diag(*(visible(row, left, chunk) for row in rows)).bool()
+    if draw(st.booleans()):
+        whole = [visible(row) for row in rows]
+        ends = [
+            [int(column.nonzero().max()) + 1 if column.any() else n for n, column in enumerate(seen.T)]
+            for seen in whole
+        ]
+        return BlockDiagonalMask.from_tree_ends(torch.tensor(ends), **reach), expected
+    return BlockDiagonalMask.from_tree(torch.tensor(rows), **reach), expected
+
+
+ANY = st.one_of(of_lengths(), of_rows(), of_images(), of_bounds(), of_trees())
+
+
+def words_of(bits: Tensor, num_keys: int) -> Tensor:
+    """Bits of int32 words as bool; those past the last key are 0."""
+    unpacked = ((bits[:, :, None] >> torch.arange(32)) & 1).flatten(1).bool()
+    assert not unpacked[:, num_keys:].any()
+    return unpacked[:, :num_keys]
+
+
+@settings(max_examples=200)
+@given(ANY, st.data())
+def test_every_form(made: tuple[BlockDiagonalMask, Tensor], data: st.DataObject) -> None:
+    mask, expected = made
+    assert torch.equal(mask.validate().to_dense(), expected)
+    assert torch.equal(mask.key_start < mask.key_stop, expected.any(1))
+    assert torch.equal(words_of(mask.to_bits(), mask.num_keys), expected)
+    dtype = data.draw(st.sampled_from(FLOATS))
+    added = mask.to_dense(dtype, additive=True)
+    assert torch.equal(mask.to_dense(dtype), expected.to(dtype))
+    assert torch.equal(added == 0, expected)
+    assert (added[~expected] == torch.finfo(dtype).min).all()
+    transposed = mask.transpose().validate()
+    assert torch.equal(transposed.to_dense(), expected.T)
+    assert torch.equal(transposed.transpose().validate().to_dense(), expected)
+    assert mask.transpose() is transposed
+    rows, keys = (
+        data.draw(st.lists(st.integers(0, n - 1), unique=True).map(sorted) if n else st.just([]))
+        for n in expected.shape
+    )
+    rows, keys = torch.tensor(rows, dtype=torch.int64), torch.tensor(keys, dtype=torch.int32)
+    part = mask.restrict(rows, keys)
+    for one, dense in (
+        (part, expected[rows][:, keys]),
+        (mask.restrict(rows).restrict(None, keys), expected[rows][:, keys]),
+        (mask.restrict(), expected),
+        (part.transpose(), expected[rows][:, keys].T),
+        (mask.to("cpu"), expected),
+        *(
+            (duplicate(mask), expected)
+            for duplicate in (copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)))
+        ),
+    ):
+        assert torch.equal(one.validate().to_dense(), dense)
+    if mask.diagonal is not None:
+        assert torch.equal(part.distances(), mask.distances()[rows][:, keys])
+
+
+def blocks_of(expected: Tensor, sizes: tuple[int, int]) -> Tensor:
+    rows, keys = sizes
+    padded = pad(expected, (0, -expected.shape[1] % keys, 0, -expected.shape[0] % rows))
+    return padded.unflatten(0, (-1, rows)).unflatten(2, (-1, keys))
+
+
+def listed(number: Tensor | None, indices: Tensor | None, shape: torch.Size) -> Tensor:
+    assert number is not None
+    assert indices is not None
+    assert number.dtype == indices.dtype == torch.int32
+    found = torch.zeros(shape, dtype=torch.bool)
+    for row, (n, columns) in enumerate(zip(number[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
+        found[row, columns[:n]] = True
+    return found
+
+
+@settings(max_examples=100)
+@given(ANY, st.sampled_from([1, 7, (8, 16), (3, 2), 128]))
+def test_block_mask(made: tuple[BlockDiagonalMask, Tensor], size: Any) -> None:
+    mask, expected = made
+    if 0 in expected.shape:
+        return
+    block_mask = mask.to_block_mask(size)
+    blocks = blocks_of(expected, block_mask.BLOCK_SIZE)
+    shape = blocks.shape[::2]
+    full = listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, shape)
+    partial = listed(block_mask.kv_num_blocks, block_mask.kv_indices, shape)
+    assert torch.equal(full, blocks.all(3).all(1))
+    wanted = blocks.any(3).any(1) & ~full
+    assert torch.equal(partial, wanted) or (mask.is_tree and not (wanted & ~partial).any())
+    queries, keys = torch.meshgrid(*map(torch.arange, expected.shape), indexing="ij")
+    assert torch.equal(block_mask.mask_mod(0, 0, queries, keys), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, (8, 4), 128], ids=str)
+def test_block_mask_is_that_of_torch(size: Any) -> None:
+    for mask in (
+        BlockDiagonalMask.from_seqlens([13, 0, 40, 1, 7], window=(12, 0)),
+        BlockDiagonalMask.from_seqlens([20, 0, 9], [3, 40, 30], causal=False),
+        BlockDiagonalMask.from_tree([-1, 0, 1, 1, 0, 4, -1, 6, 6]),
+    ):
+        ours = mask.to_block_mask(size)
+        theirs = create_block_mask(ours.mask_mod, None, None, mask.num_queries, mask.num_keys, "cpu", size)
+        assert (ours.shape, ours.BLOCK_SIZE) == (theirs.shape, theirs.BLOCK_SIZE)
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention_and_sdpa_compute_what_we_do() -> None:
+    mask = BlockDiagonalMask.from_seqlens([13, 1, 18], window=(9, 0))
+    q, k, v = torch.randn(3, mask.num_queries, 2, 16)
+    ours = varlen_attention(q, k, v, mask, backend="reference").transpose(0, 1)
+    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    torch.testing.assert_close(flex_attention(*rows, block_mask=mask.to_block_mask(16))[0], ours)
+    for dense in (mask.to_dense(), mask.to_dense(q.dtype, additive=True)):
+        torch.testing.assert_close(torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=dense)[0], ours)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_softmax_of_an_additive_mask(dtype: torch.dtype) -> None:
+    """Rows that see nothing give no NaN, and in other rows hidden keys have the weight 0."""
+    mask = BlockDiagonalMask.from_cu_seqlens([0, 5, 9], total_q=12)
+    scores = torch.randn(12, 12).to(dtype) * 50
+    weights = (scores + mask.to_dense(dtype, additive=True)).softmax(-1)
+    assert weights.isfinite().all()
+    assert torch.equal(weights[:9], scores.masked_fill(~mask.to_dense(), float("-inf")).softmax(-1)[:9])
+
+
+@pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 130])
+def test_rows_begin_at_16_bytes(num_keys: int) -> None:
+    mask = BlockDiagonalMask.from_seqlens([num_keys])
+    for dense in (mask.to_dense(), *map(mask.to_dense, FLOATS), mask.to_bits()):
+        assert (dense.stride(0) * dense.element_size() % 16, dense.stride(1)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "starts"),
+    [
+        ([(0, 0, 0), (1, 1, 1), (7, 7, 7), (8, 8, 8)], [0, 2]),  # positions ascend, but words step by one
+        ([(3, 3, 3), (3, 3, 3), (4, 4, 4)], [0, 1]),
+        ([(2, 2, 3), (2, 2, 3), (2, 3, 2)], [0, 1]),  # a repeated patch begins another image
+        ([(2, 3, 2), (2, 2, 9)], [0, 1]),
+        ([(2, 2, 2), (2, 2, 3), (9, 9, 9)], [0]),  # after an image, the size of the image is skipped
+        ([(2**31 - 2,) * 3, (2**31 - 1,) * 3, (-(2**31),) * 3, (1 - 2**31,) * 3], [0, 2]),  # steps back don't wrap
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_steps_that_end_a_document(tokens: list[tuple[int, ...]], starts: list[int], dtype: torch.dtype) -> None:
+    ids = torch.tensor(tokens).to(dtype).T[:, None]
+    assert document_starts(ids)[0].nonzero().flatten().tolist() == starts
+    if all(len({*token}) == 1 for token in tokens):  # words alone: the text positions decide in the form with four rows
+        four = torch.cat([ids[:1], torch.randint(0, 9, ids.shape)])
+        assert document_starts(four)[0].nonzero().flatten().tolist() == starts
+
+
+def test_documents_depths_and_names() -> None:
+    """The numbers of documents, the diagonal of a tree, totals, repeated offsets and what is shown, by hand."""
+    tree, documents = BlockDiagonalMask.from_tree([-1, 0, 1, 2, -1, -1, 5]), BlockDiagonalMask.from_seqlens([4, 1, 2])
+    assert tree.document.tolist() == documents.document.tolist() == [0, 0, 0, 0, 1, 2, 2]
+    assert tree.diagonal.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    padded = BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 3, 3, 7, 7, 7]), total_q=9)
+    assert padded.key_stop.tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 7]
+    mask = BlockDiagonalMask.from_cu_seqlens([0, 2, 5], [0, 4, 4])
+    assert (mask.num_queries, mask.num_keys, mask.max_documents) == (5, 4, 2)
+    assert BlockDiagonalMask.from_cu_seqlens([0, 2, 5], total_q=8).num_keys == 8
+    for made, kind in ((documents, ""), (tree, ", tree")):
+        moved = made.to("meta")
+        assert repr(moved) == f"BlockDiagonalMask(num_queries=7, num_keys=7{kind}, device=meta)"
+        assert moved.origin is made
+        assert moved.document.device == moved.device
+        assert len({made, moved, made}) == 2
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (3, 2, 0)])
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    mask = BlockDiagonalMask.from_position_ids(torch.zeros(shape, dtype=torch.int64))
+    assert (mask.num_queries, mask.num_keys) == (0, 0)
