@@ -29,13 +29,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "compile-matrix.md"
 INTRODUCTION = """\
 After this page you know which kernels compile well for which GPU, and what is wrong with the others.
 `make compile-matrix` (`python -m benchmarks.compile_matrix`) writes it from `benchmarks/results/compile.csv`, which
-also has stages, float32 and other head dimensions. Kernels are compiled for each GPU ahead of time, with what Triton's
+also has float32 and other head dimensions. Kernels are compiled for each GPU ahead of time, with what Triton's
 launcher says of their arguments; none has run. A binary is clean if it
 
 - multiplies in a loop, by matrix instructions if the type has 16 bits,
 - fits into the GPU's shared memory,
-- loads by TMA into stages that are multiples of 128 bytes, and has stages for all loads by TMA in loops (unless its
-  tile has one stage),
 - spills no registers.
 
 A cell counts clean binaries, then these and those that spill only outside of their loops, then all.

@@ -20,16 +20,15 @@ from typing import Any, cast
 import triton
 from triton import knobs
 
-from tests.kernels.aot import Configuration, HopperConfiguration, Resources, compile_configuration
+from tests.kernels.aot import Configuration, Resources, compile_configuration
 from tests.kernels.lint import SHARED_KIB, findings, key, launchable
 
-AnyConfiguration = Configuration | HopperConfiguration
 Row = dict[str, str]
 
 ROWS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
     "triton", "configuration", "key", "findings", "minor", "tile", "registers", "shared_bytes", "instructions",
-    "matrix_instructions", "spills", "unstaged_loads", "stages", "loop_instructions", "loop_spills", "loop_barriers",
+    "matrix_instructions", "spills", "loop_instructions", "loop_spills", "loop_barriers",
     "loop_waits", "error",
 )  # fmt: skip
 
@@ -39,8 +38,8 @@ HEADER = (
 )
 
 
-def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row:
-    """A row of the file. The loops are in the order of the code. A stage is number x bytes, with t if TMA fills it."""
+def make_row(configuration: Configuration, resources: Resources | str) -> Row:
+    """A row of the file. The loops are in the order of the code."""
     found = findings(configuration, resources)
     row = {
         "triton": triton.__version__,
@@ -56,12 +55,11 @@ def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row
         f"loop_{name}": " ".join(str(getattr(loop, name)) for loop in resources.loops)
         for name in ("instructions", "spills", "barriers", "waits")
     }
-    facts = ("registers", "shared_bytes", "instructions", "matrix_instructions", "spills", "unstaged_loads")
-    stages = dict.fromkeys(f"{stage.number}x{stage.bytes}{'t' * stage.by_tma}" for stage in resources.stages)
-    return row | {name: str(getattr(resources, name)) for name in facts} | {"stages": " ".join(stages)} | loops
+    facts = ("registers", "shared_bytes", "instructions", "matrix_instructions", "spills")
+    return row | {name: str(getattr(resources, name)) for name in facts} | loops
 
 
-def tile_name(configuration: AnyConfiguration) -> str:
+def tile_name(configuration: Configuration) -> str:
     """The tile of a configuration: "128x64 w8 s2 h4 d" (h heads, deferred, queries left, pointers)."""
     tile = configuration.tile
     heads = f" h{tile.heads}" if tile.heads > 1 else ""
@@ -70,11 +68,11 @@ def tile_name(configuration: AnyConfiguration) -> str:
     return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{heads}{letters}"
 
 
-def compile_rows(configurations: Sequence[AnyConfiguration], jobs: int) -> Iterator[Row]:
+def compile_rows(configurations: Sequence[Configuration], jobs: int) -> Iterator[Row]:
     """The rows as they are ready. Each is compiled in a process of its own, because a compiler may end its process."""
     context = get_context("fork")
     waiting = list(reversed(configurations))
-    running: dict[Any, tuple[AnyConfiguration, Any]] = {}  # by the end of a pipe that receives
+    running: dict[Any, tuple[Configuration, Any]] = {}  # by the end of a pipe that receives
     while waiting or running:
         while waiting and len(running) < jobs:
             end, sender = context.Pipe(duplex=False)
@@ -93,7 +91,7 @@ def compile_rows(configurations: Sequence[AnyConfiguration], jobs: int) -> Itera
             yield make_row(configuration, resources)
 
 
-def _compile(configuration: AnyConfiguration, sender: Any) -> None:
+def _compile(configuration: Configuration, sender: Any) -> None:
     with TemporaryDirectory() as folder:
         knobs.cache.dir = folder
         try:
@@ -125,8 +123,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def stale(
-    rows: Iterable[Row], configurations: Iterable[AnyConfiguration], version: str = triton.__version__
-) -> list[AnyConfiguration]:
+    rows: Iterable[Row], configurations: Iterable[Configuration], version: str = triton.__version__
+) -> list[Configuration]:
     """The configurations whose row under a version of Triton is absent or was made from another code or tile."""
     made = {row["configuration"]: (row["key"], row["tile"]) for row in rows if row["triton"] == version}
     return [c for c in configurations if made.get(str(c)) != (key(c), tile_name(c))]

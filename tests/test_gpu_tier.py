@@ -1,29 +1,21 @@
-"""The tests that need a GPU, tried without one: their bodies run on the CPU, with the kernels in Triton's interpreter.
+"""The tests that need a GPU, without one: they are found, and their models have positions for their documents.
 
-So a test that calls a function wrongly, or that would end all work on the GPU, is found before a GPU is at hand.
+tests/virtual_gpu/test_gpu_tier.py runs their bodies.
 """
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
-from tests.gpu import graphs, test_gpu, test_models
-from tests.gpu.cases import why_too_large
+from tests.gpu import test_models
 from tests.patches import zoo
-from tritonpack.masks.bounds import Bounds
-from tritonpack.testing import CASES, Case
 
 ROOT = Path(__file__).parents[1]
 # Hides every installed package but these and what they need.
@@ -49,138 +41,11 @@ PathFinder.find_spec = classmethod(
     lambda cls, name, *more: None if name.split(".")[0] in hidden else original(name, *more)
 )
 """
-BY_NAME = {case.name: case for case in CASES}
-SMALL = Case("ordinary", (40, 13, 0, 90, 3, 1, 30), slack=7)
-
-
-class OnCpu(TorchFunctionMode):
-    """Lets calls that name "cuda" make tensors on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        return func(*map(_on_cpu, args), **{name: _on_cpu(x) for name, x in (kwargs or {}).items()})
-
-
-def _on_cpu(x: Any) -> Any:
-    named = isinstance(x, (str, torch.device)) and str(x) == "cuda"
-    return torch.device("cpu") if named else x
-
-
-@pytest.fixture
-def on_cpu() -> Iterator[None]:
-    with OnCpu():
-        yield
-
-
-class DeviceLostError(RuntimeError):
-    """A device-side assertion failed, which on a GPU ends all work of the process."""
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("body", [test_gpu.test_validate_finds_bad_bounds_on_the_device], ids=lambda b: b.__name__)
-def test_no_assertion_fails_in_the_process_of_the_tests(
-    body: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Bounds.__post_init__
-
-    def post_init(self: Bounds, trusted: bool) -> None:
-        try:
-            original(self, trusted)
-        except ValueError as error:  # which only a CPU raises
-            raise DeviceLostError from error
-
-    monkeypatch.setattr(Bounds, "__post_init__", post_init)
-    body()
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("stop", "sound"), [([1, 2, 3], True), ([1, 2, 9], False)], ids=["sound", "unsound"])
-def test_programs_of_assertions_make_masks(stop: list[int], sound: bool) -> None:
-    """The same program with the same error on the CPU, where the constructor raises it."""
-    program = test_gpu.BOUNDS.format(stop=stop)
-    if sound:
-        exec(program, {})
-        return
-    with pytest.raises(ValueError, match="row 2"):
-        exec(program, {})
-
-
-def test_warm_up_of_a_graph_waits_for_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it may read offsets that aren't written yet, and fail an assertion on the device."""
-    seen: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str = "side") -> None:
-            self.name = name
-
-        def wait_stream(self, other: "Stream") -> None:
-            seen.append(f"{self.name} waits for {other.name}")
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
-    fakes = {
-        "Stream": Stream,
-        "current_stream": lambda: Stream("main"),
-        "stream": lambda stream: stream,
-        "graph": lambda graph: Stream("capture"),
-        "CUDAGraph": SimpleNamespace,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    graphs.capture(lambda: seen.append("step") or ())
-    assert seen == ["side waits for main", *["step"] * 3, "main waits for side", "step"]
-
-
-class TestShared:
-    wide, narrow = BY_NAME["head-dim-512"], BY_NAME["head-dim-256"]
-
-    @pytest.mark.parametrize("kib", [99, 163, 227])
-    def test_float32_at_512_needs_a_large_gpu(self, kib: int) -> None:
-        assert bool(why_too_large(self.wide, torch.float32, kib * 1024)) is (kib == 99)
-        assert bool(why_too_large(BY_NAME["head-dim-64-512"], torch.float32, kib * 1024)) is (kib == 99)
-        assert not why_too_large(self.wide, torch.bfloat16, kib * 1024)
-        assert not why_too_large(self.narrow, torch.float32, kib * 1024)
-
-    def test_reason_is_that_of_the_skipped_test(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(test_gpu, "shared_bytes", lambda: 99 * 1024)
-        with pytest.raises(pytest.skip.Exception, match="this GPU has 99"):
-            test_gpu.test_small_cases(self.wide, torch.float32)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_body_of_waiting() -> None:
-    test_gpu.test_nothing_waits_for_the_host()
 
 
 @pytest.mark.parametrize("name", test_models.KINDS)
 def test_documents_are_within_the_positions_of_models(name: str) -> None:
     assert max(test_models.LENGTHS) <= zoo.tiny_config(name).max_position_embeddings
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", test_models.KINDS)
-def test_bodies_of_models(name: str, dtype: torch.dtype) -> None:
-    test_models.test_documents_stay_apart(name, dtype)
-
-
-INTERPRETED: dict[str, Callable[[], None]] = {
-    "small": lambda: test_gpu.test_small_cases(BY_NAME["tree-forest"], torch.bfloat16),
-    "large": lambda: test_gpu.test_large_cases(SMALL, torch.float16),
-}
-
-
-@pytest.mark.interpreter
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_bodies_of_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_gpu, "shared_bytes", lambda: 227 * 1024)
-    INTERPRETED[name]()
 
 
 @pytest.mark.slow

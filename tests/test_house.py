@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+parse = cache(ast.parse)
 PACKAGE = ROOT / "tritonpack"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = MODULES + [
@@ -65,7 +67,7 @@ GUESTS = {
 def imports_of(source: str, module: str) -> set[str]:
     """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.flex"."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -249,7 +251,7 @@ MAKERS = re.compile(
 
 def makers_without_a_device(source: str) -> list[str]:
     """Calls that make a tensor without `device`."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(parse(source)) if isinstance(node, ast.Call)]
     names = [(ast.unparse(call.func), call) for call in calls if "device" not in {k.arg for k in call.keywords}]
     return [ast.unparse(call) for name, call in names if MAKERS.fullmatch(name)]
 
@@ -268,7 +270,7 @@ def test_tensors_without_a_device_are_found() -> None:
 def test_public_names_are_documented() -> None:
     bare = []
     for path in MODULES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
         documented = {node.name for node in public if ast.get_docstring(node)}

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache
 
 import tritonpack
-from tests.patches import pairs
+from tests.patches import zoo
 from tests.patches.models import NAMES_OF_CACHE, tiny_model
 
 WHOLE = (torch.int32, torch.int64)
@@ -202,7 +202,7 @@ SIDES = {
 @pytest.mark.fast("attention_mask")
 @pytest.mark.parametrize("name", SIDES)
 def test_arguments_of_an_encoder_with_a_decoder(name: str) -> None:
-    model = pairs.tiny_pair_model("bart", dtype=torch.float32, max_position_embeddings=512)
+    model = zoo.tiny_pair_model("bart", dtype=torch.float32, max_position_embeddings=512)
     told = {"seq_idx": NUMBERS} if name.startswith("decoder_") else {"decoder_seq_idx": NUMBERS}
     if name.startswith("cu_"):
         told = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}

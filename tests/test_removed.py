@@ -9,7 +9,7 @@ import tritonpack
 from tests.patches.models import tiny_model
 from tritonpack.cli import main
 from tritonpack.parallel.layouts import check_layout_name
-from tritonpack.removed import REMOVED
+from tritonpack.removed import COMMANDS, NAMES, OPTIONS
 
 
 @pytest.mark.parametrize("name", ["tiled_loss", "tiled_mlp"])
@@ -36,27 +36,26 @@ def test_removed_options_of_ranks(call: Callable[[], object], remedy: str) -> No
         call()
 
 
-@pytest.mark.parametrize(
-    "option", ["--lookahead", "--steps-together", "--epochs", "--max-items", "--shard-mib", "--model"]
-)
-def test_removed_options_of_commands(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("removed", COMMANDS)
+def test_removed_commands_and_their_options(removed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *option = removed.split()
     with pytest.raises(SystemExit):
-        main(["plan", "a.txt", "--capacity", "9", f"{option}=2"])
-    assert f"the option {option} was removed: {REMOVED[option]}" in capsys.readouterr().err
+        main([command, "a.txt", "--capacity", "9", *(f"{one}=2" for one in option)])
+    assert f"tritonpack {removed} was removed: {COMMANDS[removed]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name", ["RankFailedError", "pack_to_disk", "PackedDataset", "pack_trees", "CostModel", "Mixture"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_removed_names(name: str) -> None:
-    with pytest.raises(AttributeError, match=re.escape(REMOVED[name])):
+    with pytest.raises(AttributeError, match=re.escape(NAMES[name])):
         getattr(tritonpack, name)
 
 
-REMOVED_FROM_PACKING = ("lookahead", "steps_together", "budgets", "resources", "cost_model")
+def test_options_are_no_names() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'backward'"):
+        tritonpack.backward  # noqa: B018
 
 
-@pytest.mark.parametrize("name", REMOVED_FROM_PACKING)
+@pytest.mark.parametrize("name", ["lookahead", "steps_together", "budgets", "resources", "cost_model"])
 def test_removed_options_of_packing(name: str) -> None:
     documents = [{"input_ids": [1] * 8}] * 8
     for call in (
@@ -64,7 +63,7 @@ def test_removed_options_of_packing(name: str) -> None:
         lambda **given: tritonpack.MultipackDistributedBatchSampler(8, [8] * 8, **given),
         lambda **given: tritonpack.packing.plan_epoch([8] * 8, 8, 1, **given),
     ):
-        with pytest.raises(ValueError, match=rf"{name} of \w+\(\) was removed: {re.escape(REMOVED[name])}"):
+        with pytest.raises(ValueError, match=rf"{name} of \w+\(\) was removed: {re.escape(OPTIONS[name])}"):
             call(**{name: 1})
 
 
@@ -73,5 +72,5 @@ def test_removed_values_of_packing() -> None:
         (lambda: tritonpack.pack([1], 1, algorithm="first_fit"), "first_fit"),
         (lambda: tritonpack.packing.plan_epoch([1], 1, 1, objective="cost"), "cost_model"),
     ):
-        with pytest.raises(ValueError, match=re.escape(REMOVED[name])):
+        with pytest.raises(ValueError, match=re.escape(OPTIONS[name])):
             call()

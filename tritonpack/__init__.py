@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tritonpack.removed import REMOVED
+from tritonpack.removed import NAMES
 
 __version__ = "0.1.0"
 _imported_by = os.getpid()  # that imported the package; a fork of it keeps the number
@@ -85,8 +85,8 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"tritonpack.{name}")
-    if name in REMOVED:
-        raise AttributeError(f"tritonpack.{name} was removed: {REMOVED[name]}.")
+    if name in NAMES:
+        raise AttributeError(f"tritonpack.{name} was removed: {NAMES[name]}.")
     if name not in _HOMES:
         raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:

@@ -5,32 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _TO_DISK = "use tritonpack.pack_dataset(dataset, capacity).save_to_disk(folder), or the command tritonpack pack"
+
 _OF_TABLES = (
     "pack_dataset takes a datasets.Dataset and counts its tokens; bins of any other dataset load by "
     "DataLoader(dataset, batch_sampler=[items.tolist() for items in pack(lengths, capacity)], "
     "collate_fn=PackingCollator())"
 )
 _TREES = "use tritonpack.dataloader(groups, tokens, lengths=Units.of_trees(groups), collate_fn=TreeCollator())"
-REMOVED = {
-    "tiled_loss": "use Liger-Kernel's fused linear cross-entropy or torch's, see docs/long-context.md",
-    "tiled_mlp": "use gradient checkpointing (docs/long-context.md)",
+_IMAGES = "the tokens of a row limit its images, too, because images take tokens in proportion to their patches"
+
+# Names of tritonpack.
+NAMES = {
     "RankFailedError": "if a rank fails, the others end with torch.distributed's error, after their group's time limit",
     "pack_to_disk": _TO_DISK,
     "PackedFolder": _TO_DISK,
     "CostModel": "costs are those of a Llama of 8 billion parameters",
-    "cost_model": 'use objective="quadratic", which loads ranks nearly as evenly',
     "Mixture": "mix datasets by datasets.interleave_datasets(..., probabilities=), or pass an order of your own",
+    "PackedDataset": _OF_TABLES,
+    "pack_trees": _TREES,
+    "TreePacking": _TREES,
+}
+
+# Keyword arguments of functions.
+OPTIONS = {
+    "tiled_loss": "use Liger-Kernel's fused linear cross-entropy or torch's, see docs/long-context.md",
+    "tiled_mlp": "use gradient checkpointing (docs/long-context.md)",
+    "cost_model": 'use objective="quadratic", which loads ranks nearly as evenly',
     "lookahead": "a step is offered 1% more tokens than it holds",
     "steps_together": "the lengths decide it",
-    "budgets": "the tokens of a row limit its images, too, because images take tokens in proportion to their patches",
-    "resources": "the tokens of a row limit its images, too, because images take tokens in proportion to their patches",
+    "budgets": _IMAGES,
+    "resources": _IMAGES,
     "first_fit": "use algorithm='best_fit', which takes documents in input order, too",
-    "PackedDataset": _OF_TABLES,
     "length or lengths": _OF_TABLES,
     "length": "documents are rows of tokens, or mappings with input_ids",
     "measure": "dataloader counts input_ids itself; for documents of another form pass lengths=",
-    "pack_trees": _TREES,
-    "TreePacking": _TREES,
     "capacity=": "dataloader(tokens=..., lengths=Units.of_trees(groups)) limits rows of trees",
     "objective='documents'": "collate labels of whole documents yourself: batch['labels'] = torch.tensor(labels)",
     "carry_threshold": "windows are packed as by pack(algorithm='windowed')",
@@ -38,15 +46,20 @@ REMOVED = {
     "padded": "torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) pads the list that is returned",
     "heads_k_stride": "keys travel in about four steps of heads",
     "backward": "gradients are summed over ranks; where yours are summed too, divide the loss by the number of ranks",
-    "--lookahead": "a step is offered 1% more tokens than it holds",
-    "--steps-together": "the lengths decide it",
-    "--model": "costs are those of a Llama of 8 billion parameters",
-    "--epochs": "run the command with another --seed for each epoch",
-    "--max-items": "use tritonpack.pack_dataset(max_items=...)",
-    "--shard-mib": "save the rows again with save_to_disk(folder, max_shard_size=...)",
+}
+
+# Commands, and options of commands.
+COMMANDS = {
     "bench": "in a clone of the repository run python -m benchmarks.gpu",
     "demo": "in a clone of the repository run make demo",
     "demo-grpo": "in a clone of the repository run make demo-grpo",
+    "plan --lookahead": "a step is offered 1% more tokens than it holds",
+    "plan --steps-together": "the lengths decide it",
+    "plan --model": "costs are those of a Llama of 8 billion parameters",
+    "plan --epochs": "run the command with another --seed for each epoch",
+    "plan --out": "the rows are drawn in the terminal, and --json writes the numbers",
+    "pack --max-items": "use tritonpack.pack_dataset(max_items=...)",
+    "pack --shard-mib": "save the rows again with save_to_disk(folder, max_shard_size=...)",
 }
 
 
@@ -58,6 +71,6 @@ def refuse_removed(names: Iterable[str], caller: str) -> None:
         TypeError: another one.
     """
     for name in names:
-        if name in REMOVED:
-            raise ValueError(f"{name} of {caller} was removed: {REMOVED[name]}.")
+        if name in OPTIONS:
+            raise ValueError(f"{name} of {caller} was removed: {OPTIONS[name]}.")
         raise TypeError(f"{caller} got an unexpected keyword argument {name!r}")

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from queue import Empty, Queue
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 import triton
 
-from benchmarks.gpu.ledger import CONTINUE, Budget
+from benchmarks.gpu.ledger import CONTINUE
 from benchmarks.gpu.shapes import shapes
 from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE, is_plain
 from tests.kernels.launches import Call, attention, calls, hopper_attention
@@ -38,7 +38,7 @@ from tritonpack.testing import CASES, Case
 from tritonpack.testing.cases import TREES
 
 HOPPER = "sm_90"
-DONE = "compiled"  # the first word of a worker's answer to a call that didn't fail
+DONE = "compiled"  # the first word of the answer to a call that didn't fail
 
 
 class _Forgetful(dict[Any, Any]):
@@ -108,78 +108,37 @@ def this_arch() -> str:
     return "" if torch.version.hip else "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
-def work(arch: str | None) -> None:
-    """Read names of calls from the standard input; compile each and answer in a line."""
+def compile_call(name: str, arch: str | None, end: float) -> str:
+    """Compile a call; returns the seconds, or the error. "" if the time `end` (of `time.time`) has come."""
     from tests.virtual_gpu.driver import fake_gpu
 
-    known = {call.name: call for call in calls_for(arch or this_arch())}
-    for name in map(str.strip, sys.stdin):
-        began = time.monotonic()
-        try:
-            given = known[name].prepare("cuda" if arch is None else "cpu")
-            with compile_only() if arch is None else fake_gpu(arch):
-                known[name].launch(given)
-            answer = DONE
-        except Exception as error:  # a compiler fails in many ways
-            traceback.print_exc()
-            answer = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        print(f"{answer}\t{time.monotonic() - began:.1f}", flush=True)
+    began = time.time()
+    if began >= end:
+        return ""
+    try:
+        call = next(call for call in calls_for(arch or this_arch()) if call.name == name)
+        given = call.prepare("cuda" if arch is None else "cpu")
+        with compile_only() if arch is None else fake_gpu(arch):
+            call.launch(given)
+    except Exception as error:  # a compiler fails in many ways
+        traceback.print_exc()
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"{DONE} {time.time() - began:.1f} s"
 
 
-class Worker:
-    """A process that compiles calls one after the other; a new one takes its place if a compiler ends it."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.command = [sys.executable, "-m", "benchmarks.gpu.compile_ahead", "--worker", *arguments]
-        self.process: subprocess.Popen[str] | None = None
-
-    def compile(self, name: str) -> str:
-        """The answer of the process: DONE and the seconds, or the error."""
-        if self.process is None:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(name + "\n")
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline().strip()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            answer = f"the process ended with status {self.process.wait()}"
-            self.process = None
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-
-def compile_all(names: list[str], jobs: int, budget: Budget, arguments: list[str]) -> dict[str, str]:
-    """The answer for each call that was compiled in time."""
-    queue: Queue[str] = Queue()
-    for name in names:
-        queue.put(name)
+def compile_all(names: list[str], jobs: int, minutes: float, arch: str | None) -> dict[str, str]:
+    """The answer of each call that was begun in time. A compiler that ends its process ends all."""
     answers: dict[str, str] = {}
-
-    def run(_: int) -> None:
-        worker = Worker(arguments)
-        try:
-            while budget.allows():
-                name = queue.get_nowait()
-                began = time.monotonic()
-                answers[name] = worker.compile(name)
-                budget.spend(time.monotonic() - began)
-                print(f"{name:40} {answers[name]}", flush=True)
-        except Empty:
-            pass
-        finally:
-            worker.close()
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, range(jobs)))
+    pool, end = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")), time.time() + 60 * minutes
+    try:
+        futures = {pool.submit(compile_call, name, arch, end): name for name in names}
+        for future in as_completed(futures):
+            error = future.exception()
+            if answer := str(error) if error else future.result():
+                answers[futures[future]] = answer
+                print(f"{futures[future]:40} {answer}", flush=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     return answers
 
 
@@ -191,17 +150,13 @@ def main() -> None:
         "--only", nargs="+", default=[""], metavar="PATTERN", help="names of calls begin so; * is any text"
     )
     parser.add_argument("--without-gpu", metavar="ARCH", help="launch for this architecture on a machine without a GPU")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        work(options.without_gpu)
-        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes, too
     if options.without_gpu is None and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.compile_ahead needs a GPU, or --without-gpu sm_90.")
     offered = [call.name for call in calls_for(options.without_gpu or this_arch())]
     names = [name for name in offered if any(fnmatchcase(name, f"{pattern}*") for pattern in options.only)]
-    arguments = [] if options.without_gpu is None else ["--without-gpu", options.without_gpu]
-    answers = compile_all(names, min(options.jobs, len(names)), Budget(options.minutes), arguments)
+    answers = compile_all(names, min(options.jobs, len(names)), options.minutes, options.without_gpu)
     failed = [name for name, answer in answers.items() if not answer.startswith(DONE)]
     print(f"{len(answers) - len(failed)} of {len(names)} calls compile under Triton {triton.__version__}", end="")
     print(f"; failed: {', '.join(failed)}" if failed else "")

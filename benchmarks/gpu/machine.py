@@ -1,7 +1,6 @@
-"""What a machine with a GPU has: `python3 -m benchmarks.gpu.machine [others | ceilings]`.
+"""What a machine with a GPU has: `python3 -m benchmarks.gpu.machine [ceilings]`.
 
-Prints the device and the versions; or which other implementations of attention can be imported; or the rates of a copy
-and of a matrix product, which no kernel exceeds.
+Prints the device and the versions, or the rates of a copy and of a matrix product, which no kernel exceeds.
 """
 
 from __future__ import annotations
@@ -9,19 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from contextlib import nullcontext
-from importlib import import_module
 
 import torch
 
 from benchmarks.gpu.ledger import environment
-from benchmarks.harness.measure import quantiles, reason, time_alternating
-from benchmarks.harness.peers import hidden
-
-OTHERS = (
-    "torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn_interface", "flash_attn.cute",
-    "xformers.ops",
-)  # fmt: skip
+from benchmarks.harness.measure import quantiles, time_alternating
 
 
 def ceilings() -> tuple[float, float]:
@@ -46,22 +37,9 @@ def facts(device: torch.device) -> dict[str, object]:
     return found
 
 
-def others() -> dict[str, str]:
-    """For each other implementation "there", or why it can't be imported."""
-    found = {}
-    for name in OTHERS:
-        try:
-            with hidden("flash_attn") if name == "xformers.ops" else nullcontext():  # as when it is measured
-                import_module(name)
-            found[name] = "there"
-        except Exception as error:  # whatever another project raises at import
-            found[name] = reason(error)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("facts", "others", "ceilings"), nargs="?", default="facts")
+    parser.add_argument("what", choices=("facts", "ceilings"), nargs="?", default="facts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -70,12 +48,11 @@ def main() -> None:
         print("copy {:.2f} TB/s, bf16 matrix product {:.0f} TFLOP/s".format(*ceilings()))
         return
     device = torch.device(options.device)
-    for name, value in (facts(device) if options.what == "facts" else others()).items():
+    for name, value in facts(device).items():
         print(f"{name:36} {value}")
-    if options.what == "facts":
-        x = torch.randn(512, 512, device=device)
-        assert torch.allclose(x @ torch.eye(512, device=device), x)
-        print("The device computes.")
+    x = torch.randn(512, 512, device=device)
+    assert torch.allclose(x @ torch.eye(512, device=device), x)
+    print("The device computes.")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.packing.baselines import interleaved_rows, next_fit_rows, shuffled_bins
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
 from benchmarks.packing.suite import checked, print_suite, seconds
 from tests.lengths import log_normal, lookalike
-from tritonpack.cli.strategies import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.planning.plan import Plan, plan_epoch
@@ -70,7 +70,7 @@ def our_packers() -> list[Packer]:
 
 
 def baselines() -> list[Sampler]:
-    """The baselines of `tritonpack plan`, without padded rows."""
+    """Simple ways to fill rows."""
     methods = (interleaved_rows, next_fit_rows, shuffled_bins)
     names = ("interleaved", "next-fit, strided", "best-fit, shuffled")
     return [Sampler(name, method, method) for name, method in zip(names, methods, strict=True)]

@@ -35,7 +35,7 @@ def test_pack(benchmark: BenchmarkFixture, documents: int, capacity: int) -> Non
     assert packing.efficiency > 0.999
 
 
-@pytest.mark.parametrize("algorithm", ["first_fit", "next_fit", "windowed"])
+@pytest.mark.parametrize("algorithm", ["best_fit", "next_fit", "windowed"])
 def test_other_algorithms(benchmark: BenchmarkFixture, algorithm: Algorithm) -> None:
     lengths = lengths_of(MILLION)
     packing = benchmark.pedantic(pack, (lengths, 32768), {"algorithm": algorithm}, rounds=3, warmup_rounds=1)

@@ -11,8 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from examples.demo.training import WAYS, Run, Way
-from tritonpack.cli.figures import (
+from examples.demo.drawing import (
     DOCUMENT_COLORS,
     INK,
     document_color,
@@ -20,6 +19,7 @@ from tritonpack.cli.figures import (
     letters,
     make_panels,
 )
+from examples.demo.training import WAYS, Run, Way
 from tritonpack.packing.lengths import count
 
 _COLORS: dict[Way, str] = {"padded": "#0072B2", "unpadded": "#CC79A7", "naive": "#D55E00", "packed": "#009E73"}

@@ -139,7 +139,7 @@ class TestExactness:
         torch.set_num_threads(2)
         try:
             first = run(inputs, "blocked")
-            again = [run(inputs, "blocked") for _ in range(10)]
+            again = [run(inputs, "blocked") for _ in range(3)]
         finally:
             torch.set_num_threads(before)
         assert all(torch.equal(one[name], first[name]) for one in again for name in first)
@@ -259,14 +259,6 @@ class TestPlan:
             run(inputs, "blocked")
         assert len(made) == 1
 
-    def test_a_call_reads_the_plan_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Forward and backward get what `plan_tiles` has read."""
-        reads = []
-        read = blocked.read_plan
-        monkeypatch.setattr(blocked, "read_plan", lambda *a: reads.append(a) or read(*a))
-        run(make_inputs(BY_NAME["mixed"]), "blocked")
-        assert len(reads) == 1
-
 
 @pytest.mark.parametrize("softcap", [0.0, 50.0], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(7, torch.float32), (33, torch.float32), (7, torch.float64)])
@@ -282,17 +274,6 @@ def test_pack_invariant_at_any_address(head_dim: int, dtype: torch.dtype, softca
         out.sum().backward()
         results.append([x[-200:] for x in (out, *(y.grad for y in inputs))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("softcap", [0.0, 50.0], ids=["fused", "blocks"])
-def test_the_default_device_does_not_matter(softcap: float) -> None:
-    q, k = (torch.randn(600, heads, 16) for heads in (4, 2))
-    mask = BlockDiagonalMask.from_seqlens([600])
-    fused._triangle.cache_clear()
-    with torch.device("meta"):
-        out = varlen_attention(q, k, k, mask, softcap=softcap, backend="blocked")
-        assert BlockDiagonalMask.from_seqlens([600]).device.type == "cpu"
-    assert torch.equal(out, varlen_attention(q, k, k, BlockDiagonalMask.from_seqlens([600]), softcap=softcap))
 
 
 @pytest.mark.parametrize("score", [3e38, -3e38])

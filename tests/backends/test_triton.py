@@ -1,4 +1,7 @@
-"""The Triton kernels in Triton's interpreter: errors, isolation of documents, rows that see nothing."""
+"""The Triton kernels in Triton's interpreter: errors, tiles, layouts and addresses of tensors.
+
+tests/test_attention.py asks this backend, too, for what all backends promise.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import invariance
 from tests.backends.blocks import blocks_of
-from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.backends import Backend
+from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.errors import BackendUnavailableError
@@ -38,7 +40,6 @@ RARE = (
     "tree-head-dim-96-16", "tree-head-dim-512", "head-dim-512", "tree-dropout", "tree-alibi",
 )  # fmt: skip
 assert {*HALF, *RARE} <= {case.name for case in CASES}
-ISOLATION = Case("isolation", (37, 0, 70, 30), slack=11)
 
 
 def _param(case: Case, slow: bool) -> ParameterSet:
@@ -68,39 +69,32 @@ def test_interpreter_widens_bfloat16(case: Case) -> None:
     check_backend(make_inputs(case, torch.bfloat16, seed=seed, slack_value=float("nan")), "triton")
 
 
-@pytest.mark.parametrize("together", [1, 8])
+SHARED = (
+    Case("group-of-eight", (5, 0, 47), heads=8, kv_heads=1, slack=3),
+    Case("group-of-six", (5, 0, 77), heads=6, kv_heads=1, window=(16, 0)),
+    Case("features", (5, 0, 47), heads=4, kv_heads=1, sinks=True, alibi="heads", dropout_p=0.2),
+    Case("dropout-window", (5, 0, 67, 30), heads=4, kv_heads=2, dropout_p=0.2, window=(30, 4), slack=3),
+)
+SOME = [case for case in CASES if case.name in ("cross-window-slack", "window-both", "everything", "tree")]
+# Rows of one or several heads in a tile; an output that is summed at once, as on most GPUs; queries on the left.
+TILES = {
+    "one-head": (TileShape(64, 32, 4, 1), SHARED),
+    "eight-heads": (TileShape(64, 32, 4, 1, heads=8), SHARED),
+    "at-once": (TileShape(64, 32, 4, 1, heads=4), SOME),
+    "left": (TileShape(64, 32, 4, 1, queries_left=True), SOME[:3]),
+}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("group-of-eight", (5, 0, 47), heads=8, kv_heads=1, slack=3),
-        Case("group-of-six", (5, 0, 77), heads=6, kv_heads=1, window=(16, 0)),
-        Case("features", (5, 0, 47), heads=4, kv_heads=1, sinks=True, alibi="heads", dropout_p=0.2),
-        Case("dropout-window", (5, 0, 67, 30), heads=4, kv_heads=2, dropout_p=0.2, window=(30, 4), slack=3),
-    ],
-    ids=str,
+    ("name", "case"), [(name, case) for name, (_, cases) in TILES.items() for case in cases], ids=str
 )
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.fast("group-of-six-8", "features-8", "dropout-window-1")
-def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=together))
-    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
-
-
-@pytest.mark.parametrize("name", ["cross-window-slack", "window-both", "everything", "tree"])
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.fast("everything")
-def test_outputs_may_be_summed_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On most GPUs forward sums a block's output in the block's own step; other tests defer it to the next one."""
-    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=4))
-    case = next(case for case in CASES if case.name == name)
-    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
-
-
-@pytest.mark.parametrize("name", ["cross-window-slack", "window-both", "everything"])
-@pytest.mark.usefixtures("poisoned_memory")
-def test_gradients_of_keys_with_queries_on_the_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, queries_left=True))
-    case = next(case for case in CASES if case.name == name)
+@pytest.mark.fast(
+    "eight-heads-group-of-six", "eight-heads-features", "one-head-dropout-window", "at-once-everything",
+    "left-cross-window-slack", "left-window-both", "left-everything",
+)  # fmt: skip
+def test_other_tiles(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TILES[name][0])
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
@@ -115,90 +109,6 @@ def test_keys_are_zeroed_in_blocks_on_both_sides_of_the_full_ones(alone: bool) -
     left = (inputs.mask.key_start[zeroed[:, 1] - 1] - inputs.mask.key_start[zeroed[:, 0]] + 31) // 32
     assert bool(((left > 0) & (full > 0) & (masked > left)).any())
     check_outputs(inputs, run(replace(inputs, keywords=inputs.keywords | {"pack_invariant": alone}), "triton"))
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-def test_slack_is_inert() -> None:
-    clean, poisoned = (run(make_inputs(ISOLATION, slack_value=value), "triton") for value in (0.0, float("nan")))
-    for name in ROW_OUTPUTS:
-        assert torch.equal(clean[name], poisoned[name]), name
-        if name != "lse":
-            assert not poisoned[name][-ISOLATION.slack :].any(), name
-
-
-@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=["", "dropout"])
-@pytest.mark.parametrize(
-    "padding",
-    [
-        pytest.param([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40], id="in-tiles"),
-        pytest.param([[0] * 33 + [1] * 64 + [0] * 31], id="around-tiles"),
-    ],
-)
-@pytest.mark.fast("in-tiles-dropout", "around-tiles-")
-def test_padding_between_documents_is_inert(padding: list[list[int]], dropout: dict[str, Any]) -> None:
-    """Padding in the middle of the stream: in tiles that also have rows of documents, and before and after tiles.
-
-    With dropout blocks of keys begin at even numbers, so they read the key before a document that begins at an odd one.
-    """
-    mask = BlockDiagonalMask.from_padding_mask(torch.tensor(padding))
-    inputs = make_inputs(Case("rows", (mask.num_queries,)))
-    dead = mask.key_start == mask.key_stop
-
-    def outputs(value: float) -> list[torch.Tensor]:
-        q, k, v, dout = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-        for x in (q, k, v, dout):
-            x[dead] = value
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = varlen_attention(q, k, v, mask, backend="triton", **dropout)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-    for clean, poisoned in zip(outputs(0.0), outputs(float("nan")), strict=True):
-        assert torch.equal(clean, poisoned)
-        assert not poisoned[dead].any()
-
-
-@pytest.mark.parametrize("document", range(len(ISOLATION.seqlens)))
-@pytest.mark.fast("2")
-def test_a_change_in_a_document_changes_no_other_bit(document: int) -> None:
-    inputs = make_inputs(ISOLATION)
-    before = run(inputs, "triton")
-    begin = sum(ISOLATION.seqlens[:document])
-    rows = slice(begin, begin + ISOLATION.seqlens[document])
-    for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
-        x[rows] += 1.5
-    after = run(inputs, "triton")
-    for name in ROW_OUTPUTS:
-        was, now = (x[name].movedim(-1, 0) if name == "lse" else x[name] for x in (before, after))
-        others = torch.ones(was.shape[0], dtype=torch.bool)
-        others[rows] = False
-        assert torch.equal(was[others], now[others]), name
-        if ISOLATION.seqlens[document]:
-            assert not torch.equal(was[rows], now[rows]), name
-
-
-def test_repeated_backward_passes_give_the_same_bits() -> None:
-    """Calls leave no state behind. The interpreter runs programs in one order; tests/gpu repeats passes in others."""
-    inputs = make_inputs(Case("repeat", (21, 9), head_dim=16, sinks=True))
-    first = run(inputs, "triton")
-    for _ in range(5):
-        again = run(inputs, "triton")
-        assert all(torch.equal(first[name], again[name]) for name in OUTPUTS)
-
-
-def test_strided_misaligned_and_expanded_inputs() -> None:
-    inputs = make_inputs(Case("strided", (30, 21), head_dim=24, heads=2, kv_heads=1))
-    expected = run(inputs, "triton")
-    wide = torch.zeros(51, 2, 31)
-    wide[..., 5:29] = inputs.q
-    heads_first = inputs.v.transpose(0, 1).contiguous().transpose(0, 1)
-    out, lse = varlen_attention(wide[..., 5:29], inputs.k, heads_first, inputs.mask, return_lse=True, backend="triton")
-    assert torch.equal(out, expected["out"])
-    assert torch.equal(lse, expected["lse"])
-    q = inputs.q.clone().requires_grad_()
-    (from_sum,) = torch.autograd.grad(varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend="triton").sum(), q)
-    out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend="triton")
-    (from_ones,) = torch.autograd.grad(out, q, torch.ones_like(out))
-    assert torch.equal(from_sum, from_ones)
 
 
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> torch.Tensor:
@@ -241,24 +151,6 @@ def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dt
     seen = base.as_strided(descriptor.shape, descriptor.strides)  # [H, T, D]
     assert torch.equal(seen.transpose(0, 1), x)
     assert (base.data_ptr() == x.data_ptr()) == is_aligned
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (9, 1)], ids=str)
-@pytest.mark.usefixtures("poisoned_memory")
-def test_strides_of_one_row_and_of_one_head(shape: tuple[int, int]) -> None:
-    """Rows and heads 24 elements apart where there are several, and at odd distances where there is one."""
-    rows, heads = shape
-    strides = (24 * heads if rows > 1 else 61, 24 if heads > 1 else 7, 1)
-    q, k, v, dout = (_strided((*shape, 24), strides, torch.float32) for _ in range(4))
-    mask = BlockDiagonalMask.from_seqlens([rows])
-
-    def outputs(backend: Backend) -> list[torch.Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = varlen_attention(*leaves, mask, backend=backend)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-    for got, expected in zip(outputs("triton"), outputs("reference"), strict=True):
-        torch.testing.assert_close(got, expected)
 
 
 POINTERS = {"cross": False, "head-dim-20": False, "head-dim-320": True, "tree-group-of-three": True}  # slow or not
@@ -378,16 +270,6 @@ def test_float32_is_refused_where_it_does_not_fit(
         plan(q, q, q)
     half = q.to(torch.float16)
     plan(half, half, half)
-
-
-def test_no_queries_and_no_keys() -> None:
-    q, k = torch.randn(0, 2, 16), torch.randn(5, 2, 16)
-    assert varlen_attention(q, k, k, BlockDiagonalMask.from_seqlens([0], [5]), backend="triton").shape == (0, 2, 16)
-    out, lse = varlen_attention(
-        k, q, q, BlockDiagonalMask.from_seqlens([5], [0]), return_lse=True, backend="triton"
-    )  # fmt: skip
-    assert not out.any()
-    assert bool((lse == float("-inf")).all())
 
 
 def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Compiling ahead: nothing is launched, a worker that dies is replaced, the time is kept."""
+"""Compiling ahead: nothing is launched, the time is kept."""
 
 import shutil
 import sys
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,22 +14,13 @@ pytest.importorskip("triton")
 import triton
 
 from benchmarks.gpu import compile_ahead
-from benchmarks.gpu.compile_ahead import DONE, Worker, calls_for, compile_all, compile_only
-from benchmarks.gpu.ledger import Budget
+from benchmarks.gpu.compile_ahead import DONE, calls_for, compile_only
+from benchmarks.gpu.ledger import CONTINUE
 from benchmarks.gpu.shapes import shapes
 from tests.kernels.launches import calls
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.intervals import transpose_kernel
-
-WORKER = """
-import os, sys
-for name in map(str.strip, sys.stdin):
-    if name == "dies":
-        os.abort()
-    print("compiled\\t0.1" if name != "wrong" else "ValueError: no", flush=True)
-"""
-
 
 NEEDS = pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
 
@@ -74,37 +66,22 @@ def test_shapes_that_are_measured_have_calls() -> None:
         assert shape.trees or f"gluon-{name}-bf16" in names
 
 
-@pytest.fixture
-def _workers_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(self: Worker, arguments: list[str]) -> None:
-        self.command, self.process = [sys.executable, "-c", WORKER], None
-
-    monkeypatch.setattr(Worker, "__init__", begin)
-
-
-@pytest.mark.usefixtures("_workers_without_kernels")
-def test_worker_that_dies_is_replaced() -> None:
-    answers = compile_all(["a", "dies", "wrong", "b"], 1, Budget(5), [])
-    assert answers["dies"] == "the process ended with status -6"
-    assert answers["wrong"] == "ValueError: no"
-    assert {name for name, answer in answers.items() if answer.startswith(DONE)} == {"a", "b"}
+@pytest.mark.parametrize(("name", "fails"), [("transpose", False), ("none", True)])
+@pytest.mark.compile
+@NEEDS
+def test_answers(name: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error is an answer; after the time nothing is compiled."""
+    assert compile_ahead.compile_call(name, "sm_90", time.time() + 60).startswith(DONE) is not fails
+    assert compile_ahead.compile_call(name, "sm_90", time.time() - 1) == ""
 
 
-@pytest.mark.usefixtures("_workers_without_kernels")
-def test_no_call_begins_after_the_time() -> None:
-    assert compile_all(["a", "b"], 2, Budget(0), []) == {}
-
-
-@pytest.mark.usefixtures("_workers_without_kernels")
-@pytest.mark.parametrize(("only", "status"), [("large-lo*-", None), ("tables", 1)])
-def test_status(only: str, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["", "--without-gpu", "sm_90", "--jobs", "1", "--only", only])
-    if status is None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("minutes", "status"), [("1", None), ("0", CONTINUE)])
+def test_status(minutes: str, status: int | None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    options = ["--without-gpu", "sm_90", "--jobs", "1", "--minutes", minutes, "--only", "dense"]
+    monkeypatch.setattr(sys, "argv", ["", *options])
+    with nullcontext() if status is None else pytest.raises(SystemExit) as exit:
         compile_ahead.main()
-        assert capsys.readouterr().out.endswith(f"3 of 3 calls compile under Triton {triton.__version__}\n")
-        return
-    monkeypatch.setattr(Worker, "compile", lambda self, name: "ValueError: no" if name == "tables" else DONE)
-    with pytest.raises(SystemExit) as exit:
-        compile_ahead.main()
-    assert exit.value.code == status
-    assert capsys.readouterr().out.endswith("; failed: tables\n")
+    assert status is None or exit.value.code == status
+    many = 3 if status is None else 0
+    assert f"{many} of 3 calls compile under Triton {triton.__version__}" in capfd.readouterr().out

@@ -13,7 +13,7 @@ import triton
 
 from benchmarks.compile_matrix import PAGE, VERSIONS, is_common, page
 from benchmarks.compile_report import Row, make_row, read_rows, stale
-from tests.kernels.aot import Configuration, HopperConfiguration, compile_configuration
+from tests.kernels.aot import Configuration, compile_configuration
 from tests.kernels.lint import launchable
 from tritonpack.kernels.tile_shapes import FLOAT32_KIB, TILES
 
@@ -43,15 +43,15 @@ QUICK = {
 TAKES_MOST = (("dropout",), ("tree",))
 
 
-def _is_quick(configuration: Configuration | HopperConfiguration) -> bool:
+def _is_quick(configuration: Configuration) -> bool:
     """Whether a configuration is compiled in every run: Hopper at 128, and a kernel for some GPUs and features."""
     return str(configuration) in QUICK | {f"{kernel}-sm_90-d128-bf16" for kernel in ("forward", "dkdv", "dq")}
 
 
-def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
+def _is_compiled(configuration: Configuration) -> bool:
     """Whether a test compiles a configuration: plain attention on each GPU, and at 128 the features that take most
     registers, on Hopper all; on GPUs that use others' tiles only 128, and large storages on gfx942 alone."""
-    if isinstance(configuration, HopperConfiguration):
+    if configuration.backend == "gluon":
         return False  # below
     if configuration.large:
         return configuration.gpu == "gfx942"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +17,39 @@ from benchmarks import compile_report
 from benchmarks.compile_matrix import page
 from benchmarks.compile_report import Row, compile_rows, make_row, read_rows, stale, write_rows
 from tests.kernels import lint
-from tests.kernels.aot import Configuration, Resources
-from tests.kernels.lint import SHARED_KIB, key, launchable
+from tests.kernels.aot import USES_TILES_OF, Configuration, Resources
+from tests.kernels.lint import SHARED_KIB, findings, key, launchable
 from tests.kernels.sass import Loop
-from tests.kernels.stages import Stage
-from tritonpack.kernels.tile_shapes import TILES, TileShape, current_arch
+from tritonpack.kernels.tile_shapes import current_arch
 
 FORWARD, DKDV, DQ = launchable()[:3]
 RESOURCES = Resources(
     registers=128, spills=9, shared_bytes=2048, matrix_instructions=8, instructions=500,
-    loops=(Loop(200, 4, 5, 2, 3), Loop(100, 4, 0, 1, 2)), stages=(Stage(2, 256, True), Stage(1, 64, False)),
+    loops=(Loop(200, 4, 5, 2, 3), Loop(100, 4, 0, 1, 2)),
 )  # fmt: skip
+
+
+def resources(**changed: Any) -> Resources:
+    return Resources(**{**vars(RESOURCES), "loops": (Loop(200, 4),), "spills": 0, **changed})
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (resources(), []),
+        (resources(instructions=20), ["no code"]),
+        (resources(matrix_instructions=0), ["no matrix instructions"]),
+        (resources(loops=()), ["no loop that multiplies"]),
+        (resources(shared_bytes=164 * 1024), ["164 of 163 KiB"]),
+        (resources(spills=133, loops=(Loop(300, 4, spills=1), Loop(300, 4, spills=12))),
+         ["13 spills in loops", "120 spills outside"]),
+        ("RuntimeError: no", ["doesn't compile"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_findings(found: Any, expected: list[str]) -> None:
+    assert [finding.text for finding in findings(FORWARD, found)] == expected
+    assert [finding.is_minor for finding in findings(FORWARD, found)] == [x.endswith("outside") for x in expected]
 
 
 def row(configuration: Any, version: str = triton.__version__, **facts: str) -> Row:
@@ -36,15 +57,14 @@ def row(configuration: Any, version: str = triton.__version__, **facts: str) -> 
 
 
 def test_row() -> None:
-    configuration = Configuration("dq", "sm_80", 64, torch.bfloat16, another_tile=TileShape(64, 32, 4, 2, 4))
+    configuration = Configuration("dq", "sm_80", 64, torch.bfloat16)
     found = make_row(configuration, RESOURCES)
     assert found.pop("key") == key(configuration)
     assert found == {
-        "triton": triton.__version__, "configuration": "dq-sm_80-d64-bf16", "tile": "64x32 w4 s2 h4",
+        "triton": triton.__version__, "configuration": "dq-sm_80-d64-bf16", "tile": "128x32 w8 s2 h4",
         "findings": "5 spills in loops", "minor": "4 spills outside", "registers": "128", "shared_bytes": "2048",
-        "instructions": "500", "matrix_instructions": "8", "spills": "9", "unstaged_loads": "0",
-        "stages": "2x256t 1x64", "loop_instructions": "200 100", "loop_spills": "5 0", "loop_barriers": "2 1",
-        "loop_waits": "3 2",
+        "instructions": "500", "matrix_instructions": "8", "spills": "9", "loop_instructions": "200 100",
+        "loop_spills": "5 0", "loop_barriers": "2 1", "loop_waits": "3 2",
     }  # fmt: skip
 
 
@@ -65,7 +85,7 @@ def test_gpus_use_the_tiles_that_the_launcher_chooses(gpu: str, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(int(gpu[3:]), 10))
     properties = SimpleNamespace(gcnArchName=f"{gpu}:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert current_arch.__wrapped__(torch.device("cuda", 0)) == (gpu if gpu in TILES else lint.USES_TILES_OF[gpu])
+    assert current_arch.__wrapped__(torch.device("cuda", 0)) == USES_TILES_OF.get(gpu, gpu)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +115,7 @@ def test_key_depends_on_code(
 def test_stale_rows_are_absent_changed_or_of_another_version() -> None:
     rows = [row(FORWARD), row(DKDV, key="0123"), row(DQ, version="3.0.0")]
     assert stale(rows, [FORWARD, DKDV, DQ]) == [DKDV, DQ]
-    other = replace(FORWARD, another_tile=TileShape(16, 16, 4, 2))
-    assert stale(rows, [other]) == [other]
+    assert stale([row(FORWARD, tile="16x16 w4 s2")], [FORWARD]) == [FORWARD]
 
 
 def test_rows_are_kept_in_order(tmp_path: Path) -> None:

@@ -85,20 +85,3 @@ def test_runs_without_rows(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         ledger.main(["--out", str(tmp_path), "--table"])
     assert "doesn't exist" in capsys.readouterr().err
-
-
-def test_picture_adds_both_directions():
-    pytest.importorskip("matplotlib")
-    from benchmarks.cpu.draw import draw, milliseconds
-
-    backward = [
-        found(f"test_attention[{case}-{name}-backward]",
-              {"case": case, "implementation": name, "direction": "backward"}, median, "attention backward")
-        for case, name, median in (("flan", "tritonpack", 0.030), ("flan", "sdpa", 0.055), ("one", "sdpa", 0.055))
-    ]  # fmt: skip
-    rows = list(ledger.rows_of({"benchmarks": REPORT["benchmarks"] + backward}, ABOUT))
-    assert milliseconds(rows) == {"tritonpack": {"flan": 40.0}, "sdpa": {"flan": 80.0}}
-    (axes,) = draw(rows).axes
-    assert [text.get_text() for text in axes.texts] == ["2\u00d7"]
-    with pytest.raises(SystemExit, match="no rows of attention"):
-        draw([row for row in rows if row["group"] == "pack"])

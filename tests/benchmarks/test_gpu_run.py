@@ -16,7 +16,7 @@ from benchmarks.gpu.ledger import ABOUT, CONTINUE, LOST, OPS, Budget, Ledger
 from benchmarks.gpu.shapes import documents_of, quick_shapes, shapes, smoke_shapes
 from benchmarks.gpu.table import table
 from benchmarks.harness import measure as measuring
-from benchmarks.harness.batch import Batch, Shape, make_batch
+from benchmarks.harness.batch import Batch, Shape
 from benchmarks.harness.measure import DeviceLostError, time_alternating
 from benchmarks.harness.peers import OURS, PEERS, Peer, ours
 
@@ -39,17 +39,6 @@ def missing(batch: Batch) -> Any:
 
 
 class TestShapes:
-    def test_first_shapes_are_the_targets(self) -> None:
-        """One document of 16k in two head dimensions, and a packed batch; then real lengths, grouped heads of 128."""
-        first, packed = shapes()[:2], shapes()[2:9]
-        assert {(s.distribution, s.tokens, s.heads, s.kv_heads, s.head_dim, s.causal) for s in first} == {
-            ("one", 16384, 16, 16, 128, True), ("one", 16384, 32, 32, 64, True),
-        }  # fmt: skip
-        assert packed[0].distribution == "stdlib"
-        assert len(set(shapes())) == len(shapes())
-        assert {s.distribution for s in packed} == {"stdlib", "one", "flan", "openchat", "skewed", "orca", "tiny"}
-        assert all((s.heads, s.kv_heads, s.head_dim, s.causal) == (32, 8, 128, True) for s in packed)
-
     @pytest.mark.parametrize(
         "shape", {(s.distribution, s.tokens): s for s in (*shapes(), *quick_shapes())}.values(), ids=str
     )
@@ -59,17 +48,6 @@ class TestShapes:
         assert min(lengths) > 0
         assert (parents is not None) == shape.trees
         assert parents is None or len(parents) == shape.tokens
-
-    @pytest.mark.parametrize("shape", smoke_shapes(), ids=str)
-    def test_shapes_of_tensors(self, shape: Shape) -> None:
-        lengths, parents = documents_of(shape)
-        batch = make_batch(shape, lengths, CPU, parents=parents)
-        assert batch.mask.is_tree == shape.trees
-        assert batch.q.shape == batch.dout.shape == (shape.tokens, shape.heads, shape.head_dim)
-        assert batch.k.shape == batch.v.shape == (shape.tokens, shape.kv_heads, shape.head_dim)
-        assert batch.cu_seqlens.tolist()[-1] == sum(batch.lengths) == shape.tokens
-        assert batch.cu_seqlens.dtype == torch.int32
-        assert batch.q.any()
 
 
 class TestRun:
@@ -85,20 +63,6 @@ class TestRun:
         assert len(after.splitlines()) == 1 + 2 * len(OPS)
         run(todo, Ledger(path, HERE), Budget(5), CPU, peers=self.peers)
         assert path.read_text() == after
-
-    def test_no_shape_begins_after_the_time(self, tmp_path: Path) -> None:
-        ledger = Ledger(tmp_path / "attention.csv", HERE)
-        assert run(smoke_shapes(), ledger, Budget(0), CPU, peers=self.peers) == smoke_shapes()
-        assert not ledger.known
-
-    def test_budget_expects_the_longest_of_three(self) -> None:
-        budget = Budget(1)
-        assert budget.allows()
-        budget.spend(70)
-        assert not budget.allows()
-        for seconds in (10, 20, 10):  # the first compiles; only the last three count
-            budget.spend(seconds)
-        assert budget.allows()
 
     def test_peer_that_broke_the_device_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tried = []

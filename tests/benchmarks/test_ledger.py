@@ -52,63 +52,32 @@ def test_rows_that_count_as_measured(tmp_path: Path) -> None:
         assert not Ledger(path, HERE | changed).finished(SHAPE, ["x"])
 
 
-class TestCode:
-    """What the code is called, in repositories of other owners, without one, and after a change."""
-
-    @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
-        for folder in CODE:
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "a.py").write_text("x = 1\n")
-        return tmp_path
-
-    @pytest.fixture
-    def commit(self, root: Path) -> str:
-        """The code, committed."""
-        if shutil.which("git") is None:
-            pytest.skip("needs git")
-        git = ["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x"]
-        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
-            subprocess.run([*git, *command], check=True)
-        return subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-
-    def test_commit(self, root: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also of a clone of another user."""
-        (root / "benchmarks" / "results").mkdir()
-        (root / "benchmarks" / "results" / "x.csv").write_text("1\n")
-        assert commit_here(root) == commit
-        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-        assert subprocess.run(["git", "-C", str(root), "status"], capture_output=True).returncode
-        assert commit_here(root) == commit
-
-    def test_change_gets_a_digest(self, root: Path, commit: str) -> None:
-        seen = set()
-        for text in ("x = 2\n", "x = 3\n"):
-            (root / "tritonpack" / "a.py").write_text(text)
-            seen.add(commit_here(root))
-        assert len(seen) == 2
-        assert all(re.fullmatch(rf"{commit}\+[0-9a-f]{{8}}", name) for name in seen)
-
-    def test_without_a_repository(self, root: Path) -> None:
-        name = commit_here(root)
-        assert re.fullmatch(r"unknown\+[0-9a-f]{8}", name)
-        (root / "benchmarks" / ".ipynb_checkpoints").mkdir()
-        (root / "tritonpack" / ".#a.py").symlink_to("nowhere")
-        assert commit_here(root) == name, "what an editor leaves is no code"
-        (root / "tritonpack" / "__pycache__").mkdir()
-        (root / "tritonpack" / "__pycache__" / "a.pyc").write_text("")
-        assert commit_here(root) == name
-        (root / "benchmarks" / "a.py").rename(root / "benchmarks" / "b.py")
-        assert commit_here(root) != name
-
-    def test_folder_within_another_repository_and_without_git(
-        self, root: Path, commit: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for folder in CODE:
-            (root / "inner" / folder).mkdir(parents=True)
-        assert commit_here(root / "inner").startswith("unknown+")
-        monkeypatch.setenv("PATH", "")
-        assert commit_here(root).startswith("unknown+")
+def test_names_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit, also of a clone of another user; a digest after a change, and where there is no repository."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for folder in CODE:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("x = 1\n")
+    alone = commit_here(tmp_path)
+    assert re.fullmatch(r"unknown\+[0-9a-f]{8}", alone)
+    (tmp_path / "benchmarks" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "tritonpack" / ".#a.py").symlink_to("nowhere")
+    assert commit_here(tmp_path) == alone, "what an editor leaves is no code"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    (tmp_path / "benchmarks" / "results").mkdir()
+    (tmp_path / "benchmarks" / "results" / "x.csv").write_text("1\n")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert commit_here(tmp_path) == commit
+    seen = set()
+    for text in ("x = 2\n", "x = 3\n"):
+        (tmp_path / "tritonpack" / "a.py").write_text(text)
+        seen.add(commit_here(tmp_path))
+    assert len(seen) == 2
+    assert all(re.fullmatch(rf"{commit}\+[0-9a-f]{{8}}", name) for name in seen)
 
 
 def test_file_with_other_columns_is_not_changed(tmp_path: Path) -> None:

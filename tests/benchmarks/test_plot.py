@@ -32,23 +32,6 @@ def invented(path: Path, shapes: tuple[Shape, ...] = SHAPES, device: str = "inve
     return path
 
 
-@pytest.mark.slow
-def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One for each kind and number of tokens, and for each device."""
-    for name, devices, expected in (
-        ("one", ["GPU"], ["16-16-64-bidirectional-16384", "32-8-128-causal-131072", "32-8-128-causal-32768"]),
-        ("two", ["GPU one", "GPU two"], [f"32-8-128-causal-{number}-32768" for number in (1, 2)]),
-    ):
-        path = tmp_path / f"{name}.csv"
-        for device in devices:
-            invented(path, SHAPES[1:] if name == "one" else (MODEL,), device=device)
-        plot.main([str(path), "--out", str(tmp_path / name)])
-        written = sorted((tmp_path / name).iterdir())
-        assert [picture.name for picture in written] == [f"attention-{kind}.png" for kind in expected]
-        assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in written)
-        assert str(written[0]) in capsys.readouterr().out
-
-
 def test_bars_ratios_and_titles(tmp_path: Path) -> None:
     kinds = plot.read(invented(tmp_path / "attention.csv"))
     figure = plot.bars(next(rows for kind, rows in kinds.items() if kind[-1] == "32768"))

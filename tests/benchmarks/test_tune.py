@@ -1,6 +1,5 @@
 """The tuner: its candidates, their order, its choice, and a process for each."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -62,13 +61,6 @@ class TestTable:
         times = times_of(read_table(path, 100, HERE), "forward", 128, [c.tile for c in TODO])
         assert times == {c.tile: 3.0 for c in TODO if c != TODO[1]}
 
-    def test_rows_of_another_environment_do_not_count(self, tmp_path: Path) -> None:
-        path, columns = tmp_path / "tiles.csv", TODO[0].columns()
-        read_table(path, 100, HERE).write({**columns, "status": "ok", "ms": "1.0"})
-        assert read_table(path, 100, HERE).find(columns)
-        for tokens, about in ((100, {"commit": "abc1235"}), (100, {"triton": "4.0"}), (200, {})):
-            assert read_table(path, tokens, HERE | about).find(columns) is None
-
 
 @pytest.mark.compile
 @pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
@@ -119,8 +111,3 @@ class TestProcess:
         assert subprocess.run([PYTHON, "-c", program], cwd=ROOT).returncode == -signal.SIGALRM
         with tune.turn(lock):
             pass
-
-    @pytest.mark.parametrize(("cores", "jobs"), [(2, 2), (16, 16), (192, 16)])
-    def test_a_process_for_each_core(self, cores: int, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "cpu_count", lambda: cores)
-        assert tune.make_parser().get_default("jobs") == jobs

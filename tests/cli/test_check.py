@@ -42,11 +42,11 @@ def saved(folder, cls=transformers.LlamaForCausalLM, kind="llama", **values):
 @pytest.mark.parametrize(
     ("kind", "named", "values", "code", "words"),
     [
-        ("llama", "", {}, 0, r"class +LlamaForCausalLM in float32 *\npatch +llama: 32 layers; backend auto, in pl"),
+        ("llama", "", {}, 0, r"class +LlamaForCausalLM in float32 *\npatch +llama: backend auto, in pl"),
         ("llama", "", {}, 0, r"\ntritonpack +exact: shown by tritonpack's tests with transformers \S+\. *\n$"),
-        ("gemma2", "", {}, 0, r"26 layers, 13 with a sliding window of \[4096\], softcap 50; backend auto"),
+        ("gemma2", "", {}, 0, "gemma2: backend auto, in place of"),
         ("qwen3_next", "", {}, 0, r"run document by document: model\.layers\.0\.linear_attn, "),
-        ("deepseek_v3", "", {}, 0, r"deepseek_v3: 61 layers"),  # which fits in no memory
+        ("deepseek_v3", "", {}, 0, r"deepseek_v3: backend auto"),  # which fits in no memory
         ("t5", "T5ForConditionalGeneration", {}, 0, "T5ForConditionalGeneration in float32 *\n"),
         ("bert", "BertForTokenClassification", {}, 0, "BertForTokenClassification in float32 *\n"),
         ("llama", "LlamaModel", {}, 0, "LlamaModel in float32 *\n"),
@@ -73,7 +73,7 @@ def test_weights(tmp_path, capsys, monkeypatch):
     assert run(*arguments, "--json", path) == 0
     output = capsys.readouterr().out
     for words in (
-        rf"model +{re.escape(str(tiny))} *\nclass +LlamaForCausalLM in float32 *\npatch +llama: 1 layer; backend block",
+        rf"model +{re.escape(str(tiny))} *\nclass +LlamaForCausalLM in float32 *\npatch +llama: backend block",
         r"\nstock transformers +leak: documents of a batch packed by position_ids see each other",
         r"\ntritonpack +exact: isolated: documents of 9, 1, 23, 14 tokens; packed against alone",
     ):
@@ -137,7 +137,7 @@ LLAMA = '{{"model_type": "llama", {}}}'.format
         ("x.json", '{"model_type": "foo"}', "has model type `foo` but Transformers does not recognize"),
         ("x.json", LLAMA('"hidden_size": "many"'), "Field 'hidden_size' expected int, got str"),
         ("x.json", LLAMA('"num_attention_heads": 0'), "the configuration of .* can't be loaded: ZeroDivisionError"),
-        ("x.json", LLAMA('"architectures": 5'), r"has architectures=5; write a list of class names"),
+        ("x.json", LLAMA('"architectures": 5'), "the model .*json can't be built: TypeError"),
         ("x.json", LLAMA('"hidden_act": "no"'), "the model .*json can't be built: KeyError: 'no'"),
     ],
 )  # fmt: skip
@@ -154,7 +154,10 @@ def test_wrong_configuration(name, content, message, tmp_path, capsys):
         ("config.json --device cuda", "--device is for --weights"),
         ("config.json --device cuda --weights", "torch sees no GPU here; use --device cpu or auto"),
         ("config.json --json /proc/nowhere/x", "--json /proc/nowhere/x can't be written: .*; name another file"),
-        ("config.json --json config.json", "it is the same file as config.json, which would be lost"),
+        (
+            "config.json --json config.json",
+            "--json config.json can't be written: the command reads config.json, which would be lost",
+        ),
         ("config.json --weights", r"config\.json has no weights; name its folder, or leave out --weights"),
         (". --weights", r"can't be loaded: OSError: Error no file named model\.safetensors"),
     ],

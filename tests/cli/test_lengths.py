@@ -33,17 +33,11 @@ TABLE = {"text": ["a", "b", "c"], "n": np.array([3, 1, 2], np.uint16), "input_id
     [
         ("a.json", "[3, 1, 2]", None),
         ("a.json", "[[7, 8, 9], [7], [7, 8]]", None),
-        ("a.json", '[{"length": 3}, {"length": 1}, {"length": 2}]', None),
-        ("a.json", '{"text": ["a", "b", "c"], "n": [3, 1, 2]}', "n"),
-        ("a.json", '{"input_ids": [[7, 8, 9], [7], [7, 8]], "labels": []}', None),
         ("a.json", "\ufeff[3, 1, 2]", None),
-        ("a.jsonl", "3\n1\n2\n", None),
-        ("a.json", '{"length": 3}\n{"length": 1}\n{"length": 2}\n', None),
-        ("a.jsonl", "3\r\n\r\n1\r\n2", None),
-        ("a.jsonl", "[7, 8, 9]\n[7]\n[7, 8]\n", None),
+        ("a.jsonl", '{"length": 3}\r\n\r\n{"length": 1}\r\n{"length": 2}', None),
         ("a.jsonl", '{"tokens": [7, 8, 9]}\n{"tokens": [7]}\n{"tokens": [7, 8]}\n', None),
         ("a.jsonl", '{"a": 9, "n": 3}\n{"n": 1, "a": 9}\n{"a": 9, "n": 2}\n', "n"),
-        ("a.JSONL", "3\n1\n2\n", None),
+        ("a.JSON", "[3, 1, 2]", None),
         ("a.txt", "3\n 1\n\n2", None),
         ("a.csv", "length\n3\n1\n2\n", None),
         ("a.csv", 'text,n\n"two\nlines, and a comma",3\nb,1\n\nc, 2\n', "n"),
@@ -56,7 +50,7 @@ TABLE = {"text": ["a", "b", "c"], "n": np.array([3, 1, 2], np.uint16), "input_id
     ],
 )
 def test_reads(tmp_path, name, content, column):
-    if name == "a.csv":
+    if name in ("a.csv", "a.jsonl"):
         pytest.importorskip("pyarrow")
     lengths = read_lengths(written(tmp_path, name, content), column)
     assert lengths.tolist() == [3, 1, 2]
@@ -68,25 +62,25 @@ def test_reads(tmp_path, name, content, column):
     [
         ("a.json", "", "can't be read: Expecting value: line 1"),
         ("a.json", "[1,\n2,\nx]", "can't be read: Expecting value: line 3"),
-        ("a.json", "1\n2\nx", "a.json can't be read: line 3 isn't JSON: 'x'"),
+        ("a.json", "1\n2\nx", "a.json can't be read: Extra data: line 2"),
         ("a.json", "3", "holds 3, not a list of documents"),
         ("a.json", "[]", "holds no document"),
-        ("a.json", "{}", "has the columns none"),
-        ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; name the one with the lengths with --column"),
+        ("a.json", '{"a": [1], "b": [2]}', 'holds {"a": [1], "b": [2]}, not a list of documents'),
         *[("a.json", f"[1, {value}]", f"document 1 is {value}, neither a number of tokens from 1 to 2147483647 nor a")
-          for value in ("NaN", "2.0", "true", "null", '"two"', "-2", "[]", '["Hello"]', "2147483648")],
+          for value in ("NaN", "2.0", "true", "null", '"two"', '["Hello"]', "2147483648", '{"n": 3}')],
+        *[("a.json", f"[1, {value}]", f"document 1 has {tokens} tokens; a document has from 1 to")
+          for value, tokens in (("-2", -2), ("[]", 0))],
         ("a.json", "[" * 100_000, "can't be read"),
         ("a.json", b"\xff\xfe\x00", "can't be read: 'utf-8' codec"),
-        ("a.jsonl", "3\n\n4 5\n", "a.jsonl can't be read: line 3 isn't JSON: '4 5'"),
-        ("a.jsonl", '{"a": 1, "b": 2}', "line 1 has the columns 'a', 'b'; name the one"),
-        ("a.jsonl", '{"n": 1}\n{"m": 1}', "line 2 has no column 'n'; it has 'm'"),
-        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2 is 0, neither"),
-        ("a.jsonl", b"3\n4\n\xff\xfe\n", "'utf-8' codec can't decode"),
-        ("a.txt", "3\n4.5\n", "line 2 is 4.5, neither"),
-        ("a.txt", "3\nfour\n", "line 2 isn't a number: 'four'"),
-        ("a.txt", "3\n" + "9" * 20, "line 2 is 99999999999999999999, neither"),
+        ("a.jsonl", "3\n4\n", "a.jsonl can't be read: "),
+        ("a.jsonl", '{"a": 1, "b": 2}', "its columns are 'a', 'b'; name the one"),
+        ("a.jsonl", '{"n": 1}\n{"m": 1}', "its columns are 'n', 'm'; name the one"),
+        ("a.jsonl", '{"n": 1}\n{"n": 0}', "document 1 has 0 tokens"),
+        ("a.txt", "3\n4.5\n", "invalid literal for int() with base 10: '4.5'"),
+        ("a.txt", "3\nfour\n", "invalid literal for int() with base 10: 'four'"),
+        ("a.txt", "3\n" + "9" * 20, "document 1 is 99999999999999999999, neither"),
         ("a.txt", "3\n".encode("utf-16"), "'utf-8' codec can't"),
-        ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
+        ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .npy, "),
         ("a.npy", "[1, 2]", "can't be read"),
         ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read"),
         ("a.npy", np.array([1.0, 2.0]), "float64 of shape (2,), not a row of integers"),
@@ -103,7 +97,7 @@ def test_reads(tmp_path, name, content, column):
         ("a.csv", "4.5\n3\n", "its first line is '4.5'"),
         ("a.csv", "length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
         ("a.csv", "length;m\n3;4\n", "column 'length;m' has values of the type string"),
-        ("a.csv", "n,m\n3,4\n", "has the columns 'n', 'm'"),
+        ("a.csv", "n,m\n3,4\n", "its columns are 'n', 'm'"),
         ("a.csv", "\n3,4\n5,6\n", "its first line is '3,4'; write the names of the columns there, or make it a .txt"),
         ("a.csv", "length\n" + "9" * 20, "values of the type double"),
         ("a.csv", "", "Empty CSV file"),
@@ -113,12 +107,12 @@ def test_reads(tmp_path, name, content, column):
         ("a.parquet", {"n": [3, 0]}, "document 1 has 0 tokens"),
         ("a.parquet", {"n": [[7], []]}, "document 1 has 0 tokens"),
         ("a.parquet", {"n": [["a"]]}, "column 'n' has values of the type string"),
-        ("a.parquet", {"a": [1], "b": [1]}, "has the columns 'a', 'b'; name the one"),
+        ("a.parquet", {"a": [1], "b": [1]}, "its columns are 'a', 'b'; name the one"),
         ("a.parquet", {"n": np.zeros(0, np.int64)}, "holds no document"),
     ],
 )  # fmt: skip
 def test_refuses(tmp_path, name, content, message):
-    if name == "a.csv":
+    if name in ("a.csv", "a.jsonl"):
         pytest.importorskip("pyarrow")
     path = written(tmp_path, name, content)
     with pytest.raises(ValueError, match=re.escape(message)) as info:
@@ -130,15 +124,20 @@ def test_refuses(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     ("name", "content", "column", "message"),
     [
-        ("a.txt", "3\n", "n", "is 3, not an object with the column 'n'"),
-        ("a.npy", np.array([3]), "n", "an array has no columns, but --column n was asked for; leave it out"),
+        ("a.txt", "3\n", "n", "a.txt has no columns, but --column n was asked for; leave it out"),
+        ("a.npy", np.array([3]), "n", "a.npy has no columns, but --column n was asked for; leave it out"),
         ("a.csv", "3\n4\n", "n", "its first line is '3'; write"),
         ("a.parquet", TABLE, "text", "column 'text' has values of the type string"),
-        ("a.parquet", TABLE, "m", "has no column 'm'; it has 'text', 'n', 'input_ids'. Name one of them with --column"),
+        (
+            "a.parquet",
+            TABLE,
+            "m",
+            "its columns are 'text', 'n', 'input_ids'; name the one with the lengths with --column",
+        ),
     ],
 )
 def test_refuses_columns(tmp_path, name, content, column, message):
-    if name == "a.csv":
+    if name in ("a.csv", "a.jsonl"):
         pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=re.escape(message)):
         read_lengths(written(tmp_path, name, content), column)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 import tritonpack
 from tests.ecosystem.training import EXACT, arguments, features, tokenizer
@@ -94,46 +94,6 @@ def test_documents_stay_apart(form: str, positions: bool) -> None:
     if not positions:
         del call["position_ids"]
     assert difference(outcome(model, call), want) < EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"attention": "sdpa"}, {"attention": "eager"}, {"unpad": True}, {"share_prefixes": True}, {}], ids=str
-)
-def test_with_other_options(options: dict[str, Any]) -> None:
-    """Without any, the model is compiled."""
-    model: Any = tiny_model("mistral")
-    want = outcome(model, *alone())
-    tritonpack.patch(model, **options)
-    if not options:
-        model = torch.compile(model, backend="eager")
-        with pytest.raises(ValueError, match="in row 1 token 10 sees token 2"):
-            model(**{**batch(), "attention_mask": seeing(10, 2)})
-    assert difference(outcome(model, {**batch(), "attention_mask": added(pairs(), torch.float32)}), want) < EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "bloom", "gpt2", "jamba", "mamba2", "opt"])
-def test_other_families(family: str) -> None:
-    """Windows, ALiBi, absolute positions and recurrent layers: a mask of pairs gives what numbers give."""
-    model = zoo.tiny_model(family).eval()
-    tritonpack.patch(model)
-    call = batch()
-    del call["position_ids"], call["labels"]
-    want = model(**call).logits
-    assert torch.equal(model(**{**call, "attention_mask": added(pairs(), torch.float32)}).logits, want)
-
-
-def test_classifiers_refuse_packed_rows() -> None:
-    config = tiny_model("mistral").config
-    config.pad_token_id = 0
-    model: Any = AutoModelForSequenceClassification.from_config(config).double().eval()
-    tritonpack.patch(model)
-    call = batch()
-    del call["labels"]
-    for form in ("numbers", "bool"):
-        with pytest.raises(ValueError, match="gives one result for each row"):
-            model(**{**call, "attention_mask": FORMS[form](call["attention_mask"])})
 
 
 def pairs() -> Tensor:

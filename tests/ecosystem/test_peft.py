@@ -122,16 +122,6 @@ def test_merging(first: str, tmp_path: Any) -> None:
     assert "tritonpack" not in (tmp_path / "config.json").read_text()
 
 
-def test_unpatching_through_the_wrapper() -> None:
-    model = with_lora(tiny_model("llama"))
-    before = state(model)
-    handle = tritonpack.patch(model.base_model.model)
-    assert tritonpack.patch(model).report == handle.report  # one patch, whichever name it is called by
-    for _ in range(2):  # as often as it was patched
-        tritonpack.unpatch(model)
-    assert state(model) == before
-
-
 def test_saved_adapters_hold_no_trace(tmp_path: Any) -> None:
     tiny_model("mistral").save_pretrained(tmp_path / "base")
     model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64))

@@ -1,12 +1,10 @@
-"""Batches in ms-swift's formats: its own collator where it is installed, else rebuilt.
+"""Batches of ms-swift's own collator, where it is installed.
 
-With `packing` and `padding_free` a batch is one row with position ids that restart and no mask; some templates add
-`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, the latter two as tensors. Without them it is a
+With `packing` and `padding_free` a batch is one row with position ids that restart and no mask; without them it is a
 padded batch.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,27 +23,6 @@ def one_row() -> dict[str, Tensor]:
     positions = [torch.arange(ids.shape[1])[None] for ids in DOCUMENTS]
     columns = {"input_ids": DOCUMENTS, "labels": labels, "position_ids": positions}
     return {name: torch.cat(parts, dim=1) for name, parts in columns.items()}
-
-
-def with_offsets(row: dict[str, Tensor]) -> dict[str, Any]:
-    begins = (row["position_ids"][0] == 0).nonzero().flatten()
-    offsets = torch.cat([begins, torch.tensor([row["position_ids"].shape[1]])]).int()
-    longest = offsets.diff().max()
-    return {
-        **row, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest
-    }  # fmt: skip
-
-
-def test_documents_stay_apart() -> None:
-    """With position ids alone and with offsets; offsets that contradict are refused."""
-    model, row = tiny_model("mistral"), with_offsets(one_row())
-    want = outcome(model, *({"input_ids": ids, "labels": ids} for ids in DOCUMENTS))
-    tritonpack.patch(model)
-    for given in (one_row(), row):
-        assert difference(outcome(model, given), want) < EXACT
-    row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = row["cu_seq_lens_q"][[0, 2, 3, 4, 5]]
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q and position_ids contradict each other \(row 0, token 9"):
-        model(**row)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,6 @@ def arguments(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 Outcome = tuple[list[float], dict[str, Tensor]]
-Padded = Callable[[str], Outcome]  # what padded batches make of a family
 
 
 def trained(trainer: Any) -> Outcome:

@@ -1,8 +1,4 @@
-"""The large cases of the tests on a GPU, and which cases the backend "gluon" and small GPUs run."""
-
-from typing import Any
-
-import torch
+"""The large cases of the tests on a GPU, and which cases the backend "gluon" runs."""
 
 from tritonpack.testing import Case
 
@@ -31,27 +27,3 @@ LARGE = (
 def is_plain(case: Case) -> bool:
     """Whether a case is softmax attention of documents alone, as the backend "gluon" computes it."""
     return not (case.softcap or case.sinks or case.alibi or case.dropout_p or case.head_dim_v or case.parents)
-
-
-def why_too_large(case: Case, dtype: torch.dtype, shared_bytes: int) -> str:
-    """Why a GPU whose programs get at most this much shared memory has no room for a case; empty if it has.
-
-    Above head dimension 256 kernels in float32 take up to 160 KiB on NVIDIA; sm_86, sm_89 and sm_120 have 99.
-    """
-    kib = shared_bytes // 1024
-    if (
-        dtype == torch.float32
-        and max(case.head_dim, case.head_dim_v or 0) > 256
-        and kib < 160
-        and not torch.version.hip
-    ):
-        return f"float32 above head dimension 256 takes up to 160 KiB of shared memory; this GPU has {kib}"
-    return ""
-
-
-def shared_bytes() -> int:
-    """The shared memory that a program can have on this GPU."""
-    from triton.runtime import driver
-
-    utils: Any = driver.active.utils
-    return int(utils.get_device_properties(driver.active.get_current_device())["max_shared_mem"])

@@ -9,7 +9,7 @@ import torch
 import tritonpack
 import tritonpack.testing
 from tests import invariance
-from tests.gpu.cases import LARGE, shared_bytes, why_too_large
+from tests.gpu.cases import LARGE
 from tests.gpu.graphs import capture
 from tests.gpu.programs import goes_on
 from tritonpack import BlockDiagonalMask, varlen_attention
@@ -32,9 +32,12 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_small_cases(case: Case, dtype: torch.dtype) -> None:
-    if reason := why_too_large(case, dtype, shared_bytes()):
-        pytest.skip(reason)
-    check_backend(make_inputs(case, dtype, "cuda", slack_value=float("nan")), "triton")
+    try:
+        check_backend(make_inputs(case, dtype, "cuda", slack_value=float("nan")), "triton")
+    except tritonpack.BackendUnavailableError as error:  # float32 at 512 on a GPU with little shared memory
+        if dtype != torch.float32:
+            raise
+        pytest.skip(str(error))
 
 
 @HALF

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 import tritonpack
-from tests.ecosystem.test_trainer_padded import encoder
+from tests.ecosystem.test_padded import encoder
 from tests.ecosystem.training import EXACT, Outcome, arguments, distance, evaluated, features, pad, trained
 from tests.patches.calls import state as state_of_model
 from tests.patches.models import tiny_model
@@ -349,7 +349,7 @@ SFT_WAYS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"peft": True}}
 def test_sft_trainer(way: str, tmp_path: Path) -> None:
     """Two epochs of packed rows equal TRL's own padded batches of the same documents, in the same order."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tests.ecosystem.test_trl import make_trainer as make_sft
+    from tests.ecosystem.test_packed import make_sft
 
     config = None
     if way == "lora":

@@ -181,6 +181,12 @@ def mask_calls() -> list[Call]:
         Call("bounds-tree", tree, _check_tree, frozenset({"check_kernel"})),
         Call("tables", mask, lambda mask: tile_tables(mask, *cuts), frozenset({"tables_kernel"})),
         Call(
+            "tables-even",
+            mask,
+            lambda mask: tile_tables(mask, *(cut._replace(even=not cut.of_keys) for cut in cuts)),
+            frozenset({"tables_kernel"}),
+        ),
+        Call(
             "tables-whole-documents",
             transposed,
             lambda mask: tile_tables(mask, *cuts, whole_documents=True),

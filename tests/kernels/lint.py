@@ -25,11 +25,10 @@ import triton
 
 from tests.kernels.aot import (
     TARGETS,
+    USES_TILES_OF,
     Configuration,
-    HopperConfiguration,
     Resources,
     hopper_configurations,
-    kind_of_pointer,
 )
 from tritonpack.kernels.tile_shapes import TILES, Kernel, key_gradient_kernels
 
@@ -39,12 +38,6 @@ KERNELS = Path(__file__).parents[2] / "tritonpack" / "kernels"
 SHARED_KIB = {
     "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
     "gfx908": 64, "gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64, "gfx1151": 64, "gfx1200": 64, "gfx1201": 64,
-}  # fmt: skip
-
-# GPUs without tiles of their own, and whose they use (`tile_shapes.current_arch`).
-USES_TILES_OF = {
-    "sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100", "gfx908": "gfx942", "gfx90a": "gfx942",
-    "gfx950": "gfx942", "gfx1151": "gfx1100", "gfx1200": "gfx1201",
 }  # fmt: skip
 
 # Features that run together, with the query heads per key head of models that have them, and head dimensions. Without
@@ -69,7 +62,7 @@ class Finding(NamedTuple):
     is_minor: bool = False
 
 
-def findings(configuration: Configuration | HopperConfiguration, resources: Resources | str) -> list[Finding]:
+def findings(configuration: Configuration, resources: Resources | str) -> list[Finding]:
     """What is wrong with a compiled kernel, or with one that doesn't compile (then `resources` is the message)."""
     if isinstance(resources, str):
         return [Finding("doesn't compile")]
@@ -83,10 +76,6 @@ def findings(configuration: Configuration | HopperConfiguration, resources: Reso
     limit = SHARED_KIB[configuration.gpu]
     if resources.shared_bytes > limit * 1024:
         found.append(Finding(f"{resources.shared_bytes / 1024:.0f} of {limit} KiB"))
-    if misaligned := {stage.bytes for stage in resources.stages if stage.is_misaligned}:
-        found.append(Finding(f"stages of {', '.join(map(str, sorted(misaligned)))} bytes"))
-    if resources.unstaged_loads and configuration.tile.num_stages > 1:
-        found.append(Finding(f"{resources.unstaged_loads} loads without stages"))
     if inside := resources.spills_in_loops:
         found.append(Finding(f"{inside} spills in loops"))
     if outside := resources.spills - inside:
@@ -94,12 +83,12 @@ def findings(configuration: Configuration | HopperConfiguration, resources: Reso
     return found
 
 
-def launchable() -> list[Configuration | HopperConfiguration]:
+def launchable() -> list[Configuration]:
     """Every configuration, by GPU."""
-    configurations: list[Configuration | HopperConfiguration] = []
+    configurations: list[Configuration] = []
     for gpu in SHARED_KIB:
         configurations += _of_gpu(gpu)
-        configurations += [c for c in hopper_configurations() if c.arch == gpu]
+        configurations += [c for c in hopper_configurations() if c.gpu == gpu]
     return configurations
 
 
@@ -119,7 +108,7 @@ def _of_gpu(gpu: str) -> Iterator[Configuration]:
         yield from _kernels(gpu, head_dim, bf16)
     yield from _kernels(gpu, 512, bf16, features=("tree",))
     yield from _kernels(gpu, 192, bf16, 128)
-    for head_dim in (64, 128, 256, 512) if USES_TILES_OF.get(gpu, gpu) == "sm_80" else (128,):
+    for head_dim in (64, 128, 256, 512) if gpu in ("sm_80", "sm_86", "sm_89") else (128,):
         yield from _kernels(gpu, head_dim, torch.float32)
 
 
@@ -150,26 +139,25 @@ def _kernels(
     large: bool = False,
 ) -> Iterator[Configuration]:
     """The kernels of forward and backward; not those that the features don't change."""
-    arch = gpu if gpu in TILES else USES_TILES_OF[gpu]
-    row = triton.next_power_of_2(head_dim)
+    arch, row = USES_TILES_OF.get(gpu, gpu), triton.next_power_of_2(head_dim)
     kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
     for kernel in kernels:
         if "dlse" in features and kernel != "dq":
             continue  # it alone reads the gradient of the log-sum-exp
         if "sinks" in features and kernel not in ("forward", "dq"):
             continue  # the others read sinks as a part of the log-sum-exp
-        yield Configuration(kernel, arch, head_dim, dtype, head_dim_v, group, features, device=gpu, large=large)
+        yield Configuration(kernel, gpu, head_dim, dtype, head_dim_v, group, features, large)
 
 
-def key(configuration: Configuration | HopperConfiguration) -> str:
+def key(configuration: Configuration) -> str:
     """A digest of the kernel's code, without comments, and of the configuration. The tile isn't part of it."""
     name = str(configuration)
-    if isinstance(configuration, HopperConfiguration):
+    if configuration.backend == "gluon":
         modules = sorted(path.stem for path in KERNELS.glob("hopper*.py"))
     else:
         modules = ["forward" if configuration.kernel == "forward" else "backward"]
-        if (pointer := kind_of_pointer(configuration.gpu, large=configuration.large)) != "D":
-            name += f" {pointer}"
+        if TARGETS[configuration.gpu].backend == "hip" and not configuration.large:
+            name += " DS"  # Triton knows that 32 bits hold every offset
     return hashlib.sha256("\n".join([*map(_code, modules), name]).encode()).hexdigest()[:12]
 
 

@@ -1,9 +1,9 @@
-"""NVIDIA's machine code, read from nvdisasm's text: instructions, loops and the order of events."""
+"""NVIDIA's machine code, read from nvdisasm's text: instructions and loops."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -110,19 +110,6 @@ def _is_spill(instruction: Instruction) -> bool:
     Under Triton 3.6 the code for sm_120 has such a call beside each load by TMA.
     """
     return instruction.stem == "LDL" or (instruction.stem == "STL" and not _ZERO.search(instruction.operands))
-
-
-def events(instructions: Iterable[Instruction]) -> str:
-    """The events in order, a letter each.
-
-    H is a part of a matrix product, | a wait for products, e an exponential, b a barrier of threads, a an arrival at a
-    barrier in memory, w a wait for one.
-    """
-    marks = {
-        "HGMMA": "H", "WARPGROUP.DEPBAR": "|", "MUFU.EX2": "e", "BAR.SYNC": "b", "SYNCS.ARRIVE": "a",
-        "SYNCS.PHASECHK": "w",
-    }  # fmt: skip
-    return "".join(mark for i in instructions for name, mark in marks.items() if i.opcode.startswith(name))
 
 
 def _is_waited_for(instruction: Instruction) -> bool:

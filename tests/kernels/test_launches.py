@@ -14,10 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.launches import Call, calls
 from tests.virtual_gpu.driver import fake_gpu
@@ -39,7 +36,7 @@ ELSEWHERE = ("long", "ordinary", "s", "alibi", "dropout")  # a sample for other 
 
 
 def launched() -> list[tuple[str, Call]]:
-    """Calls in bfloat16 and of the largest cases; `python -m benchmarks.first_day --dry-run` has all."""
+    """Calls in bfloat16 and of the largest cases; `benchmarks.gpu.compile_ahead --without-gpu sm_90` launches all."""
     own = [c for c in calls() if c.name.startswith(("large-", "gluon-")) or not c.name.endswith(("fp16", "fp32"))]
     prefixes = (*(f"large-{name}" for name in ELSEWHERE), "tree-bf16", "tables-tree")
     others = [c for c in own if c.name.startswith(prefixes) and not c.name.endswith(("fp16", "fp32"))]
@@ -115,36 +112,3 @@ def test_one_binary_for_all_lengths(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert {kernel: len(found) for kernel, found in binaries.items() if len(found) > 1} == {}
     for binary, _ in launching._binaries.values():
         assert arch != "sm_80" or "cp.async.c" in binary.asm["ptx"]  # it copies 4 bytes or more
-
-
-@triton.jit
-def add_kernel(desc, out_ptr, ROWS: tl.constexpr):
-    """out [64]: the sums of the columns of a block of ROWS rows."""
-    tl.store(out_ptr + tl.arange(0, 64), tl.sum(desc.load([0, 0]), 0))
-
-
-REFUSALS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    # Triton's own check has passed when the descriptor changes
-    "descriptor without rows": ((1,), {"shape": [0, 64]}, {}, RuntimeError, "a size of 0"),
-    "odd address": ((1,), {"base": torch.zeros(32, 65)[:, 1:]}, {}, RuntimeError, "isn't a multiple of 16 bytes"),
-    "grid": ((1, 70000), {}, {}, RuntimeError, "a grid beyond the limits"),
-    "unknown argument": ((1,), {}, {"unknown": 1}, KeyError, "unknown"),
-}
-
-
-@pytest.mark.parametrize("name", [None, *REFUSALS])
-def test_refusals_of_a_driver(name: str | None) -> None:
-    """What a GPU's driver refuses fails without one, too."""
-    x = torch.zeros(32, 64)
-    descriptor = TensorDescriptor.from_tensor(x, [32, 64])
-    with fake_gpu() as launches:
-        if name is None:
-            add_kernel[(3, 2)](descriptor, x, ROWS=32)
-            (launch,) = launches
-            assert (launch.kernel, launch.grid, launch.threads) == ("add_kernel", (3, 2, 1), 128)
-            assert launch.shared_bytes >= x.nbytes
-            return
-        grid, changed, keywords, error, message = REFUSALS[name]
-        vars(descriptor).update(changed)
-        with pytest.raises(error, match=message):
-            add_kernel[grid](descriptor, x, ROWS=32, **keywords)

@@ -17,7 +17,7 @@ from tests.backends.test_tile_table import masks
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.backends import tile_table
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.tile_table import Cut, TileTables, capacity, tile_tables
+from tritonpack.backends.tile_table import Cut, TileTables, tile_tables
 from tritonpack.kernels import tables
 from tritonpack.masks import bounds
 from tritonpack.options import make_options
@@ -90,6 +90,16 @@ def assert_same(mask: BlockDiagonalMask, *cuts: Cut, whole: bool, monkeypatch: p
         assert torch.equal(ours, theirs), cut
 
 
+MIXED, SHARED = BlockDiagonalMask.from_seqlens([90, 2, 40, 13, 13, 13, 60, 1, 1]), [37, 5, 40, 1, 1, 30, 23]
+
+
+def parts() -> list[BlockDiagonalMask]:
+    """Rows and keys of one rank, with gaps; the documents have numbers."""
+    mask = BlockDiagonalMask.from_seqlens(SHARED)
+    rows, keys = torch.arange(3, 130, 2), torch.cat([torch.arange(30), torch.arange(60, 110)])
+    return [mask.restrict(rows), mask.restrict(rows, keys), mask.restrict(None, keys)]
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.fast("128-3-shared", "128-5-whole")
@@ -101,29 +111,15 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
         assert_same(mask, *cuts, whole=whole, monkeypatch=monkeypatch)
 
 
-MIXED, SHARED = [90, 2, 40, 13, 13, 13, 60, 1, 1], [37, 5, 40, 1, 1, 30, 23]
-
-
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize("most", [1, 2, 4, 13, 16])
-@pytest.mark.fast("128-13")
+@pytest.mark.fast("128-13-shared", "128-16-whole")
 @pytest.mark.usefixtures("small_chunks")
-def test_more_tiles_than_are_ordered(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_tiles_and_parts_of_masks(most: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of neighbours, also of more tiles than a program has, and tiles that fill no group."""
     monkeypatch.setattr(tile_table, "MOST_ORDERED", most)
-    for cut in CUTS:
-        assert_same(BlockDiagonalMask.from_seqlens(MIXED), cut, whole=False, monkeypatch=monkeypatch)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
-@pytest.mark.fast("128-whole")
-@pytest.mark.usefixtures("small_chunks")
-def test_tables_of_a_shard(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and keys of one rank, with gaps; the documents have numbers."""
-    mask = BlockDiagonalMask.from_seqlens(SHARED)
-    rows, keys = torch.arange(3, 130, 2), torch.cat([torch.arange(30), torch.arange(60, 110)])
-    for part in (mask.restrict(rows), mask.restrict(rows, keys), mask.restrict(None, keys)):
-        assert part.document is not None
-        assert_same(part, *CUTS, whole=whole, monkeypatch=monkeypatch)
+    for mask in (MIXED, *parts()):
+        assert_same(mask, *CUTS, whole=whole, monkeypatch=monkeypatch)
 
 
 def test_chunks_of_the_shipped_size_and_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +128,9 @@ def test_chunks_of_the_shipped_size_and_many_chunks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tables, "WINDOW", 16)
     mask = BlockDiagonalMask.from_seqlens([100, 3, 3, 3, 30, 2, 21])
     assert_same(mask, Cut(4, 8), Cut(4, of_keys=True), whole=False, monkeypatch=monkeypatch)
+    for lengths, cut, whole in (([3] * 50, Cut(16, 16), False), ([1] * 90, Cut(1, 1), True)):
+        mask = BlockDiagonalMask.from_seqlens(lengths)  # unused entries; more tiles than a program compares
+        assert_same(mask, cut, whole=whole, monkeypatch=monkeypatch)
 
 
 def plan(mask: BlockDiagonalMask, *, backward: bool, pack_invariant: bool = False) -> TileTables:
@@ -214,28 +213,3 @@ def test_operations_for_a_copy(operations: list[str]) -> None:
     with Recorded(operations):
         plan(replace(mask, trusted=True), backward=True)
     assert operations == ["transpose_kernel", *TABLES]
-
-
-def test_equal_cuts_share_a_table() -> None:
-    mask = BlockDiagonalMask.from_seqlens([30, 4])
-    first, other, again = tile_tables(mask, Cut(16, 8), Cut(8), Cut(16, 8))
-    assert first is again
-    assert first is not other
-
-
-def test_tables_hold_more_tiles_than_a_program_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry is written, also those behind the tiles."""
-    mask = BlockDiagonalMask.from_seqlens([1] * 90, [2] * 90)
-    with served(monkeypatch):
-        (table,) = tile_tables(mask, Cut(1, 1), whole_documents=True)
-    assert table.shape == (capacity(mask, Cut(1), True), 3)
-    assert table.tolist() == [[row, row + 1, 1] for row in range(90)]
-
-
-def test_unused_entries_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = BlockDiagonalMask.from_seqlens([3] * 50)
-    with served(monkeypatch):
-        (table,) = tile_tables(mask, Cut(16, 16))
-    unused = table[table[:, 0] == table[:, 1]]
-    assert len(unused) > 10
-    assert torch.equal(table[-len(unused) :], torch.tensor([150, 150, 0]).expand(len(unused), 3))

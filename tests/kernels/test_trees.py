@@ -90,14 +90,7 @@ def test_shapes(name: str, blocks: tuple[int, int]) -> None:
 
 
 @settings(max_examples=6)
-@given(forests(), st.sampled_from(REACHES), st.sampled_from(BLOCKS))
-def test_forests(parents: tuple[int, ...], reach: dict[str, Any], blocks: tuple[int, int]) -> None:
-    assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
-
-
-@pytest.mark.slow
-@settings(max_examples=6)
-@given(st.lists(forests(), min_size=2, max_size=3), st.sampled_from(REACHES), st.sampled_from(BLOCKS), st.data())
+@given(st.lists(forests(), min_size=1, max_size=3), st.sampled_from(REACHES), st.sampled_from(BLOCKS), st.data())
 def test_rows(rows: list[tuple[int, ...]], reach: dict[str, Any], blocks: tuple[int, int], data: st.DataObject) -> None:
     """Rows that begin within blocks, in both integer dtypes; tokens outside of trees also within subtrees."""
     length = min(max(map(len, rows)), 41)

@@ -1,202 +1,276 @@
+"""pack: bins of every algorithm, the lower bound, documents that are too long; windows; units; refusals."""
+
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.packing import naive
 from tests.packing.lengths import openchat
-from tritonpack.packing import pack
-from tritonpack.packing.bins import ALGORITHMS
+from tritonpack import Units, pack, pack_tree
+from tritonpack.packing import fit_lengths
+from tritonpack.packing.bins import ALGORITHMS, lower_bound
+from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, WindowPacker, longest_first, sort_by_bytes
+from tritonpack.packing.stream import _whole_rounds
 
-
-def draw_lengths(rng, capacity, most=120):
-    """Random lengths: many different ones, or three different ones."""
-    count = int(rng.integers(1, most))
-    longest = int(rng.integers(1, capacity + 1))
-    if rng.random() < 0.5:
-        return rng.choice(rng.integers(1, longest + 1, 3), count)
-    return rng.integers(1, longest + 1, count)
+REPEATABLE = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 def bins_of(packing):
     return [items.tolist() for items in packing]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("capacity", [1, 2, 7, 63, 64, 65, 100, 4095, 4096, 4097, 5000])
-def test_equals_naive_loop(capacity, algorithm):
-    rng = np.random.default_rng(capacity)
-    for round_ in range(16):
-        lengths = draw_lengths(rng, capacity)
-        max_items = None if round_ % 2 else int(rng.integers(1, 9))
-        packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items)
-        expected = getattr(naive, algorithm)(lengths.tolist(), capacity, max_items or len(lengths))
-        assert bins_of(packing) == expected
-        assert packing.lengths.tolist() == lengths[packing.items].tolist()
-        assert not packing.starts.any()
+@st.composite
+def problems(draw):
+    """Lengths, many different ones or three, a capacity around sizes of the tree of rooms, a limit of documents."""
+    capacity = draw(st.sampled_from([1, 2, 7, 63, 64, 65, 100, 4095, 4096, 4097]))
+    count, longest = draw(st.integers(1, 120)), draw(st.integers(1, capacity))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    lengths = rng.integers(1, longest + 1, count)
+    return (
+        rng.choice(lengths[:3], count) if draw(st.booleans()) else lengths,
+        capacity,
+        draw(st.sampled_from([None, 1, 3, 8])),
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("max_items", [None, 3])
-@pytest.mark.parametrize("capacity", [64**2 - 1, 64**2, 64**3 - 1, 64**3, 64**3 + 1])
-def test_each_document_once_and_no_bin_above_limits(capacity, max_items, algorithm):
-    """Capacities around powers of two, where the tree of rooms grows; more documents than two windows."""
+@given(problem=problems())
+@REPEATABLE
+def test_bins_are_those_of_plain_loops(algorithm, problem):
+    lengths, capacity, max_items = problem
+    packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items)
+    assert bins_of(packing) == getattr(naive, algorithm)(lengths.tolist(), capacity, max_items or len(lengths))
+    assert packing.lengths.tolist() == lengths[packing.items].tolist()
+    assert not packing.starts.any()
+    assert packing.num_bins == len(packing) >= packing.lower_bound >= math.ceil(lengths.sum() / capacity)
+    assert (
+        packing.efficiency
+        == packing.num_tokens / (packing.num_bins * capacity)
+        == lengths.sum() / (len(packing) * capacity)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("capacity", [64**2 - 1, 64**3, 64**3 + 1])
+def test_more_documents_than_two_windows(capacity, algorithm):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(1, capacity + 1, 1500), rng.integers(1, 9, 1500), [capacity, 1]])
     rng.shuffle(lengths)
-    packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items)
-    assert sorted(packing.items.tolist()) == list(range(len(lengths)))
-    loads = [int(lengths[items].sum()) for items in packing]
-    assert max(loads) <= capacity
-    assert max(map(len, packing)) <= (max_items or len(lengths))
-    assert packing.num_bins == len(loads) >= packing.lower_bound >= math.ceil(lengths.sum() / capacity)
-
-
-def test_efficiency_is_tokens_over_capacity():
-    packing = pack([6, 4, 5], capacity=10)
-    assert packing.num_bins == len(packing) == 2
-    assert packing.num_tokens == 15
-    assert packing.efficiency == 0.75
-    assert repr(packing) == "Packing(3 documents in 2 bins of 10 tokens, efficiency 75.00%)"
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_token_sums_exceed_32_bits(algorithm):
-    packing = pack(np.full(5_000, 1_000_000, dtype=np.int32), capacity=1_000_000, algorithm=algorithm)
-    assert packing.num_tokens == 5_000_000_000
-    assert packing.num_bins == packing.lower_bound == 5_000
-    assert packing.efficiency == 1.0
-
-
-def test_capacity_may_be_largest_int32():
-    """Only for the algorithm whose memory doesn't grow with the capacity."""
-    packing = pack([2**31 - 2, 1, 1], 2**31 - 1, algorithm="next_fit")
-    assert bins_of(packing) == [[0, 1], [2]]
-
-
-def test_index_bins():
-    packing = pack([8, 3, 5], capacity=8)
-    assert packing[0].tolist() == [0]
-    assert packing[-1].tolist() == [2, 1]
-    assert packing.spans(-1) == [(2, 0, 5), (1, 0, 3)]
-    for ask in (packing.__getitem__, packing.spans):
-        with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
-            ask(2)
-
-
-class TestOverlong:
-    LENGTHS = (5, 20, 3, 8, 9)
-
-    def pack(self, overlong, algorithm="next_fit"):
-        return pack(self.LENGTHS, 8, overlong=overlong, algorithm=algorithm)
-
-    def test_truncate(self):
-        packing = self.pack("truncate")
-        assert [packing.spans(b) for b in range(5)] == [[(0, 0, 5)], [(1, 0, 8)], [(2, 0, 3)], [(3, 0, 8)], [(4, 0, 8)]]
-        assert packing.num_tokens == 32
-        assert (packing.report.documents, packing.report.tokens_lost, packing.report.pieces) == (2, 13, 2)
-
-    def test_split(self):
-        packing = self.pack("split")
-        assert [packing.spans(b) for b in range(packing.num_bins)] == [
-            [(0, 0, 5)],
-            [(1, 0, 8)],
-            [(1, 8, 16)],
-            [(1, 16, 20), (2, 0, 3)],
-            [(3, 0, 8)],
-            [(4, 0, 8)],
-            [(4, 8, 9)],
-        ]
-        assert packing.num_tokens == sum(self.LENGTHS)
-        assert repr(packing).startswith("Packing(8 documents and pieces of documents in 7 bins")
-
-    @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_split_keeps_each_token_once(self, algorithm):
-        lengths = np.random.default_rng(0).integers(1, 400, 3000)
-        packing = pack(lengths, 64, overlong="split", algorithm=algorithm)
-        seen = [np.zeros(length, dtype=int) for length in lengths]
-        for bin_index in range(packing.num_bins):
-            spans = packing.spans(bin_index)
-            assert sum(stop - start for _, start, stop in spans) <= 64
-            for document, start, stop in spans:
-                seen[document][start:stop] += 1
-        assert (np.concatenate(seen) == 1).all()
-
-    def test_drop(self):
-        packing = self.pack("drop", "best_fit_decreasing")
-        assert [packing.spans(b) for b in range(2)] == [[(3, 0, 8)], [(0, 0, 5), (2, 0, 3)]]
-        assert packing.report.tokens_lost == 29
-        with pytest.raises(ValueError, match=r"leaves nothing: the document is longer"):
-            pack([9], 8, overlong="drop")
-
-
-def test_read_only_lengths_need_no_other_compilation():
-    """arrow returns read-only arrays. numba would compile every loop again for them."""
-    from tritonpack.packing.heuristics import longest_first
-
-    lengths = np.array([5, 3], dtype=np.int32)
-    pack(lengths, 8)
-    compiled = len(longest_first.signatures)
-    lengths.flags.writeable = False
-    assert bins_of(pack(lengths, 8)) == [[0, 1]]
-    assert len(longest_first.signatures) == compiled
-
-
-@pytest.mark.parametrize(
-    ("lengths", "capacity", "options", "message"),
-    [
-        (
-            [4, 9, 12],
-            8,
-            {},
-            "2 of 3 documents are longer than .* 8 .*document 1, 9 tokens.*at least 12.*overlong=",
-        ),
-        ([], 8, {}, "lengths is empty"),
-        ([4, 0], 8, {}, "document 1 has length 0"),
-        ([4, -3], 8, {}, "document 1 has length -3"),
-        ([4.0, 2.0], 8, {}, "lengths must be a row of integers.*float64"),
-        (
-            [[1, 2], [3]],
-            8,
-            {},
-            r"lengths must be a row of integers, the tokens of each .* got \[\[1, 2\], \[3\]\]. Count .*len\(ids\)",
-        ),
-        ([4.0, float("nan")], 8, {}, r"a length is missing \(NaN\), measure it"),
-        ([True, True], 8, {}, "lengths must be a row of integers.*bool"),
-        ([[1, 2]], 8, {}, r"shape \(1, 2\)"),
-        ([2**40], 8, {}, "longer than the capacity"),
-        ([1], 0, {}, "capacity must be an integer from 1 to 2147483647; got 0"),
-        ([1], 8.0, {}, "got 8.0"),
-        ([1], True, {}, "got True"),
-        ([1], 2**31, {}, "got 2147483648"),
-        ([1], 8, {"max_items": 0}, "max_items must be an integer from 1 .*got 0"),
-        ([1], 8, {"max_items": 1.5}, "max_items must be .*got 1.5"),
-        ([1], 8, {"overlong": "cut"}, "overlong must be one of 'error', 'truncate', 'split', 'drop'; got 'cut'"),
-        (
-            [1],
-            8,
-            {"algorithm": "ffd"},
-            "algorithm must be one of 'best_fit_decreasing', 'best_fit', 'next_fit', 'windowed'; got 'ffd'",
-        ),
-    ],
-)
-def test_refuses(lengths, capacity, options, message):
-    with pytest.raises(ValueError, match=message):
-        pack(lengths, capacity, **options)
-
-
-@pytest.mark.slow
-def test_first_call_imports_numba():
-    script = (
-        "import sys; from tritonpack import pack; assert not {'numba', 'transformers'} & set(sys.modules); "
-        "pack([1], 1); assert 'numba' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    for max_items in (None, 3):
+        packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items)
+        assert sorted(packing.items.tolist()) == list(range(len(lengths)))
+        assert max(int(lengths[items].sum()) for items in packing) <= capacity
+        assert max(map(len, packing)) <= (max_items or len(lengths))
 
 
 @pytest.mark.parametrize("capacity", [2048, 4096, 8192, 32768])
 def test_number_of_bins_is_near_lower_bound(capacity):
     packing = pack(openchat(), capacity)
     assert packing.num_bins <= max(1.003 * packing.lower_bound, packing.lower_bound + 1)
+
+
+def test_sums_exceed_32_bits():
+    for algorithm in ALGORITHMS:
+        packing = pack(np.full(5_000, 1_000_000, dtype=np.int32), capacity=1_000_000, algorithm=algorithm)
+        assert (packing.num_tokens, packing.num_bins, packing.efficiency) == (5_000_000_000, 5_000, 1.0)
+    assert bins_of(pack([2**31 - 2, 1, 1], 2**31 - 1, algorithm="next_fit")) == [[0, 1], [2]]
+
+
+def by_definition(lengths, capacity):
+    """The definition of L2 by Martello and Toth, with a sum over all documents for every threshold."""
+    best = 0
+    for threshold in range(capacity // 2 + 1):
+        alone = [length for length in lengths if length > capacity - threshold]
+        large = [length for length in lengths if capacity / 2 < length <= capacity - threshold]
+        small = [length for length in lengths if threshold <= length <= capacity / 2]
+        excess = sum(small) - (len(large) * capacity - sum(large))
+        best = max(best, len(alone) + len(large) + max(0, math.ceil(excess / capacity)))
+    return best
+
+
+def test_lower_bound():
+    rng, reached = np.random.default_rng(0), 0
+    for round_ in range(200):
+        capacity = [1, 2, 3, 10, 11, 100][round_ % 6]
+        lengths = rng.integers(1, capacity + 1, int(rng.integers(1, 40)))
+        assert lower_bound(lengths, capacity) == by_definition(lengths.tolist(), capacity)
+        lengths, max_items = rng.integers(1, 21, int(rng.integers(1, 8))), [None, 1, 2, 3][round_ % 4]
+        fewest = naive.fewest_bins(lengths.tolist(), 20, max_items or len(lengths))
+        assert lower_bound(lengths, 20, max_items) <= fewest
+        reached += lower_bound(lengths, 20, max_items) == fewest
+    assert reached > 160, "in most cases the bound is the optimum"
+
+
+SPANS = {  # of lengths 5, 20, 3, 8, 9 in bins of 8
+    "truncate": ([[(0, 0, 5)], [(1, 0, 8)], [(2, 0, 3)], [(3, 0, 8)], [(4, 0, 8)]], 13, 2),
+    "split": (
+        [[(0, 0, 5)], [(1, 0, 8)], [(1, 8, 16)], [(1, 16, 20), (2, 0, 3)], [(3, 0, 8)], [(4, 0, 8)], [(4, 8, 9)]], 0, 5,
+    ),
+    "drop": ([[(0, 0, 5), (2, 0, 3)], [(3, 0, 8)]], 29, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlong", SPANS)
+def test_documents_longer_than_a_bin(overlong):
+    packing = pack((5, 20, 3, 8, 9), 8, overlong=overlong, algorithm="next_fit")
+    spans, lost, pieces = SPANS[overlong]
+    assert [packing.spans(b) for b in range(packing.num_bins)] == spans
+    assert (packing.report.documents, packing.report.tokens_lost, packing.report.pieces) == (2, lost, pieces)
+    assert packing.num_tokens == 45 - lost
+    assert str(pack([5], 8).report) == "every document fits"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_split_keeps_each_token_once(algorithm):
+    lengths = np.random.default_rng(0).integers(1, 400, 3000)
+    packing = pack(lengths, 64, overlong="split", algorithm=algorithm)
+    seen = [np.zeros(length, dtype=int) for length in lengths]
+    for bin_index in range(packing.num_bins):
+        spans = packing.spans(bin_index)
+        assert sum(stop - start for _, start, stop in spans) <= 64
+        for document, start, stop in spans:
+            seen[document][start:stop] += 1
+    assert (np.concatenate(seen) == 1).all()
+    assert repr(packing).startswith(f"Packing({len(packing.items):} documents and pieces of documents in")
+
+
+def test_bins_by_number_and_read_only_lengths():
+    packing = pack([8, 3, 5], capacity=8)
+    assert (packing[0].tolist(), packing[-1].tolist(), packing.spans(-1)) == ([0], [2, 1], [(2, 0, 5), (1, 0, 3)])
+    assert repr(packing) == "Packing(3 documents in 2 bins of 8 tokens, efficiency 100.00%)"
+    for ask in (packing.__getitem__, packing.spans):
+        with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
+            ask(2)
+    lengths, compiled = np.array([5, 3], dtype=np.int32), len(longest_first.signatures)
+    lengths.flags.writeable = False  # as arrow's; numba would compile every loop again for them
+    assert bins_of(pack(lengths, 8)) == [[0, 1]]
+    assert len(longest_first.signatures) == compiled
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("window", [1, 2, 7, 50])
+def test_windows_are_those_of_plain_loops(window, threshold):
+    lengths = np.random.default_rng(window).integers(1, 64, 200).astype(np.int32)
+    for max_items in (200, 3):
+        packer, bins = WindowPacker(64, max_items, threshold), []
+        for start in range(0, len(lengths), window):
+            documents, offsets = packer.add(lengths[start : start + window], last=start + window >= len(lengths))
+            bins += [part.tolist() for part in np.split(documents, offsets[1:-1]) if len(part)]
+        assert bins == naive.windowed(lengths.tolist(), 64, max_items, window, threshold)
+
+
+def test_documents_wait_for_few_windows():
+    """With bins that are all 60% full, documents are carried, and the packer holds only a few windows."""
+    packer, none = WindowPacker(100, 10, 0.95), np.zeros(0, dtype=np.int32)
+    assert [each.tolist() for each in packer.add(none, last=True)] == [[], [0]]
+    for window in range(10):
+        documents, offsets = packer.add(np.full(8, 60, dtype=np.int32))
+        waiting = (window + 1) * 8 - MAX_CARRIES * 8
+        assert documents.tolist() == (list(range(waiting - 8, waiting)) if waiting > 0 else [])
+        assert len(offsets) - 1 == len(documents)
+    lengths = np.random.default_rng(0).integers(1, 2049, 20 * WINDOW)
+    packing = pack(lengths, 4096, algorithm="windowed")
+    assert packing.num_bins <= 1.005 * pack(lengths, 4096).num_bins
+    assert (np.maximum.accumulate(packing.items) - packing.items).max() < (MAX_CARRIES + 1) * WINDOW
+    lengths = lengths[: 2 * WINDOW + 100]
+    assert bins_of(pack(lengths, 4096, algorithm="windowed")) == naive.windowed(lengths.tolist(), 4096, len(lengths))
+
+
+@pytest.mark.parametrize("count", [0, 1, 47, 48, 300])
+@pytest.mark.parametrize("most", [0, 1, 255, 256, 70_000])
+def test_sorts_keys(count, most):
+    keys = np.random.default_rng(count).integers(0, most + 1, count) << 16 | np.arange(count)
+    expected, rest = sorted(keys.tolist()), [-1, -2]
+    keys = np.append(keys, rest)
+    sort_by_bytes(keys, np.empty(count, dtype=np.int64), np.empty(257, dtype=np.int64), count, 16, most)
+    assert keys.tolist() == expected + rest
+
+
+@pytest.mark.parametrize(
+    ("bins", "ranks", "expected"),
+    [
+        ([[1, 2, 3], [4, 5]], 2, [[1, 2, 3], [4, 5]]),
+        ([[1, 2, 3], [4, 5]], 3, [[1, 2, 3], [4], [5]]),  # 4 + 5 is the fullest
+        ([[1, 2, 3], [4, 5]], 4, [[1, 2], [3], [4], [5]]),  # 1 + 2 and 3 are halves
+        ([[8, 1, 1, 1]], 2, [[8], [1, 1, 1]]),
+        ([[9], [2, 2]], 3, [[9], [2], [2]]),  # the fullest holds one entry
+        ([[1, 1, 1]], 3, [[1], [1], [1]]),
+    ],
+)
+def test_fullest_bins_of_a_stream_are_halved(bins, ranks, expected):
+    assert _whole_rounds(bins, {length: (None, length) for length in range(10)}, ranks) == (expected, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_units_count_the_pairs_of_the_dense_mask(seed):
+    """Groups of sequences that begin alike: equal ones, begins of others, several branches, single tokens."""
+    rng, groups = np.random.default_rng(seed), []
+    for _ in range(40):
+        prompt = rng.integers(0, 3, rng.integers(0, 9)).tolist()
+        group = [prompt + rng.integers(0, 3, rng.integers(1, 7)).tolist() for _ in range(rng.integers(1, 6))]
+        groups.append([*group, group[0][: rng.integers(1, len(group[0]) + 1)]] if rng.random() < 0.5 else group)
+    units = Units.of_trees(groups)
+    for unit, group in enumerate(groups):
+        batch = pack_tree(group)
+        assert units.tokens[unit] == batch.num_tokens
+        assert units.squares[unit] == 2 * int(batch.mask.to_dense().sum()) - batch.num_tokens
+    units, same = Units.of_trees([[[5, 6, 7]], [[1, 2], [3, 4, 5]]]), Units.of_sequences([[3], [2, 3]])
+    assert units.tokens.tolist() == same.tokens.tolist() == [3, 5]
+    assert units.squares.tolist() == same.squares.tolist() == [9, 13]
+    assert bins_of(pack(Units.of_sequences([[5], [2, 1], [4], [1, 1]]), 8)) == bins_of(pack([5, 3, 4, 2], 8))
+    fitted = fit_lengths(same.tokens, 4, "drop", noun=same.noun)
+    assert (fitted.documents.tolist(), str(fitted.report)) == (
+        [0],
+        "1 unit longer than the capacity dropped: 5 tokens lost",
+    )
+
+
+NAMES = "'best_fit_decreasing', 'best_fit', 'next_fit', 'windowed'"
+REFUSED = [
+    (([4, 9, 12], 8), {}, "2 of 3 documents are longer than .* 8 .*document 1, 9 tokens.*at least 12.*overlong="),
+    (([9], 8), {"overlong": "drop"}, "leaves nothing: the document is longer"),
+    (([], 8), {}, "lengths is empty"),
+    (([4, 0], 8), {}, "document 1 has length 0"),
+    (([4, -3], 8), {}, "document 1 has length -3"),
+    (([4.0, 2.0], 8), {}, "lengths must be a row of integers.*float64"),
+    (([[1, 2], [3]], 8), {}, r"lengths must be a row of integers, .* got \[\[1, 2\], \[3\]\]. Count .*len\(ids\)"),
+    (([4.0, float("nan")], 8), {}, r"a length is missing \(NaN\), measure it"),
+    (([True, True], 8), {}, "lengths must be a row of integers.*bool"),
+    (([[1, 2]], 8), {}, r"shape \(1, 2\)"),
+    (([2**40], 8), {}, "longer than the capacity"),
+    *(
+        (([1], value), {}, f"capacity must be an integer from 1 to 2147483647; got {value}")
+        for value in (0, 8.0, True, 2**31)
+    ),
+    (([1], 8), {"max_items": 0}, "max_items must be an integer from 1 .*got 0"),
+    (([1], 8), {"max_items": 1.5}, "max_items must be .*got 1.5"),
+    (([1], 8), {"overlong": "cut"}, "overlong must be one of 'error', 'truncate', 'split', 'drop'; got 'cut'"),
+    (([1], 8), {"algorithm": "ffd"}, f"algorithm must be one of {NAMES}; got 'ffd'"),
+    ((Units.of_documents([9]), 8), {"overlong": "split"}, "overlong='split' cuts documents"),
+]
+REFUSED_UNITS = [
+    (Units.of_documents, ([2**31],), "at most 2147483647 tokens; number 0 has 2147483648"),
+    (Units.of_sequences, ([[1], []],), "unit 1: lengths is empty"),
+    (Units.of_sequences, ([[1], [2, 0]],), "unit 1: .*document 1 has length 0"),
+    (Units, ([5, 6], [25, 37]), "unit 1 has 6 tokens and squares 37"),
+    (Units, ([5, 6], [25, 5]), "unit 1 has 6 tokens and squares 5"),
+    (Units, ([5, 6], [25]), "squares must be 2 integers, one for each unit; got int64 of shape"),
+    (Units, ([5], [25.0]), "squares must be 1 integers, one for each unit; got float64"),
+    (Units.of_trees, ([[[1]], []],), "unit 1, a list of sequences of token ids: sequences is empty"),
+    (Units.of_trees, ([[[1]], [[1], []]],), "unit 1, .*: sequence 1 is empty"),
+    (Units.of_trees, ([[[0.5]]],), "unit 0, .*: sequence 0 needs a row of integers"),
+    (Units.of_trees, ([5, 6],), "unit 0, .*: sequences must be a list .*; got int 5"),
+    (Units.of_trees, ([[5, 6]],), r"unit 0, .*: sequence 0 needs a row of integers .*shape \(\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "options", "message"),
+    [*((pack, *case) for case in REFUSED), *((call, given_, {}, text) for call, given_, text in REFUSED_UNITS)],
+)
+def test_refuses(call, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, **options)

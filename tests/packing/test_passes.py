@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from tests.packing.lengths import log_normal
 from tritonpack import (
@@ -242,3 +242,31 @@ def test_epochs_of_passes(kind, way, options, expected, monkeypatch):
         warnings.simplefilter("ignore")
         found = [epoch_of(batches, kind, ranks) for batches in (way(make) if callable(way) else passes_of(way, make))]
     assert " ".join(found + ["warns"] * ("same-epoch" in notices.said)) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "is_shuffled"),
+    [
+        (lambda: MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0), True),
+        (lambda: MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0, shuffle=False), False),
+        (lambda: MultipackDistributedBatchSampler(256, LENGTHS, 1, 0, 0, order=np.arange(60)), False),
+        (lambda: MultipackBatchSampler(RandomSampler(DOCUMENTS), 2, 256, LENGTHS), True),
+        (lambda: MultipackBatchSampler(DistributedSampler(DOCUMENTS, 1, 0), 2, 256, LENGTHS), True),
+        (lambda: MultipackBatchSampler(range(60), 2, 256, LENGTHS), False),
+    ],
+)
+@pytest.mark.parametrize("passes", ["+", "+12", "01", "111", "-", "r", "++", "3+", "-+", "r+"])
+def test_second_pass_over_one_epoch_warns_where_epochs_differ(make, is_shuffled, passes, monkeypatch):
+    """Passes: "3" is set_epoch(3) and a pass, "+" a pass, "-" one that is broken off, "r" one of a loaded state."""
+    monkeypatch.setattr(notices, "said", {})
+    sampler = make()
+    loader = DataLoader(BinDataset(range(60)), batch_sampler=sampler, collate_fn=list)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in passes:
+            if each.isdecimal():
+                sampler.set_epoch(int(each))
+            elif each == "r":
+                sampler.load_state_dict(make().state_dict(batches_done=1))
+            next(iter(loader)) if each == "-" else list(loader)
+    assert ("same-epoch" in notices.said) == (is_shuffled and len(passes) > 1 and passes[-1] == "+")

@@ -31,8 +31,8 @@ from tests.parallel.recurrent_cases import in_float64, require_equal, several_do
 from tests.parallel.recurrent_cases import make as make_recurrent
 from tests.patches.models import COMMON
 from tritonpack import BlockDiagonalMask, SequenceParallel, patch
-from tritonpack.parallel.forward import _layer_specs
 from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.shard import layer_specs
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.parse_inputs import CACHES
 
@@ -283,14 +283,14 @@ def layout_counts_all_layers():
 
 def specs_of_layers():
     """The masks that layouts count: windows and chunks, of each layer."""
-    specs = {family: _layer_specs(make_model(family)) for family in ("llama", "mistral", "gemma2")}
+    specs = {family: layer_specs(make_model(family)) for family in ("llama", "mistral", "gemma2")}
     assert specs["llama"] == (CAUSAL, CAUSAL)
     assert specs["mistral"] == (MaskSpec.of((4, 0)),) * 2
     assert specs["gemma2"] == (MaskSpec.of((4, 0)), CAUSAL)
     module = torch.nn.Module()
     module.config = AutoConfig.for_model("llama4_text", num_hidden_layers=4, attention_chunk_size=8)
     chunks = MaskSpec.of((-1, 0), 8)
-    assert _layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
+    assert layer_specs(module) == (chunks, chunks, chunks, CAUSAL)
 
 
 def in_groups_of_two(shape, exchange):

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    BartForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -37,6 +38,10 @@ from tests.parallel.models import (
 from tests.patches.models import COMMON
 from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
 
+BART = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64,
+    "decoder_attention_heads": 2,
+}  # fmt: skip
 TOKENS = 51  # of `packed()`
 TORN = torch.ones(1, TOKENS, dtype=torch.long)  # padding inside a document
 TORN[0, 20] = 0
@@ -85,6 +90,11 @@ ENTRIES = {
     "sequence classifier": (
         "LlamaForSequenceClassification reads one token",
         lambda: LlamaForSequenceClassification(AutoConfig.for_model("llama", **COMMON)),
+        {},
+    ),
+    "encoder-decoder": (
+        "BartForConditionalGeneration holds an encoder and a decoder",
+        lambda: BartForConditionalGeneration(AutoConfig.for_model("bart", **BART)),
         {},
     ),
     "second of two models": ("MultiHeadAttention", lambda: [make_model(), from_config("xlm")], {}),
@@ -240,9 +250,10 @@ def changed_inside():
             patch(model, unpad=True)
         assert state_of(model) == before
         close(logits_of(model), wanted, "with the patch of the context")
-        unpatch(model)
-        with pytest.raises(ValueError, match="unpatched inside of SequenceParallel"):
-            model(**packed())
+        with pytest.raises(ValueError, match=r"can't be unpatched inside of SequenceParallel\. Leave the context"):
+            unpatch(model)
+        close(logits_of(model), wanted, "after that")
+    assert state_of(model) != before
 
 
 def unchecked_batches():

@@ -12,9 +12,8 @@ from tests.lengths import distributions, fill, packs
 from tests.parallel.attention_cases import padded, trees
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
-from tritonpack.parallel.exchanges.keys import cast_parts, few_keys
-from tritonpack.parallel.layouts import LayoutName
-from tritonpack.parallel.seen_keys import host_bounds
+from tritonpack.parallel.exchanges.keys import CastKeys, few_keys
+from tritonpack.parallel.layouts import LayoutName, host_bounds
 
 NAMES = get_args(LayoutName)
 MILLION, RANKS = 1 << 20, 8
@@ -91,13 +90,14 @@ def test_few_keys_and_even_work_for_a_million_tokens(lengths, options, most):
     host_bounds(mask)
     began = time.process_time()
     layout = make_layout("documents", mask, RANKS)
-    parts = cast_parts(mask, layout, 5, 4)
+    part = CastKeys.of(mask, layout, 5)
     assert time.process_time() - began < 2.0
     keys = layout.remote_keys(mask)
     assert max(keys) <= most
     assert layout.imbalance(mask) <= 1.02
     assert row_imbalance(layout) <= 1.03
-    assert sum(sum(part.received_counts) for part in parts) == keys[5] == sum(part.mask.num_keys for part in parts)
+    assert (part is None) == (not any(keys))
+    assert part is None or sum(part.received_counts) == keys[5] == part.mask.num_keys
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16, pytest.param(64, marks=pytest.mark.slow)])
@@ -136,7 +136,8 @@ def test_all_masks_of_the_layers_count():
     assert runs(full) == runs([full]) == 2
     assert runs(windows) == runs([windows, windows]) == 1
     assert runs([full, windows, windows]) > 1
-    pairs = host_bounds(full).counts + 20 * host_bounds(windows).counts
+    of_full, of_windows = (stop - start for start, stop in map(host_bounds, (full, windows)))
+    pairs = of_full + 20 * of_windows
     work = [int(pairs[rows].sum()) for rows in make_layout("documents", [full, *[windows] * 20], 4).rows]
     assert max(work) * 4 / sum(work) <= 1.02
     chunks, whole = of([4096] * 2, chunk_size=512), of([4096] * 2)
@@ -169,7 +170,8 @@ def test_remote_keys_are_those_that_rows_see(name, make):
     """Compared with the dense mask, pair by pair, and so are the rows that travel in parts, and the masks of parts."""
     mask = make()
     dense = mask.to_dense()
-    assert host_bounds(mask).counts.tolist() == dense.sum(1).tolist()
+    start, stop = host_bounds(mask)
+    assert (stop - start).tolist() == dense.sum(1).tolist()
     layout = make_layout(name, mask, 3)
     needed = [dense[rows].any(0) for rows in layout.rows]
     for rank, rows in enumerate(layout.rows):
@@ -178,21 +180,14 @@ def test_remote_keys_are_those_that_rows_see(name, make):
     for rank, rows in enumerate(layout.rows):
         sent = torch.cat([needed[other][rows].nonzero()[:, 0] for other in range(3)])
         received = [other[needed[rank][other]] for other in layout.rows]
-        for whole in cast_parts(mask, layout, rank, 1):
-            assert whole.sent.tolist() == sent.tolist()
-            assert whole.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
-        parts = cast_parts(mask, layout, rank, 3)
-        assert len(parts) == min(3, max(layout.remote_keys(mask)))
-        taken = [0, 0, 0]
-        for part in parts:
-            counts = part.received_counts
-            pieces = [one[n : n + more] for one, n, more in zip(received, taken, counts, strict=True)]
-            taken = [n + more for n, more in zip(taken, counts, strict=True)]
-            keys = torch.cat(pieces)[part.order]
+        part = CastKeys.of(mask, layout, rank)
+        assert (part is None) == (not any(layout.remote_keys(mask)))
+        if part is not None:
+            keys = torch.cat(received)[part.order]
+            assert part.sent.tolist() == sent.tolist()
+            assert part.received_counts == [int(needed[rank][other].sum()) for other in layout.rows]
             assert torch.equal(part.mask.to_dense(), dense[rows][:, keys])
             assert torch.equal(part.mask.distances(), mask.distances()[rows][:, keys])
-        assert taken == [len(one) for one in received] if parts else not sum(map(len, received))
-        assert sorted(torch.cat([part.sent for part in parts]).tolist() if parts else []) == sorted(sent.tolist())
 
 
 REFUSALS = [

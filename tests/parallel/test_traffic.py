@@ -77,8 +77,9 @@ def traffic(monkeypatch):
     traffic = Traffic()
 
     def all_to_all(target, source, taken, given, group, **_):
-        assert (target.numel(), source.numel()) == (sum(taken), sum(given))
-        return traffic.launch("all_to_all", group, (sum(taken) - taken[dist.get_rank(group)]) * target.itemsize)
+        assert (target.shape[0], source.shape[0]) == (sum(taken), sum(given))
+        row = target.itemsize * target.shape[1:].numel()
+        return traffic.launch("all_to_all", group, (sum(taken) - taken[dist.get_rank(group)]) * row)
 
     def batch(operations):
         received = sum(one.tensor.nbytes for one in operations if one.op is dist.irecv)
@@ -254,26 +255,25 @@ def test_auto_sends_as_the_exchange_that_it_chooses(traffic, lengths, collective
 
 
 def test_group_cast_plans_once_for_all_layers(traffic, monkeypatch):
-    """And receives few bytes for a million tokens, in four parts."""
+    """And receives few bytes for a million tokens."""
     mask = of(fill(np.random.default_rng(0).lognormal(np.log(700), 1.0, 4096), 1 << 20))
-    made, make = [], keys.cast_parts
-    monkeypatch.setattr(keys, "cast_parts", lambda *given: made.append(make(*given)) or made[-1])
+    made, make = [], keys.CastKeys.of
+    monkeypatch.setattr(keys.CastKeys, "of", lambda *given: made.append(make(*given)) or made[-1])
     layout = make_layout("documents", mask, RANKS)
     for _ in range(3):
         next(run(traffic, mask, layout, "group_cast", 1, 1, torch.bfloat16))
-    (parts,) = made
-    assert len(parts) == 4
-    received = sum(sum(part.received_counts) for part in parts)
+    (part,) = made
+    received = sum(part.received_counts)
     assert received == layout.remote_keys(mask)[RANK] <= 917_504 // 10
     assert traffic.received.total() == received * (HEAD_DIM + HEAD_DIM_V) * 2
 
 
 OVERLAP = {  # exchange, layout, heads, key heads, launches, exposed; in forward and in backward
     "all_gather": ("all_gather", "documents", 16, 8, (4, 8), ([], [])),
-    "all_gather, two key heads": ("all_gather", "documents", 16, 2, (4, 8), ([], [])),
-    "all_gather, one key head": ("all_gather", "contiguous", 16, 1, (4, 8), ([], [])),
+    "all_gather, two key heads": ("all_gather", "documents", 16, 2, (2, 4), ([], [])),
+    "all_gather, one key head": ("all_gather", "contiguous", 16, 1, (1, 2), ([], [])),
     "group_cast": ("group_cast", "documents", 16, 8, (4, 8), ([], [])),
-    "group_cast, one key head": ("group_cast", "stripe", 16, 1, (4, 8), ([], [])),
+    "group_cast, one key head": ("group_cast", "stripe", 16, 1, (1, 2), ([], [])),
     "ring": ("ring", "zigzag", 16, 8, (7, 14), ([], [])),
     "ring, one key head": ("ring", "stripe", 16, 1, (7, 14), ([], [])),
     # Blocks of later ranks, which no query of this one sees, and their gradients are only passed on.

@@ -52,8 +52,8 @@ def plain(folder: str, model: Any, **options: Any) -> Trainer:
 
 
 def of_trl(name: str, folder: str, model: Any, **options: Any) -> Any:
-    """A trainer of tests/ecosystem/test_trl_padded.py, with more options."""
-    from tests.ecosystem.test_trl_padded import TRAINERS
+    """A trainer of tests/ecosystem/test_padded.py, with more options."""
+    from tests.ecosystem.test_padded import TRAINERS
 
     counting = {"include_num_input_tokens_seen": "non_padding"} if name.startswith("SFT") else {}
     setting = TRAINERS[name]._replace(options={**TRAINERS[name].options, **counting, **options})

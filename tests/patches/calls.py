@@ -1,5 +1,7 @@
 """Documents as calls of tiny models, packed in every form, and their results beside those of each document alone."""
 
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from tests.patches.comparison import apart, tolerance
 from tests.patches.sweep import forms
 from tests.patches.sweep.forms import FORMS, LENGTHS
 from tests.patches.sweep.subject import Subject
+from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.measuring import Batch
 
 EXACT = tolerance(torch.float64)
@@ -18,6 +21,14 @@ EXACT = tolerance(torch.float64)
 def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
     """Random token ids `[1, n]` for every length."""
     return zoo.documents(lengths)
+
+
+def alike() -> list[Tensor]:
+    """Documents `[1, n]` with common beginnings."""
+    pieces = documents((9, 6, 11, 8))
+    for piece in pieces[1:]:
+        piece[:, :5] = pieces[0][:, :5]
+    return pieces
 
 
 def told(form: str = "position_ids", pieces: list[Tensor] | None = None) -> dict[str, Any]:
@@ -100,6 +111,19 @@ def state(model: nn.Module) -> dict[str, list[Any]]:
         + [dict(vars(module.config)) if hasattr(module, "config") else None, id(getattr(module, "config", None))]
         for name, module in model.named_modules()
     }
+
+
+def is_patched(model: nn.Module) -> bool:
+    return bool(applied_to(model))
+
+
+def in_threads(runs: list[Callable[[], None]]) -> None:
+    """Run functions in threads at the same time, and wait for all."""
+    threads = [threading.Thread(target=run) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def without_dropout(model: Any) -> Any:

@@ -13,16 +13,29 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-)
+    SiglipTextConfig,
+    SiglipTextModel,
+    T5ForConditionalGeneration,
+)  # fmt: skip
 from transformers.masking_utils import create_causal_mask
+from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaModel,
+    apply_rotary_pos_emb,
+)  # fmt: skip
+from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.utils import ModelOutput
 
+from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
+from tests.patches.zoo import spread, tiny_pair_model
 
 
 def attends_by_itself(self: Any, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
@@ -100,7 +113,7 @@ class Stranger(PreTrainedModel):
 
 def config(**more: Any) -> LlamaConfig:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
-    return LlamaConfig(**sizes, num_hidden_layers=2, **more)
+    return LlamaConfig(**{**sizes, "num_hidden_layers": 2, **more})
 
 
 class Unshown(LlamaForCausalLM):
@@ -129,6 +142,17 @@ class Centred(Mixing):
 class Noisy(Mixing):
     def changed(self, logits: Tensor) -> Tensor:
         return logits + torch.randn_like(logits)
+
+
+class Branches(LlamaForCausalLM):
+    """Its attention gets the right mask, and its head adds the token before in the row: another branch's."""
+
+    def forward(self, input_ids: Tensor | None = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        if position_ids is not None:
+            inner = (position_ids[..., None] > 0).to(output.logits.dtype)
+            output.logits = output.logits + inner * output.logits.roll(1, dims=1)
+        return output
 
 
 class WindowIgnored(MistralForCausalLM):
@@ -288,16 +312,171 @@ class TwoOutputs(LlamaForCausalLM):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-class Summed(TwoOutputs):
-    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-
-
 def with_value(of: Callable[[Any, Tensor], Any]) -> type[TwoOutputs]:
     """A class with another value, a function of the model and its states."""
     return type("WithValue", (TwoOutputs,), {"value": of})
 
 
-def with_loss(of: Callable[[Tensor, Tensor], Tensor]) -> type[TwoOutputs]:
-    """A class with another loss, a function of logits and labels."""
-    return type("WithLoss", (TwoOutputs,), {"own_loss": lambda self, logits, labels: of(logits, labels)})
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, what another library does to it, and the words of the refusal; none for a model that is accepted."""
+
+    make: Callable[[], Any]
+    words: str = ""
+    change: Change = nothing
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def spread_out(model: Any) -> Any:
+    """With transformers' small weights a window has little effect in 16 bits."""
+    spread(model, torch.Generator().manual_seed(0))
+    return model
+
+
+MIXED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "the mean": lambda _, x: x.mean(1),
+    "the last token's": lambda _, x: x[:, -1],
+    "a mean with a dimension": lambda _, x: x.mean(1, keepdim=True),  # it doesn't look like a result of a row
+    "the token's before": lambda model, x: model.lm_head(x + x.roll(1, dims=1)),
+    "a sum in a list": lambda _, x: [x, x.cumsum(1)],  # padding that follows doesn't change it
+    "centred in the batch": lambda _, x: x - x.mean((0, 1)),
+}
+
+
+def siglip() -> Any:
+    """No auto class leads to it, so the table of known classes doesn't list it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    return spread_out(SiglipTextModel(SiglipTextConfig(vocab_size=64, max_position_embeddings=64, **ends, **sizes)))
+
+
+def encoder_states(given: Callable[[Tensor], Tensor]) -> Any:
+    """An encoder with a decoder that also returns a function of its encoder's states."""
+
+    class Encoded(T5ForConditionalGeneration):
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, decoder_input_ids: Any = None,
+            decoder_attention_mask: Any = None, encoder_outputs: Any = None, **more: Any,
+        ) -> Any:  # fmt: skip
+            output = super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
+                decoder_attention_mask=decoder_attention_mask, encoder_outputs=encoder_outputs, **more,
+            )  # fmt: skip
+            output.encoder_last_hidden_state = given(output.encoder_last_hidden_state)
+            return output
+
+    return spread_out(Encoded(zoo.tiny_config("t5")))
+
+
+OWN = r"runs code that isn't transformers' own in .*don't stay apart"
+UNKNOWN = r"isn't a model that tritonpack knows .*don't stay apart"
+CASES = {
+    # classes
+    "a subclass": Case(lambda: Unshown(config())),
+    "logits mixed by a head": Case(lambda: Mixing(config()), rf"Mixing {UNKNOWN}.*first in the model itself \(Mixing"),
+    "logits centred over the row": Case(lambda: Centred(config()), rf"Centred {UNKNOWN}.*\(Centred\)"),
+    "logits with noise": Case(lambda: Noisy(config()), "Noisy isn't a model.*beside rows of others"),
+    "remote code that uses its mask": Case(lambda: Stranger(StrangerConfig())),
+    "remote code that ignores its mask": Case(
+        lambda: Stranger(StrangerConfig(uses_mask=False)), rf"Stranger {UNKNOWN}.*the model itself \(Stranger\)"
+    ),
+    "a tree that mixes branches": Case(
+        lambda: Branches(config()), "don't stay apart", options={"share_prefixes": True}
+    ),
+    "a window that is ignored": Case(
+        lambda: spread_out(WindowIgnored(zoo.tiny_config("mistral", sliding_window=40))), f"WindowIgnored {UNKNOWN}"
+    ),
+    "a pooler of rows": Case(
+        lambda: OwnPooler(zoo.tiny_config("bert", is_decoder=False)), r"OwnPooler .*(pooler_output|one for each row)"
+    ),
+    "a model that doesn't run on tokens alone": Case(
+        lambda: Unshown(config()),
+        r"can't be tried on a few tokens .*RuntimeError: mat1 and mat2.*Train it on padded rows, unpatched",
+        lambda model, _: setattr(model, "lm_head", nn.Linear(3, 3)),
+    ),
+    "long rotary embeddings": Case(lambda: Unshown(config(rope_parameters=longrope()))),
+    "dynamic rotary embeddings": Case(
+        lambda: Unshown(config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}))
+    ),
+    # outputs beside the logits
+    "a constant": Case(lambda: TwoOutputs(config())),
+    "outputs of each token": Case(
+        lambda: with_value(lambda _, x: {"scores": [x.square(), x[None].repeat(3, 1, 1, 1)]})(config())
+    ),
+    "an encoder's states": Case(lambda: encoder_states(lambda x: 2 * x)),
+    "an encoder's states, mixed": Case(
+        lambda: encoder_states(lambda x: x + x.roll(1, dims=1)), "encoder_last_hidden_state"
+    ),
+    "a pooled last token": Case(siglip, r"don't stay apart.*Train it on padded rows, unpatched"),
+    **{
+        f"an output that is {name}": Case(lambda of=of: with_value(of)(config()), "don't stay apart: .*value")
+        for name, of in MIXED.items()
+    },
+    # attention that another library has replaced
+    "attention of a class": Case(
+        llama,
+        rf"LlamaForCausalLM {OWN}.*layers\.0\.self_attn \(LlamaAttention\)",
+        replaced(LlamaAttention, attends_by_itself),
+    ),
+    "attention of a class, by the interface": Case(llama, "", replaced(LlamaAttention, attends_by_the_interface)),
+    "attention of another class": Case(llama, "", replaced(LlamaAttention, MistralAttention.forward)),
+    "attention of an instance": Case(
+        llama,
+        rf"{OWN}.*first in model\.layers\.1\.self_attn \(LlamaAttention\)",
+        lambda model, _: setattr(attention(model), "forward", attends_by_itself.__get__(attention(model))),
+    ),
+    "attention of any arguments": Case(
+        llama, rf"{OWN}.*first in model\.layers\.1\.self_attn \(Any", wrap("model.layers.1.self_attn", AnyArguments)
+    ),
+    "a fused layer": Case(llama, rf"{OWN}.*\(LlamaDecoderLayer\)", replaced(LlamaDecoderLayer, bypass_layers)),
+    "a fused model": Case(llama, OWN, replaced(LlamaModel, bypass_all)),
+    "a mask of a file": Case(
+        llama, "(needs the packed one|don't stay apart)",
+        lambda model, patch: patch.setattr(modeling_llama, "create_causal_mask", mask_of_its_own),
+    ),
+    "a mask of a file, for sdpa": Case(
+        llama, OWN, lambda model, patch: patch.setattr(modeling_llama, "create_causal_mask", mask_of_its_own),
+        {"attention": "sdpa"},
+    ),
+    "a mask of a file, dense": Case(
+        lambda: zoo.tiny_model("gpt_neo"), OWN,
+        lambda model, patch: patch.setattr(modeling_gpt_neo, "create_causal_mask", mask_of_its_own),
+    ),
+    "a head of an instance": Case(
+        llama, r"transformers' own in model \(LlamaModel\), and (it can't be tried|.*first in model \(LlamaModel)",
+        lambda model, _: setattr(model.model, "forward", mixes_states.__get__(model.model)),
+    ),
+    # adapters
+    "an adapter": Case(
+        llama, rf"{OWN}.*layers\.1\.mlp \(Convolution\)", wrap("model.layers.1.mlp", Convolution)
+    ),
+    "an adapter of an instance": Case(
+        llama, rf"{OWN}.*layers\.0\.mlp \(LlamaMLP\)",
+        lambda model, _: setattr(model.model.layers[0].mlp, "forward", sums.__get__(model.model.layers[0].mlp)),
+    ),
+    "an adapter of a norm": Case(
+        llama, rf"{OWN}.*norm\.1 \(Conv", wrap("model.norm", lambda own: nn.Sequential(own, Convolution(nn.Identity())))
+    ),
+    "an adapter of the head": Case(llama, rf"{OWN}.*lm_head \(Convolution\)", wrap("lm_head", Convolution)),
+    "an adapter of an encoder": Case(
+        lambda: tiny_pair_model("bart"), rf"{OWN}.*encoder.*fc1 \(Conv", wrap("model.encoder.layers.0.fc1", Convolution)
+    ),
+    "an adapter of a decoder": Case(
+        lambda: tiny_pair_model("bart"), rf"{OWN}.*decoder.*fc1 \(Conv", wrap("model.decoder.layers.0.fc1", Convolution)
+    ),
+    "an adapter of a classifier": Case(
+        lambda: LlamaForSequenceClassification(config(pad_token_id=0)), "", wrap("model.layers.1.mlp", Scaled)
+    ),
+    "an adapter of each token": Case(llama, "", wrap("model.layers.1.mlp", Scaled)),
+    "layers that share attention": Case(
+        llama, "", lambda model, _: setattr(model.model.layers[1], "self_attn", model.model.layers[0].self_attn)
+    ),
+    # quantized layers
+    "int8 layers": Case(llama, "", wrap_linears(Int8Linear)),
+    "int8 layers and an adapter": Case(
+        llama, rf"{OWN}.*layers\.1\.mlp \(Conv", both(wrap_linears(Int8Linear), wrap("model.layers.1.mlp", Convolution))
+    ),
+    "int8 layers and replaced attention": Case(
+        llama, rf"{OWN}.*self_attn", both(wrap_linears(Int8Linear), replaced(LlamaAttention, attends_by_itself))
+    ),
+}  # fmt: skip

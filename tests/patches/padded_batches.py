@@ -17,6 +17,8 @@ UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 BOTH_WAYS = pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])
 WAYS = pytest.mark.parametrize("options", [pytest.param(UNPAD, marks=pytest.mark.slow), SHARE], ids=["unpad", "share"])
 LIMIT = tolerance(torch.float64)
+FLOAT32 = tolerance(torch.float32)  # transformers' causal loss is in float32
+Batch = dict[str, Any]
 
 # The lengths of the documents of each batch. No two batches have as many rows, columns and tokens.
 LENGTHS = ((9, 6, 12, 5), (13, 8, 9), (6, 20, 7, 8, 9), (15, 5), (30, 11, 12, 13), (7, 8, 17))
@@ -53,6 +55,35 @@ def padded_batch(number: int) -> dict[str, Tensor]:
         "attention_mask": mask,
         "labels": ids.masked_fill((mask == 0) | (ids % 5 == 0), -100),
     }
+
+
+def completions(number: int = 0) -> Batch:
+    """A batch in which only the last two tokens of each document have labels."""
+    batch = padded_batch(number)
+    mask = batch["attention_mask"]
+    last = (mask.flip(1).cumsum(1).flip(1) <= 2) & mask.bool()
+    return {**batch, "labels": batch["input_ids"].masked_fill(~last, -100)}
+
+
+def unlabelled(number: int = 0) -> Batch:
+    return {name: x for name, x in padded_batch(number).items() if name != "labels"}
+
+
+def results(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[Any, list[Tensor | None]]:
+    """The output of a call, and the gradients of its loss, or of its first output where tokens aren't padding."""
+    model.zero_grad()
+    output = model(**batch, **more)
+    target = output.loss if "labels" in batch else real(output[0], batch).square().sum()
+    target.backward()
+    return output, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def real(values: Tensor, batch: Batch) -> Tensor:
+    """Values (B, T, ...), or (B * T, ...) as routers give them, with zeros for padding; other values unchanged."""
+    mask = batch["attention_mask"][..., None]
+    if values.ndim == 3:
+        return values * mask[:, -values.shape[1] :]
+    return values * mask.flatten(0, 1) if values.shape[:1] == (mask.numel(),) else values
 
 
 # How users read logits.

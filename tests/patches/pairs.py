@@ -12,18 +12,8 @@ from tests.patches import zoo
 # Model types that are packed exactly.
 PAIRS = (
     "bart", "bigbird_pegasus", "encoder-decoder", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5",
-    "mvp", "nllb-moe", "pegasus", "plbart", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma",
-    "t5gemma2", "umt5",
+    "mvp", "pegasus", "plbart", "seamless_m4t", "seamless_m4t_v2", "t5", "t5gemma", "t5gemma2", "umt5",
 )  # fmt: skip
-
-# Settings beside those of the zoo.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "num_experts": 2, "moe_token_dropout": 0.0},
-    "switch_transformers": {
-        "expert_capacity": 3, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
-        "router_jitter_noise": 0.0,
-    },
-}  # fmt: skip
 
 
 def tiny_pair_model(
@@ -39,7 +29,7 @@ def tiny_pair_model(
         attention: transformers' own choice if None.
         overrides: Replace keys of the configuration.
     """
-    config = zoo.tiny_config(name, **{**SETTINGS.get(name, {}), **overrides})
+    config = zoo.tiny_config(name, **overrides)
     torch.manual_seed(0)
     model = getattr(transformers, kind or NAMES[name])._from_config(config, attn_implementation=attention)
     zoo.spread(model, torch.Generator().manual_seed(0))

@@ -19,68 +19,7 @@ from tests.patches.sweep.classes import Case, cases, mappings
 from tests.patches.sweep.padded import takes_options
 from tests.patches.sweep.results import ANY, OPTIONS, RESULTS, SHOWN, Row
 
-INTRODUCTION = """\
-# Every model class
-
-Here is what becomes of each class of transformers {version} that takes text and that an auto class leads to, when
-documents are packed: a tiny random model of the very class, with windows, chunks and selections shorter than its
-documents. `python -m tests.patches.sweep` finds it out, `python -m tests.patches.table` writes this page.
-
-A class is tried in {count} ways of a call: {names}. Documents packed, or padded, are held against each
-document alone in a call of its own: every output, in float64, gradients in two of the ways; in float32 and bfloat16 the
-error may be twice what the model alone makes. Heads with one score for a sequence refuse packed rows. Losses, those of
-routers among them, must be what the same documents give without packing, and their gradients too.
-
-- **exact**: in every way that the class can be called.
-- **partly**: exact in some, refused in others by an error that says why.
-- **refused**: when it is patched, or in every call.
-- **wrong**: packed documents differ from those alone, and nobody says so.
-- **error**: an error that isn't ours.
-- **not built**: there is no tiny model of it; the reason is in its row.
-
-{verdicts}
-
-## By auto class
-
-*Patched* is `tritonpack.patch(model)`, *named* is `attn_implementation="tritonpack"`. A class that several auto classes
-lead to counts in each. *Stock leaks* counts the classes whose documents see each other without tritonpack, told by
-position ids alone.
-
-{counts}
-
-## Padded batches as one row
-
-Each class of *Causal lm* is also tried on padded batches with `patch(model, unpad=True)`, and with
-`patch(model, share_prefixes=True)` on groups of documents that begin alike, in no order
-([padded-batches.md](padded-batches.md)). Batches have one document a row with padding on the right or on the left, or
-several documents a row with padding between them. They come with position ids and a mask, and rows of one document also
-with a mask alone. Outputs, hidden states, losses with labels, and the gradients of outputs and losses must equal those
-of each document alone.
-
-- **exact**: in every way, and `handle.saved` shows that no padding was computed, and no shared token twice. The one
-  token of padding right before a document stays, because a causal head predicts the document's first token from it.
-- **as it is**: results are exact, but in some way the model ran on the padded batch; the reason is in its row.
-- **refused**, **wrong**, **not built**: as above.
-
-{options}
-
-{padded}
-
-## By class
-
-*How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
-a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by itself, unless their
-kernels can be told where documents begin. *Positions*: a table of absolute positions is looked up by the place in the
-document. *Worst* bounds the differences in exact ways, relative to the largest value, by a power of ten.
-
-{rows}
-
-## Classes that take no text
-
-They are left out: {rule}.
-
-{left_out}
-"""
+PAGE = Path(__file__).parent / "sweep" / "models.md.in"  # docs/models.md, with fields in braces
 
 RULE = "a class takes text if its `forward` has `input_ids` or `decoder_input_ids`"
 COLUMNS = ("exact", "partly", "refused", "wrong", "error", "not built")
@@ -228,7 +167,7 @@ def page(found: Found, version: str) -> str:
         said = ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS if seen[verdict])
         lines.append(f"**{words}**, of {len(listed)} pairs of class and model type: {said}.")
     print(sentence(found, version))
-    return INTRODUCTION.format(
+    return PAGE.read_text().format(
         version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "), rule=RULE,
         verdicts="\n".join(lines), counts=counts(found, listed), rows=class_rows(found, listed),
         left_out=left_out(found), options=options_counts(found, causal), padded=options_rows(found, causal),

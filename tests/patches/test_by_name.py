@@ -78,7 +78,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 import tritonpack
 config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-model = AutoModelForCausalLM.from_config(config, attn_implementation="tritonpack")
+model = AutoModelForCausalLM.from_config(config, attention="tritonpack")
 assert model(torch.arange(5)[None]).logits.shape == (1, 5, 8)
 assert model.config._attn_implementation == "tritonpack"
 tritonpack.unpatch(model)
@@ -173,12 +173,12 @@ def test_set_attn_implementation_patches_and_unpatches(kind: str) -> None:
             require_exact(model, expected)
     if kind in ("llama", "qwen3_next"):
         assert state(model) == before
-    require_exact(zoo.tiny_model(kind, dtype=torch.float64, attn_implementation="tritonpack"), expected)
+    require_exact(zoo.tiny_model(kind, dtype=torch.float64, attention="tritonpack"), expected)
 
 
 def test_attention_named_by_part_gives_the_whole_model_one_patch() -> None:
     named = {"text_config": "tritonpack", "vision_config": "eager"}
-    model = zoo.tiny_model("gemma3", dtype=torch.float64, attn_implementation=named)
+    model = zoo.tiny_model("gemma3", dtype=torch.float64, attention=named)
     assert [applied.model for applied in applied_to(model)] == [model]
     assert model.config.vision_config._attn_implementation == "eager"
     require_exact(model, alone(build("gemma3"), gradients=False))

@@ -1,4 +1,4 @@
-"""Packed calls of models that are patched, or loaded by name: exact in every form, cache and dtype."""
+"""Packed calls beside those of the sweep: continued, under autocast, with arguments that agree, with long rows."""
 
 import copy
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForSequenceClassification, LlamaModel, PreTrainedModel
+from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 import tritonpack
 from tests.patches import zoo
@@ -24,57 +24,12 @@ from tests.patches.calls import (
     require_exact,
     told,
 )
-from tests.patches.comparison import apart, tolerance
-from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, generate, tiny_model
+from tests.patches.comparison import tolerance
+from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, tiny_model
 from tests.patches.sweep.build import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import difference as differences
 from tests.patches.sweep.subject import Subject
-
-BY_NAME = ("llama", "mistral", "qwen3")
-every_family = pytest.mark.parametrize(
-    ("how", "family"), [*(("patch", family) for family in FAMILIES), *(("name", family) for family in BY_NAME)]
-)
-
-
-def make(how: str, family: str, **more: Any) -> PreTrainedModel:
-    """A model that packs."""
-    if how == "name":
-        return tiny_model(family, attention="tritonpack", **more)
-    model = tiny_model(family, **more)
-    tritonpack.patch(model)
-    return model
-
-
-@every_family
-def test_packed_equals_alone(how: str, family: str) -> None:
-    """In results and gradients; stock transformers leaks in the same test."""
-    stock = tiny_model(family)
-    expected = alone(stock)
-    require_exact(make(how, family), expected, *FORMS)
-    assert difference(expected, packed(stock, "all_ones_mask")) > 1e-3
-
-
-@every_family
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.fast("False-patch-llama", "True-patch-gpt_neox", "True-patch-mistral", "False-name-qwen3")
-def test_gradient_checkpointing(how: str, family: str, reentrant: bool) -> None:
-    model = make(how, family).train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    require_exact(model, alone(tiny_model(family)), "without_cache", "two_rows_padded")
-
-
-@pytest.mark.fast("-dynamic-patch-llama", "left-padded-static-patch-mistral", "-static-name-llama")
-@every_family
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])
-def test_generate(how: str, family: str, cache: str, padding: int) -> None:
-    ids = torch.cat(documents((9, 9)))
-    expected, want = generate(tiny_model(family), ids, cache=cache, padding=padding)
-    got, have = generate(make(how, family), ids, cache=cache, padding=padding)
-    assert torch.equal(expected, got)
-    assert relative(want, have) < EXACT
 
 
 @pytest.mark.parametrize("name", NAMES_OF_CACHE)
@@ -87,25 +42,6 @@ def test_continuing_from_the_cache_of_a_packed_row(name: str) -> None:
         cache = model(**call_of(use_cache=True))[name]
         got = model(more, position_ids=torch.arange(LENGTHS[-1], LENGTHS[-1] + 5)[None], **{name: cache}).logits
     assert relative(expected, got) < EXACT
-
-
-@pytest.mark.parametrize("options", [{}, {"unpad": True}], ids=["packed", "unpad"])
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("name", NAMES_OF_CACHE)
-def test_continuing_without_position_ids(name: str, left: bool, options: dict[str, bool]) -> None:
-    """As in a loop of one's own: the mask covers the cache, and says where documents begin."""
-    model, ids = tiny_model("llama", initializer_range=0.3), torch.cat(documents((8, 8)))
-    mask = torch.ones_like(ids)
-    if left:
-        mask[1, :4] = 0
-    want = [model(row[live.bool()][None]).logits[0, -2:] for row, live in zip(ids, mask, strict=True)]
-    for cache in (None, DynamicCache()):
-        with tritonpack.patch(model, **options):
-            kept = model(ids[:, :6], attention_mask=mask[:, :6], use_cache=True, **{name: cache})[name]
-            steps = [
-                model(ids[:, n : n + 1], attention_mask=mask[:, : n + 1], **{name: kept}).logits[:, 0] for n in (6, 7)
-            ]
-        assert apart(want, list(torch.stack(steps, 1))) < EXACT
 
 
 @pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
@@ -136,16 +72,6 @@ def test_arguments_by_position() -> None:
         by_name = model.model(**call)[0]
         assert torch.equal(model.model(call["input_ids"], None, call["position_ids"])[0], by_name)
         assert torch.equal(model.model(call["input_ids"], position_ids=call["position_ids"][0])[0], by_name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", dtype=dtype)
-    expected = alone(model, gradients=False)
-    with tritonpack.patch(model):
-        got = packed(model, gradients=False)
-    assert got.values.dtype == dtype
-    assert difference(expected, got) < 8 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,16 +115,6 @@ def test_dropout_in_training() -> None:
     assert torch.equal(loss, again)
     torch.testing.assert_close(gradient, recomputed)
     assert abs(float(loss - without)) > 1e-6
-
-
-def test_a_full_graph() -> None:
-    """Traced and not compiled, so that it is quick; other tests of torch.compile take minutes (test_compiled.py)."""
-    torch._dynamo.reset()
-    call, model = call_of("without_cache"), tiny_model("llama", num_hidden_layers=1)
-    with tritonpack.patch(model), torch.no_grad():
-        compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
-        call["labels"] = call["input_ids"]
-        assert torch.equal(compiled(**call).logits, model(**call).logits)
 
 
 # Arguments that tell documents apart twice, and agree
@@ -301,18 +217,3 @@ def test_padding_tokens_inside_documents(name: str) -> None:
             got = subject.gather(subject.call(batch), batch)
             assert not got.problems
             assert differences(expected, got.parts) < tolerance(model.dtype), form
-
-
-def test_labels_of_a_packed_row_have_the_loss_and_gradients_of_documents_alone() -> None:
-    model = tiny_model("qwen2")
-    losses = torch.stack([model(d, labels=d).loss * (d.numel() - 1) for d in documents() if d.numel() > 1])
-    want = losses.sum() / (sum(LENGTHS) - len(LENGTHS))
-    want.backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    batch = tritonpack.PackingCollator()([{"input_ids": d[0].tolist()} for d in documents()])
-    with tritonpack.patch(model):
-        got = model(**batch).loss
-        got.backward()
-    assert apart([want.detach()], [got.detach()]) < tolerance(torch.float64)
-    assert apart(expected, [p.grad for p in model.parameters()]) < tolerance(torch.float64)

@@ -22,8 +22,8 @@ from tests.patches.padded_batches import (
     step,
     training_model,
 )
-from tests.patches.pairs import tiny_pair_model
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import tiny_pair_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]  # warnings from the compiler
 

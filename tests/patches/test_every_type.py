@@ -1,4 +1,4 @@
-"""Every model type: generation, continued caches, checkpoints, transformers' own attention, copies; as in stock.
+"""Every model type as users run it: wrapped, copied, generating, with a continued cache; results are stock's.
 
 That every class is exact in every form, or refused, is in test_sweep.py.
 """
@@ -12,26 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.calls import (
-    alone,
-    call_of,
-    difference,
-    documents,
-    packed,
-    relative,
-    require_exact,
-    state,
-    without_dropout,
-)
+from tests.patches.calls import alone, documents, relative, require_exact, state, without_dropout
 from tests.patches.comparison import tolerance
 from tests.patches.models import generate
-from tests.patches.pairs import PAIRS, tiny_pair_model
-from tests.patches.zoo import EXACT
+from tests.patches.zoo import EXACT, PAIRS, tiny_pair_model
 from tritonpack.patches.families import READS_PADDING
 
 PAIR = "+"  # ends the name of an encoder with a decoder
@@ -61,13 +51,70 @@ def every_type(*fast: str) -> Callable[[Any], Any]:
     return decorate
 
 
-@every_type("bert", "gemma3n_text", "gpt2", "minimax", "mistral", "whisper", "bart+")
+@every_type("bert", "gemma3n_text", "gpt2", "minimax", "whisper", "bart+")
 def test_one_document_in_a_row(name: str) -> None:
     """A sampler may fill a row with one long document. In every form it gives what it gives alone."""
     model, pieces = build(name), documents((9,))
     expected = alone(model, pieces, gradients=False)
     with tritonpack.patch(model):
         require_exact(model, expected, "position_ids", "seq_idx_alone", "offsets_alone", pieces=pieces)
+
+
+def checkpointed(model: Any, reentrant: bool) -> Any:
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("can't be checkpointed")
+    model.train().enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def with_wrapped_layers(model: Any, implementation: CheckpointImpl) -> Any:
+    """As FSDP and accelerate put torch's wrapper around layers."""
+    model.train().enable_input_require_grads()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for i, layer in enumerate(module):
+                module[i] = checkpoint_wrapper(layer, checkpoint_impl=implementation)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "reentrant": lambda model: checkpointed(model, True),
+    "checkpoints": lambda model: checkpointed(model, False),
+    "wrapped layers": lambda model: with_wrapped_layers(model, CheckpointImpl.NO_REENTRANT),
+    "reentrant wrapped layers": lambda model: with_wrapped_layers(model, CheckpointImpl.REENTRANT),
+}
+OF_LAYERS = ("llama", "mamba", "qwen3_next", "bloom")  # types whose layers are put into torch's wrapper
+WRAPPED = [(wrapper, name) for wrapper in WRAPPERS for name in (OF_LAYERS if "wrapped" in wrapper else NAMES)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("wrapper", "name"), WRAPPED, ids=["-".join(one) for one in WRAPPED])
+@pytest.mark.parametrize("first", ["patch", "wrapper"])
+@pytest.mark.fast(
+    "patch-checkpoints-encoder-decoder+", "wrapper-checkpoints-mamba2", "patch-reentrant-llama",
+    "patch-reentrant-roformer", "wrapper-reentrant-mvp+", "wrapper-checkpoints-mistral", "wrapper-checkpoints-gpt_neox",
+    "patch-reentrant wrapped layers-llama", "wrapper-wrapped layers-mamba", "patch-wrapped layers-qwen3_next",
+)  # fmt: skip
+def test_gradient_checkpointing(wrapper: str, name: str, first: str) -> None:
+    if name in RANDOM_IN_TRAINING or (wrapper == "reentrant" and name in REENTRANT_IS_WRONG):
+        pytest.skip("stock transformers differs from itself")
+    model = without_dropout(build(name))
+    expected = alone(model)
+    for module in model.modules():  # NLLB-MoE's routers keep the capacity of the last evaluation
+        if type(module).__name__ == "NllbMoeTop2Router":
+            module.expert_capacity = 64
+    if first == "wrapper":
+        WRAPPERS[wrapper](model)
+    with tritonpack.patch(model):
+        if first == "patch":
+            require_exact(model, alone(model, gradients=False))
+            WRAPPERS[wrapper](model)
+        require_exact(model, expected, "without_cache")
+        if name in OF_LAYERS:
+            require_exact(model, expected, "padded_left", use_cache=False)
+    for module in model.modules():
+        assert "tritonpack" not in str(getattr(module, "checkpoint_fn", ""))
 
 
 @every_type("bart+", "falcon", "mamba2", "seamless_m4t_v2+")
@@ -84,52 +131,7 @@ def test_transformers_own_attention(name: str) -> None:
         require_exact(model, expected, "two_rows", "padded_left")
 
 
-build_for_both = functools.lru_cache(maxsize=1)(build)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.fast("bart+-dynamic", "encoder-decoder+-static", "gpt_oss-static", "qwen3_next-dynamic", "t5+-dynamic")
-@pytest.mark.parametrize("name", NAMES)
-def test_generate(name: str, cache: str) -> None:
-    """Two rows, one of them padded, unless padding changes what stock generates."""
-    if name in GENERATE_DIFFERS or (name, cache) == ("nllb-moe+", "static"):
-        pytest.skip("stock transformers is at odds with itself")
-    model, ids = build_for_both(name), torch.cat(documents((9, 9)))
-    padding = -4 if name.endswith(PAIR) else 0 if name in READS_PADDING else 4
-    options: dict[str, Any] = {"cache": cache, "padding": padding, "tokens": 3}
-    try:
-        expected, want = generate(model, ids, **options)
-    except Exception as error:  # stock transformers fails, too
-        pytest.skip(f"stock can't: {error}")
-    if want.isnan().any():
-        pytest.skip("stock makes NaN of padding in float64")
-    with tritonpack.patch(model):
-        got, have = generate(model, ids, **options)
-    assert torch.equal(expected, got)
-    assert relative(want, have) < tolerance(model.dtype)
-
-
-@pytest.mark.filterwarnings("ignore")
-@every_type("encoder-decoder+", "mamba2", "mvp+", "t5+")
-def test_gradient_checkpointing(name: str) -> None:
-    if name in RANDOM_IN_TRAINING:
-        pytest.skip("stock transformers differs from itself")
-    model = without_dropout(build(name))
-    if not model.supports_gradient_checkpointing:
-        pytest.skip("can't be checkpointed")
-    expected = alone(model)
-    for module in model.modules():  # NLLB-MoE's routers keep the capacity of the last evaluation
-        if type(module).__name__ == "NllbMoeTop2Router":
-            module.expert_capacity = 64
-    model.train().enable_input_require_grads()
-    for reentrant in (False,) if name in REENTRANT_IS_WRONG else (False, True):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        with tritonpack.patch(model):
-            require_exact(model, expected, "without_cache")
-
-
-@every_type("bert", "roformer", "encoder-decoder+", "switch_transformers+")
+@every_type("bert", "roformer", "encoder-decoder+", "t5+")
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model = build(name)
     before, keys = state(model), list(model.state_dict())
@@ -146,18 +148,34 @@ def test_unpatching_copies_and_pickles(name: str) -> None:
             tritonpack.unpatch(twin)
 
 
+build_for_both = functools.lru_cache(maxsize=1)(build)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.filterwarnings("ignore")
-@every_type("llama", "mistral", "qwen3_next")
-def test_cache_at_its_default(name: str) -> None:
-    """As in loops of one's own, which leave `use_cache` out."""
-    if name.endswith(PAIR) or name in zoo.FLOAT32_ONLY or name.startswith("musicgen"):
-        pytest.skip("its tokens come in another way")
-    model = build(name)
-    expected = alone(model, gradients=False).values
-    with tritonpack.patch(model):
-        for form in ("position_ids", "collator", "seq_idx_alone"):
-            with torch.no_grad():
-                assert relative(expected, model(**call_of(form)).logits[0]) < tolerance(model.dtype), form
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fast(
+    "bart+-dynamic", "encoder-decoder+-static", "gpt_oss-static", "qwen3_next-dynamic", "t5+-dynamic", "llama-static",
+    "mistral-dynamic",
+)  # fmt: skip
+def test_generate(name: str, cache: str) -> None:
+    """Two rows, one of them padded, unless padding changes what stock generates."""
+    if name in GENERATE_DIFFERS or (name, cache) == ("nllb-moe+", "static"):
+        pytest.skip("stock transformers is at odds with itself")
+    model, ids = build_for_both(name), torch.cat(documents((9, 9)))
+    padding = -4 if name.endswith(PAIR) else 0 if name in READS_PADDING else 4
+    options: dict[str, Any] = {"cache": cache, "padding": padding, "tokens": 3}
+    try:
+        expected, want = generate(model, ids, **options)
+    except Exception as error:  # stock transformers fails, too
+        pytest.skip(f"stock can't: {error}")
+    if want.isnan().any():
+        pytest.skip("stock makes NaN of padding in float64")
+    for more in ({}, {"unpad": True}, {"share_prefixes": True}) if name in ("llama", "mistral") else ({},):
+        with tritonpack.patch(model, **more):
+            got, have = generate(model, ids, **options)
+        assert torch.equal(expected, got)
+        assert relative(want, have) < tolerance(model.dtype)
 
 
 # Calls that continue a cache
@@ -208,21 +226,9 @@ def test_continued_text(name: str) -> None:
             if stock is None or not relative(whole, stock) < tolerance(model.dtype):
                 continue
             right += 1
-            for attention in ("tritonpack", "eager"):
-                with tritonpack.patch(model, attention=attention):
+            for options in ({}, {"attention": "eager"}, *([{"unpad": True}] if name == "llama" else [])):
+                with tritonpack.patch(model, **options):
                     got = continued(model)
                 assert got is not None
                 assert relative(whole, got) < tolerance(model.dtype), (type(model).__name__, continued.__name__)
     assert right == 4 or name not in STOCK_IS_RIGHT
-
-
-def test_number_of_model_types() -> None:
-    """transformers 5.24 has 196 types; other versions have other numbers."""
-    assert len(EXACT) >= 148
-
-
-@pytest.mark.parametrize("name", ["mamba", "lfm2"])
-def test_a_form_that_stock_gets_wrong(name: str) -> None:
-    """The comparison above can fail: without a patch, recurrent layers run over the whole row."""
-    model = build(name)
-    assert difference(alone(model), packed(model)) > 1e-3

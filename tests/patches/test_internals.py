@@ -39,6 +39,8 @@ def touched() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 ours.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):  # fields
+                ours.add(node.target.id)
             elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
                 attributes.add(node.attr)
                 if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":

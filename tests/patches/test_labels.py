@@ -1,5 +1,5 @@
-"""Warnings about labels: a document's first label, unmasked where a loss shifts labels and masked where it doesn't;
-labels that are predicted from padding."""
+"""Warnings about labels: a document's first label, unmasked where a loss shifts labels; labels that are predicted from
+padding."""
 
 import warnings
 from typing import Any
@@ -13,7 +13,6 @@ from tritonpack import PackingCollator, PackingWarning, notices, patch
 from tritonpack.patches.targets import shifts_labels
 
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3]}]
-WITH_LABELS = [document | {"labels": document["input_ids"]} for document in DOCUMENTS]
 
 
 @pytest.fixture(autouse=True)
@@ -60,27 +59,13 @@ def test_each_way_to_tell_documents_warns(told: str) -> None:
     assert len(heard({name: batch[name] for name in ("input_ids", "labels", told)})) == 1
 
 
-PREDICTING = {"BertForMaskedLM": {}, "BertForTokenClassification": {"num_labels": 16}}
-
-
-@pytest.mark.parametrize("name", PREDICTING)
-def test_models_that_predict_tokens_themselves_warn_of_the_causal_collator(name: str) -> None:
-    assert not heard(PackingCollator(objective="tokens")(WITH_LABELS), tiny(name, **PREDICTING[name]))
-    (message,) = heard(PackingCollator()(WITH_LABELS), tiny(name, **PREDICTING[name]))
-    assert message.startswith(f"first-label-lost: the first label of each of the 3 documents is -100. {name} predicts ")
-    assert "PackingCollator(objective='tokens')" in message
-
-
 ROWS = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-# Masked language models have labels for a few tokens, and not for the special token at the beginning.
-MASKED_FEW = [{"input_ids": [1, 6, 7, 2], "labels": [-100, 6, -100, -100]}, {"input_ids": [1, 9], "labels": [-100, 9]}]
 SILENT = {
     "masked": lambda: heard(batch_of(labels=torch.tensor([[-100, 6, 7, -100, 9, -100]]))),
     "none": lambda: heard(batch_of(labels=None)),
     "shifted": lambda: heard(batch_of(shift_labels=torch.zeros(1, 6, dtype=torch.int64))),
     "collator": lambda: heard(PackingCollator()(DOCUMENTS)) + heard(PackingCollator(8, 0)(DOCUMENTS)),
     "rows": lambda: heard(ROWS | {"labels": ROWS["input_ids"].masked_fill(ROWS["attention_mask"] == 0, -100)}),
-    "few": lambda: heard(PackingCollator(objective="tokens")(MASKED_FEW), tiny("BertForMaskedLM")),
 }
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
@@ -28,61 +27,97 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import (
     EXACT,
+    alike,
     alone,
     call_of,
     documents,
+    in_threads,
+    is_patched,
     packed,
     require_exact,
     state,
-    without_dropout,
 )
 from tests.patches.comparison import apart
 from tests.patches.models import tiny_model
 from tritonpack import UnsupportedModelError
-from tritonpack.patches.applied_patch import applied_to
 
-# Models with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and a
-# mask of its own.
-FAMILIES = ("llama", "roformer", "mamba", "bloom", "openai-gpt")
-
-every_family = pytest.mark.parametrize("family", FAMILIES)
+UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
+# Model types with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and
+# a mask of its own; and options of patch().
+MODELS: dict[str, dict[str, bool]] = {
+    "llama": {}, "roformer": {}, "mamba": {}, "bloom": {}, "openai-gpt": {},
+    "llama unpad": UNPAD, "llama share": SHARE, "qwen3_next unpad": UNPAD,
+}  # fmt: skip
 
 
 def build(family: str) -> PreTrainedModel:
     return zoo.tiny_model(family, dtype=torch.float64)
 
 
-def is_patched(model: nn.Module) -> bool:
-    return bool(applied_to(model))
+class Patchable:
+    """A model, what it was before any patch, and the results of documents alone."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.options = build(name.split()[0]), MODELS[name]
+        self.before, self.expected = state(self.model), alone(self.model, alike(), gradients=False)
+
+    def patch(self, **more: Any) -> Any:
+        return tritonpack.patch(self.model, **self.options, **more)
+
+    def run(self, pieces: Any = None, gradients: bool = False) -> Any:
+        form = "padded_left" if self.options else "position_ids"
+        return packed(self.model, form, pieces or alike(), gradients=gradients)
+
+    def require_exact(self, model: Any = None) -> None:
+        require_exact(model or self.model, self.expected, "position_ids", "padded_left", pieces=alike())
 
 
-@every_family
-def test_patches_nest(family: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_patches_nest(name: str) -> None:
     """A patch with another backend is in force until it is left. Handles are undone once, in any order."""
-    model = build(family)
-    before, expected = state(model), alone(model, gradients=False)
-    outer = tritonpack.patch(model)
+    one = Patchable(name)
+    model, outer = one.model, one.patch()
     during = state(model)
-    assert during != before
-    with tritonpack.patch(model) as inner:
+    assert during != one.before
+    with one.patch() as inner:
         assert inner.report == outer.report
-        require_exact(model, expected)
+        one.require_exact()
     assert state(model) == during
-    with tritonpack.patch(model, backend="reference") as other:
+    with one.patch(backend="reference") as other:
         assert other.report.backend == "reference"
-        require_exact(model, expected)
+        one.require_exact()
     hooks = [[len(one) for one in found[:3]] for found in state(model).values()]
     assert hooks == [[len(one) for one in found[:3]] for found in during.values()]
-    assert repr(tritonpack.patch(model)) == repr(outer)
+    assert repr(one.patch()) == repr(outer)
     tritonpack.unpatch(model)
-    second = tritonpack.patch(model, backend="reference")
+    second = one.patch(backend="reference")
     for handle in (outer, inner, outer):
         handle.unpatch()
-    require_exact(model, expected)
+    one.require_exact()
     for _ in range(2):
         second.unpatch()
-        assert state(model) == before
-    assert torch.equal(alone(model, gradients=False).values, expected.values)
+        assert state(model) == one.before
+    assert torch.equal(alone(model, alike(), gradients=False).values, one.expected.values)
+
+
+def test_the_later_patch_is_in_force() -> None:
+    """unpad, above it share_prefixes, above it neither; handles are unpatched in another order."""
+    one = Patchable("llama unpad")
+    outer, middle = one.patch(), tritonpack.patch(one.model, **SHARE)
+    one.run()
+    assert 0 < middle.saved.tokens_computed < sum(piece.numel() for piece in alike()) < middle.saved.tokens_given
+    with tritonpack.patch(one.model) as inner:
+        one.require_exact()
+        assert inner.saved is None
+    assert tritonpack.patch(one.model, **SHARE).saved is middle.saved  # one patch, two handles
+    tritonpack.unpatch(one.model)
+    outer.unpatch()
+    given = middle.saved.tokens_given
+    one.require_exact()
+    assert middle.saved.tokens_given > given
+    assert outer.saved.tokens_given == 0
+    middle.unpatch()
+    assert state(one.model) == one.before
 
 
 @pytest.mark.parametrize("others", [{}, {"backend": "reference"}], ids=["alike", "another"])
@@ -108,46 +143,79 @@ def test_threads_that_patch_one_model_leave_it_unpatched(others: dict[str, str])
     assert state(model) == before
 
 
-def in_threads(runs: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=run) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-@pytest.mark.parametrize("family", ["mamba", "roformer"])
-def test_each_thread_has_its_own_packing(family: str) -> None:
-    model = build(family)
-    layouts = [(7, 1, 3, 11), (2, 20), (22,), (10, 5, 7)]
-    expected = [alone(model, documents(lengths), gradients=False).values for lengths in layouts]
+@pytest.mark.parametrize("name", ["mamba", "roformer", "llama unpad", "llama share"])
+def test_each_thread_has_its_own_packing(name: str) -> None:
+    """They wait for each other at every layer, so both are in the middle of the model at once."""
+    one, times, barrier = Patchable(name), 3, threading.Barrier(2, timeout=60)
+    layouts = [documents((7, 1, 3, 11)), alike() if "share" in name else documents((2, 20))]
+    expected = [alone(one.model, pieces, gradients=False).values for pieces in layouts]
     gaps: list[float] = []
 
     def run(number: int) -> None:
-        for _ in range(6):
-            got = packed(model, pieces=documents(layouts[number]), gradients=False)
-            gaps.append(apart([expected[number]], [got.values]))
+        for _ in range(times):
+            gaps.append(apart([expected[number]], [one.run(layouts[number]).values]))
 
-    with tritonpack.patch(model):
-        in_threads([lambda number=number: run(number) for number in range(len(layouts))])
-    assert len(gaps) == 6 * len(layouts)
+    with one.patch():
+        for layers in (m for m in one.model.modules() if isinstance(m, nn.ModuleList)):
+            for layer in layers:
+                layer.register_forward_hook(lambda *_: (barrier.wait(), None)[1])
+        in_threads([lambda: run(0), lambda: run(1)])
+    assert len(gaps) == 2 * times
     assert max(gaps) < EXACT
+
+
+def test_gradients_of_threads_add_up() -> None:
+    one = Patchable("llama share")
+    want = [alone(one.model, pieces).gradients for pieces in (documents(), alike())]
+    outputs: list[Any] = []
+
+    def run(pieces: Any) -> None:
+        batch = call_of("padded_right", pieces)
+        got = one.model(**batch).logits[batch["attention_mask"].bool()]
+        outputs.append((got * torch.linspace(-1, 1, got.numel(), dtype=got.dtype).view_as(got)).sum())
+
+    with one.patch():
+        in_threads([lambda: run(documents()), lambda: run(alike())])
+        torch.stack(outputs).sum().backward()
+    found = [p.grad for p in one.model.parameters()]
+    assert apart([a + b for a, b in zip(*want, strict=True)], found) < EXACT
+
+
+@pytest.mark.parametrize("name", [name for name, options in MODELS.items() if options])
+def test_copies_have_counts_of_their_own(name: str) -> None:
+    one = Patchable(name)
+    handle = one.patch()
+    for twin in (copy.deepcopy(one.model), pickle.loads(pickle.dumps(one.model))):
+        one.require_exact(twin)
+        assert handle.saved.tokens_given == 0
+        tritonpack.unpatch(twin)
+        assert not is_patched(twin)
+    one.require_exact()
+    assert handle.saved.tokens_given > 0
 
 
 def test_a_model_around_a_patched_part() -> None:
     """The whole model's patch replaces the part's while it is in force. Then a part can't have another patch."""
-    model = build("bloom")
-    before, expected = state(model), alone(model, gradients=False)
-    part = tritonpack.patch(model.base_model)
-    with tritonpack.patch(model):
-        require_exact(model, expected)
+    one = Patchable("bloom")
+    part = tritonpack.patch(one.model.base_model)
+    with one.patch():
+        one.require_exact()
         with pytest.raises(ValueError, match="a part of a model that is patched"):
-            tritonpack.patch(model.base_model, backend="reference")
-        with tritonpack.patch(model.base_model):
+            tritonpack.patch(one.model.base_model, backend="reference")
+        with tritonpack.patch(one.model.base_model):
             pass
-        require_exact(model, expected)
+        one.require_exact()
     part.unpatch()
-    assert state(model) == before
+    assert state(one.model) == one.before
+
+
+@pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])
+def test_a_patch_of_the_base_model_inside(options: dict[str, bool]) -> None:
+    """A head around a patched base model gets the padded batch back."""
+    one = Patchable("llama")
+    with tritonpack.patch(one.model.model, **options) as handle:
+        require_exact(one.model, alone(one.model, alike()), "padded_left", pieces=alike())
+    assert 0 < handle.saved.tokens_computed < handle.saved.tokens_given
 
 
 def test_handles_and_models_are_freed() -> None:
@@ -171,19 +239,6 @@ def test_handles_and_models_are_freed() -> None:
         gc.enable()
 
 
-def test_copies_are_unpatched_by_themselves() -> None:
-    model = build("mamba")
-    expected = alone(model, gradients=False)
-    tritonpack.patch(model)
-    tritonpack.patch(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for _ in range(2):
-            require_exact(twin, expected)
-            tritonpack.unpatch(twin)
-        assert not is_patched(twin)
-    require_exact(model, expected)
-
-
 def test_a_saved_model_has_no_trace_of_the_patch(tmp_path: Any) -> None:
     model = tiny_model("llama")
     with tritonpack.patch(model):
@@ -195,8 +250,8 @@ def test_a_saved_model_has_no_trace_of_the_patch(tmp_path: Any) -> None:
 def test_report() -> None:
     handle = tritonpack.patch(tiny_model("qwen2"), backend="reference")
     report = handle.report
-    assert (report.model_type, report.layers, report.windows) == ("qwen2", 2, (None, 4))
-    assert str(report) == "qwen2: 2 layers, 1 with a sliding window of [4]; backend reference, in place of sdpa"
+    assert (report.model_type, report.by_document, report.left) == ("qwen2", (), ())
+    assert str(report) == "qwen2: backend reference, in place of sdpa"
     assert str(report) in repr(handle)
     model = tiny_model("llama", dtype=torch.float32)
     with tritonpack.patch(model) as handle:
@@ -210,7 +265,7 @@ def test_report() -> None:
     for attention in ("tritonpack", "eager"):
         mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
         with tritonpack.patch(mamba, attention=attention) as handle:
-            assert str(handle.report).startswith("mamba: 2 layers; no attention in its layers\n")
+            assert str(handle.report).startswith("mamba: no attention in its layers\n")
 
 
 def test_replicas_of_data_parallel_are_refused() -> None:
@@ -266,110 +321,92 @@ def broken_anywhere(make: Callable[[], Any], action: Callable[[Any], Any], point
         yield model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("action", ["patch", "unpatch", "patch again"])
 @pytest.mark.fast("patch-llama", "unpatch-mamba")
-def test_interrupts_of_patch_and_unpatch(family: str, action: str) -> None:
+def test_interrupts_of_patch_and_unpatch(name: str, action: str) -> None:
     """The model is patched as before or as after, and never in between; a patch without a handle is none."""
-    model = build(family)
-    before, expected = state(model), alone(model, gradients=False)
+    one = Patchable(name)
+    model = one.model
 
     def prepared() -> Any:
         while is_patched(model):
             tritonpack.unpatch(model)
         if action != "patch":
-            tritonpack.patch(model)
+            one.patch()
         return model
 
     actions: dict[str, Callable[[Any], Any]] = {
-        "patch": tritonpack.patch, "unpatch": tritonpack.unpatch,
-        "patch again": lambda model: tritonpack.patch(model, backend="reference"),
+        "patch": lambda _: one.patch(), "unpatch": tritonpack.unpatch,
+        "patch again": lambda _: one.patch(backend="reference"),
     }  # fmt: skip
     outcomes = set()
     for broken in broken_anywhere(prepared, actions[action], 60):
         outcomes.add(is_patched(broken))
         if is_patched(broken):
-            require_exact(broken, expected)
-            assert tritonpack.patch(broken).report.backend == "auto"
+            one.require_exact()
+            assert one.patch().report.backend == "auto"
             tritonpack.unpatch(broken)
             tritonpack.unpatch(broken)
-        assert state(broken) == before
+        assert state(broken) == one.before
     assert outcomes == {"patch": {False}, "unpatch": {False, True}, "patch again": {True}}[action]
 
 
-@pytest.mark.parametrize("family", ["mamba", "roformer", "llama"])
-def test_interrupted_forward_leaves_no_packing_behind(family: str) -> None:
-    """torch calls no hook after an interrupt. After an error the model can be unpatched, too."""
-    model = build(family)
-    before, expected = state(model), alone(model, gradients=False)
-    with tritonpack.patch(model):
-        last = model.lm_head if hasattr(model, "lm_head") else next(reversed(list(model.children())))
-        for module in (last, list(model.base_model.modules())[-1]):
-            for error in (Broken(), RuntimeError("inside")):
-                hook = module.register_forward_pre_hook(lambda *_, error=error: (_ for _ in ()).throw(error))
-                with contextlib.suppress(Broken, RuntimeError):
-                    packed(model, pieces=documents((4, 18)), gradients=False)
+HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
+
+
+@pytest.mark.parametrize("name", ["mamba", "roformer", "llama", "llama share", "qwen3_next unpad"])
+def test_a_call_after_an_interrupted_one(name: str) -> None:
+    """torch calls no hook after an interrupt. The next calls, of a copy too, find nothing of the interrupted one."""
+    one = Patchable(name)
+    layers = [m for m in one.model.modules() if isinstance(m, nn.ModuleList)][0]  # noqa: RUF015
+    head = getattr(one.model, "lm_head", None) or [*one.model.children()][-1]
+
+    def throw(*_: Any) -> None:
+        raise Broken if one.model.training else RuntimeError("inside")
+
+    with one.patch():
+        for part in (layers[-1], [*layers[-1].children()][-1], head):
+            for register in HOOKS[:2] if part is head else HOOKS:
+                hook = getattr(part, register)(throw)
+                for mode in (False, True):
+                    one.model.train(mode)
+                    with pytest.raises(Broken if mode else RuntimeError):
+                        one.run(documents((4, 18)), gradients="backward" in register)
                 hook.remove()
-                require_exact(model, expected)
-    assert state(model) == before
-
-
-# Checkpoints
-
-
-@pytest.mark.fast("llama-patched-CheckpointImpl.REENTRANT", "mamba-wrapped-CheckpointImpl.NO_REENTRANT")
-@pytest.mark.parametrize("implementation", list(CheckpointImpl))
-@pytest.mark.parametrize("first", ["patched", "wrapped"])
-@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "llama"])
-def test_layers_in_torchs_checkpoint_wrapper(family: str, first: str, implementation: CheckpointImpl) -> None:
-    """As FSDP and accelerate put it around them."""
-    model = without_dropout(build(family))
-    expected = alone(model)
-    model.train().enable_input_require_grads()
-
-    def wrap() -> None:
-        for module in model.modules():
-            if isinstance(module, nn.ModuleList):
-                for i, layer in enumerate(module):
-                    module[i] = checkpoint_wrapper(layer, checkpoint_impl=implementation)
-
-    if first == "wrapped":
-        wrap()
-    with tritonpack.patch(model):
-        if first == "patched":
-            packed(model, gradients=False)
-            wrap()
-        require_exact(model, expected, "without_cache")
-    for module in model.modules():
-        assert "tritonpack" not in str(getattr(module, "checkpoint_fn", ""))
+                one.model.eval()
+                one.require_exact()
+            one.require_exact(copy.deepcopy(one.model))
+    assert state(one.model) == one.before
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"), [("llama", "tritonpack"), ("llama", "sdpa"), ("mamba2", "tritonpack")]
+    ("family", "options"), [("llama", {}), ("llama", {"attention": "sdpa"}), ("mamba2", {}), ("llama", UNPAD)]
 )
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_backward_after_unpatch(family: str, attention: str, reentrant: bool | None) -> None:
+def test_backward_after_unpatch(family: str, options: dict[str, Any], reentrant: bool | None) -> None:
     """Exact, or refused where it recomputes layers. A copy isn't unpatched with its original."""
     model = build(family).train()
     model.enable_input_require_grads()
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    call = call_of("padded_right") | {"use_cache": False} if options == UNPAD else call_of("without_cache")
 
     def gradients(model: Any, loss: Any = None) -> list[Any]:
         model.zero_grad()
-        (model(**call_of("without_cache")).logits.square().sum() if loss is None else loss).backward()
+        (model(**call).logits.square().sum() if loss is None else loss).backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    with tritonpack.patch(model, attention=attention):
+    with tritonpack.patch(model, **options):
         want, twin = gradients(model), copy.deepcopy(model)
-        loss = model(**call_of("without_cache")).logits.square().sum()
+        loss = model(**call).logits.square().sum()
     if reentrant is None:
         assert apart(want, gradients(model, loss)) < EXACT
     else:
         with pytest.raises(ValueError, match=r"Call backward\(\) before unpatch\(\)"):
             loss.backward()
     assert apart(want, gradients(twin)) < EXACT
-    with tritonpack.patch(model, attention=attention):
+    with tritonpack.patch(model, **options):
         assert apart(want, gradients(model)) < EXACT
 
 
@@ -429,23 +466,6 @@ def test_a_head_around_a_patched_model_is_refused(by_name: bool) -> None:
     assert state(model) == before
 
 
-def test_a_replaced_part_is_refused() -> None:
-    model = llama()
-    old, new = model.model, llama(LlamaModel)
-    with tritonpack.patch(model):
-        model(**call_of())
-        for arguments in (call_of(), call_of("offsets_alone"), {"input_ids": call_of()["input_ids"]}):
-            model.model = new
-            with pytest.raises(UnsupportedModelError, match=r"LlamaModel.*replaced since.*tritonpack\.patch"):
-                model(**arguments)
-            model.model = old
-            model(**arguments)
-        model.model = new
-    assert not is_patched(model)
-    assert not is_patched(old)
-    assert old.config._attn_implementation == "sdpa"
-
-
 class Wrapper(nn.Module):
     """As FSDP and others put it around parts of a model."""
 
@@ -457,10 +477,19 @@ class Wrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def test_a_wrapped_part_is_accepted() -> None:
+def test_a_replaced_part_is_refused_and_a_wrapped_one_is_not() -> None:
     model = llama()
-    expected = alone(model, gradients=False)
+    old, new, expected = model.model, llama(LlamaModel), alone(model, gradients=False)
     with tritonpack.patch(model):
-        model.model = Wrapper(model.model)
+        model.model = Wrapper(old)
         require_exact(model, expected)
-        model.model = model.model.inner
+        for arguments in (call_of(), call_of("offsets_alone"), {"input_ids": call_of()["input_ids"]}):
+            model.model = new
+            with pytest.raises(UnsupportedModelError, match=r"LlamaModel.*replaced since.*tritonpack\.patch"):
+                model(**arguments)
+            model.model = old
+            model(**arguments)
+        model.model = new
+    assert not is_patched(model)
+    assert not is_patched(old)
+    assert old.config._attn_implementation == "sdpa"

@@ -8,64 +8,47 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches.calls import FORMS, alone, documents, relative
 from tests.patches.comparison import tolerance
-from tests.patches.models import COMMON
-from tests.patches.pairs import PAIRS, tiny_pair_model
 from tests.patches.sweep.subject import Subject
-from tests.patches.zoo import spread
+from tests.patches.zoo import PAIRS, tiny_model, tiny_pair_model
 
 FORM = "segments_alone"
-every_type = pytest.mark.parametrize("name", PAIRS)
 
 
-def call_of(model: PreTrainedModel, form: str = FORM, pieces: list[Tensor] | None = None) -> dict[str, Any]:
+def call_of(model: PreTrainedModel, form: str = FORM) -> dict[str, Any]:
     subject = Subject(model)
-    return subject.arguments(subject.lay_out(FORMS[form], pieces or documents()))
+    return subject.arguments(subject.lay_out(FORMS[form], documents()))
 
 
-def sides(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
-    """The documents of the encoder, and of the decoder."""
-    return documents(), Subject(model).targets(documents())
-
-
-@pytest.mark.fast("bart", "mvp", "umt5")
-@every_type
-def test_labels_are_shifted_within_each_document(name: str) -> None:
+@pytest.mark.fast("False-bart", "False-umt5", "True-mbart", "True-blenderbot-small", "True-plbart")
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_labels_are_shifted_within_each_document(name: str, ignored: bool) -> None:
+    """Labels of a prompt may be ignored, and rows are padded by -100. MBart and PLBart put a document's last label
+    first."""
     model = tiny_pair_model(name)
-    sources, targets = sides(model)
-    outputs = [model(input_ids=a, labels=b) for a, b in zip(sources, targets, strict=True)]
-    sizes = torch.tensor([b.numel() for b in targets])
-    loss = (torch.stack([output.loss for output in outputs]) * sizes).sum() / sizes.sum()
-    call = call_of(model)
-    with tritonpack.patch(model):
-        output = model(**call | {"labels": call["decoder_input_ids"], "decoder_input_ids": None})
-    assert relative(torch.cat([output.logits for output in outputs], 1), output.logits) < tolerance(model.dtype)
-    torch.testing.assert_close(output.loss, loss)
-
-
-@pytest.mark.fast("bart", "blenderbot-small", "mbart", "plbart")
-@every_type
-def test_labels_that_are_ignored_and_padding(name: str) -> None:
-    """Labels of a prompt are ignored, and rows padded by -100. MBart and PLBart put a document's last label first."""
-    model = tiny_pair_model(name)
-    sources, targets = sides(model)
-    labels = [target.clone() for target in targets]
-    for label in labels:
+    labels = Subject(model).targets(documents())
+    for label in labels if ignored else ():
         label[:, : label.shape[1] // 2] = -100
-    masks = [{"decoder_attention_mask": torch.ones_like(y)} for y in labels]  # some models mask ignored labels
-    told = zip(sources, labels, masks, strict=True)
-    expected = torch.cat([model(input_ids=a, labels=y, **mask).logits for a, y, mask in told], 1)
-    call, batch = call_of(model, "two_rows"), FORMS["two_rows"](targets)
+    masks = [{"decoder_attention_mask": torch.ones_like(y)} if ignored else {} for y in labels]  # some mask them
+    told = zip(documents(), labels, masks, strict=True)
+    outputs = [model(input_ids=a, labels=y, **mask) for a, y, mask in told]
+    sizes = torch.tensor([(y != -100).sum() for y in labels])
+    loss = (torch.stack([output.loss for output in outputs]) * sizes).sum() / sizes.sum()
+    form = "two_rows" if ignored else FORM
+    batch = FORMS[form](labels)
     row = torch.full_like(batch.ids, -100)
     for span, label in zip(batch.spans, labels, strict=True):
         row[span] = label[0]
     with tritonpack.patch(model):
-        got = batch.gather(model(**call | {"labels": row, "decoder_input_ids": None}).logits)
-    assert relative(expected, got[None]) < tolerance(model.dtype)
+        output = model(**call_of(model, form) | {"labels": row, "decoder_input_ids": None})
+    expected = torch.cat([output.logits for output in outputs], 1)
+    assert relative(expected, batch.gather(output.logits)[None]) < tolerance(model.dtype)
+    torch.testing.assert_close(output.loss, loss)
 
 
 def test_inner_model_and_states_of_the_encoder() -> None:
@@ -81,10 +64,9 @@ def test_inner_model_and_states_of_the_encoder() -> None:
 
 def test_decoder_called_with_states_of_an_encoder() -> None:
     """A causal model with cross-attention to states of several documents, which have a mask of their own."""
-    model = BertLMHeadModel(BertConfig(**COMMON, is_decoder=True, add_cross_attention=True)).eval()
-    spread(model, torch.Generator().manual_seed(0))
-    model, sources = model.double(), documents((4, 2, 5, 3))
-    states = [torch.randn(1, source.shape[1], 32, dtype=torch.float64) for source in sources]
+    model = tiny_model("bert", dtype=torch.float64, add_cross_attention=True)
+    sources = documents((4, 2, 5, 3))
+    states: list[Tensor] = [torch.randn(1, source.shape[1], 32, dtype=torch.float64) for source in sources]
     pairs = zip(documents(), states, strict=True)
     expected = torch.cat([model(d, encoder_hidden_states=x).logits for d, x in pairs], 1)
     row, other = FORMS[FORM](documents()), FORMS[FORM](sources).arguments["attention_mask"]
@@ -94,12 +76,10 @@ def test_decoder_called_with_states_of_an_encoder() -> None:
 
 
 @pytest.mark.fast("False-bigbird_pegasus", "False-mvp", "False-umt5", "True-blenderbot-small", "True-t5gemma2")
-@every_type
+@pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
     """Some types treat padding tokens as padding, others as tokens after all others."""
-    if use_cache and name == "switch_transformers":
-        pytest.skip("stock transformers can't")
     model = tiny_pair_model(name, dtype=torch.float32).requires_grad_(False)
     call = {**call_of(model, "padded_right"), "use_cache": use_cache}
     for told in ("decoder_attention_mask", "decoder_position_ids", "position_ids"):

@@ -26,10 +26,10 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents, relative, told
 from tests.patches.models import COMMON, VOCAB, tiny_model
-from tests.patches.pairs import tiny_pair_model
 from tests.patches.sweep.build import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.subject import Subject
+from tests.patches.zoo import tiny_pair_model
 from tritonpack import UnsupportedModelError
 from tritonpack.patches.parse_inputs import TELLING, meant_by
 
@@ -222,6 +222,13 @@ UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lambda: nn.Linear(2, 2), {}, "expected a transformers model; got Linear"),
     (lazily("prophetnet"), {}, r"'prophetnet'.* masks and position buckets of its own"),
+    (
+        lambda: of_class("T5GemmaForSequenceClassification/t5gemma"),
+        {},
+        "scores a row by the decoder's state behind its",
+    ),
+    (lambda: tiny_pair_model("nllb-moe"), {}, r"'nllb-moe'.* documents of a row compete"),
+    (lambda: tiny_pair_model("switch_transformers"), {}, r"'switch_transformers'.* take the first tokens of a row"),
     (lazily("llama"), {"backend": "cuda"}, "got 'cuda'"),
     (lazily("llama"), {"attention": "flash"}, "got 'flash'"),
     (lazily("llama"), {"unpad": "no"}, "unpad must be True or False; got str 'no'"),
@@ -271,15 +278,6 @@ def git() -> Any:
     vision = {**small, "image_size": 8, "patch_size": 4}
     config = GitConfig(vocab_size=99, max_position_embeddings=64, pad_token_id=0, vision_config=vision, **small)
     return GitForCausalLM(config).double().eval()
-
-
-def experts() -> Any:
-    """In training, NLLB-MoE's experts take a limited number of tokens of a batch, so documents of a row compete."""
-    model = tiny_pair_model("nllb-moe").train()
-    for module in model.modules():
-        if type(module).__name__ == "NllbMoeTop2Router":
-            module.expert_capacity = 9
-    return model
 
 
 def padded(*more: str) -> dict[str, Any]:
@@ -398,11 +396,6 @@ def test_other_calls_of_pairs() -> None:
         more = {"encoder_outputs": (torch.zeros(1, 22, 32, dtype=torch.float64),), "decoder_input_ids": IDS[:, :1]}
         with pytest.raises(ValueError, match="continues a cache must have one document on the encoder's side"):
             model(past_key_values=cache, attention_mask=SEGMENTS, **more)
-    full = experts()
-    with tritonpack.patch(full):
-        full(**pair_call(full, "padded_right"))
-        with pytest.raises(ValueError, match="an expert of this model takes 9 tokens of a batch, here of 22"):
-            full(**pair_call(full))
     model = tiny_pair_model("t5gemma", dtype=torch.float32)
     call = {name: x for name, x in pair_call(model, "padded_right").items() if name.endswith("input_ids")}
     with tritonpack.patch(model), pytest.raises(ValueError, match="Pass attention_mask"):
@@ -419,7 +412,7 @@ def test_other_calls_of_pairs() -> None:
 @pytest.mark.parametrize("kind", ["xlstm", "cpmant", "blt", "deepseek_v4", "prophetnet"])
 def test_models_by_name(kind: str) -> None:
     """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
-    model = zoo.tiny_model(kind, attn_implementation="tritonpack")
+    model = zoo.tiny_model(kind, attention="tritonpack")
     for call in (model, model.forward, model.base_model):
         with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*was given attn_implementation"):
             call(torch.arange(6, 10)[None])

@@ -21,7 +21,7 @@ from tests.patches.sweep.judging import Trial, has_remedy
 from tests.patches.sweep.padded import PaddedTrial, takes_options
 from tests.patches.sweep.results import ANY, OPTIONS, Row
 from tests.patches.sweep.running import judge_case
-from tests.patches.zoo_rows import DIFFERENTIABLE, FORWARD_ONLY
+from tests.patches.zoo import DIFFERENTIABLE, FORWARD_ONLY
 from tritonpack.patches import compact
 from tritonpack.patches.measuring import quiet
 

@@ -8,8 +8,7 @@ from tests.patches import zoo
 from tests.patches.calls import EXACT, alone, documents
 from tests.patches.comparison import apart
 from tests.patches.models import tiny_model
-from tests.patches.padded_batches import padded_batch
-from tests.patches.test_padded_batches import results
+from tests.patches.padded_batches import padded_batch, results
 
 
 @pytest.mark.fast("gpt2", "mistral")

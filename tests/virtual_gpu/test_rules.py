@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 from tests.virtual_gpu.conftest import NEEDS
 from tests.virtual_gpu.device import virtual_gpu
 from tests.virtual_gpu.known_kernels import matmul_kernel, probe_kernel
-from tests.virtual_gpu.test_machine import blocks
 
 pytestmark = NEEDS
 
@@ -65,187 +64,102 @@ MEETING = """st.shared.b32 [%r4], %r1; bar.sync 0; bra START;
 MEET: {} ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r6, %r7, %r8, %r9}}, [%r3]; bra END;
 START: @%p2 bra OTHER; bra MEET; OTHER: mov.b32 %r10, 1; bra MEET; END: ret;"""
 RULES = (
-    Rule(
-        "global-end",
-        "ld.global.b32 %r6, [%rd4+4000];",
-        "ld.global.b32 %r6, [%rd4+3584];",
-        "global read of 4 bytes at [0-9a-f]+, 4 bytes past the end of tensor . of the arguments",
-    ),
-    Rule(
-        "global-begin",
-        "st.global.b32 [%rd5+-8], %r1;",
-        "st.global.b32 [%rd5+8], %r1;",
-        "global write of 4 bytes at .* bytes (before|past)",
-    ),
+    Rule("global-end", "ld.global.b32 %r6, [%rd4+4000];", "ld.global.b32 %r6, [%rd4+3584];",
+         "global read of 4 bytes at [0-9a-f]+, 4 bytes past the end of tensor . of the arguments"),
+    Rule("global-begin", "st.global.b32 [%rd5+-8], %r1;", "st.global.b32 [%rd5+8], %r1;",
+         "global write of 4 bytes at .* bytes (before|past)"),
     Rule("global-alignment", "ld.global.b32 %r6, [%rd4+2];", "ld.global.b16 %r6, [%rd4+2];", "a multiple of 4"),
-    Rule(
-        "vector-alignment",
-        "ld.global.v2.b32 {%r6, %r7}, [%rd4];",
-        "ld.global.v2.b32 {%r6, %r7}, [%rd1];",
-        "isn't a multiple of 8",
-    ),
-    Rule(
-        "shared-end",
-        "st.shared.b32 [%r4+3588], %r1;",
-        "st.shared.b32 [%r4+3584], %r1;",
-        "shared address 4096 of 4 bytes is outside the program's 4096 bytes",
-    ),
+    Rule("vector-alignment", "ld.global.v2.b32 {%r6, %r7}, [%rd4];", "ld.global.v2.b32 {%r6, %r7}, [%rd1];",
+         "isn't a multiple of 8"),
+    Rule("shared-end", "st.shared.b32 [%r4+3588], %r1;", "st.shared.b32 [%r4+3584], %r1;",
+         "shared address 4096 of 4 bytes is outside the program's 4096 bytes"),
     Rule("shared-alignment", "st.shared.b32 [%r3+2], %r3;", "st.shared.b16 [%r3+2], 7;", "shared address 2 isn't a"),
-    Rule(
-        "shared-before-writing",
-        "ld.shared.b32 %r6, [%r4];",
-        "st.shared.b32 [%r4], %r1; ld.shared.b32 %r6, [%r4];",
-        r"read of shared byte \d+, which the program hasn't written",
-    ),
-    Rule(
-        "shared-read-after-write",
-        "st.shared.b32 [%r4], %r1; ld.shared.b32 %r6, [%r5];",
-        "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5];",
-        r"race: read of shared byte \d+ after a write by warp|read of shared byte \d+, which the program hasn't",
-    ),
-    Rule(
-        "shared-write-after-read",
-        "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; st.shared.b32 [%r4], 1;",
-        "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; bar.sync 0; st.shared.b32 [%r4], 1;",
-        r"race: write of shared byte \d+ after a read by warp|race: read of shared byte \d+ after a write",
-    ),
-    Rule(
-        "shared-write-after-write",
-        "st.shared.b32 [%r4], %r1; st.shared.b32 [%r5], 1;",
-        "st.shared.b32 [%r4], %r1; xor.b32 %r6, %r1, 32; st.shared.b32 [%r5], %r6;",
-        r"race: write of shared byte \d+ after a write by warp",
-    ),
-    Rule(
-        "global-between-warps",
-        "st.global.b32 [%rd5], %r1; and.b32 %r6, %r2, 127; cvt.u64.u32 %rd6, %r6; add.s64 %rd7, %rd2, %rd6;"
-        "ld.global.b32 %r7, [%rd7];",
-        "st.global.b32 [%rd5], %r1; and.b32 %r6, %r2, 127; cvt.u64.u32 %rd6, %r6; add.s64 %rd7, %rd2, %rd6;"
-        "bar.sync 0; ld.global.b32 %r7, [%rd7];",
-        "race: global (read|write) at .* by another warp, without a barrier between",
-    ),
-    Rule(
-        "global-between-programs",
-        "mov.u32 %r6, %ctaid.x; st.global.b32 [%rd5], %r6;",
-        "st.global.b32 [%rd5], %r1;",
-        "race: global write at .* after a write by another program of the launch",
-        2,
-    ),
-    Rule(
-        "values-of-lanes",
-        "st.global.b32 [%rd2], %r1;",
-        "st.global.b32 [%rd2], 1;",
-        r"lanes \d+ and \d+ store different values to one address",
-    ),
-    Rule(
-        "shared-values-of-lanes",
-        "@%p2 st.shared.b32 [%r3], %r1;",
-        "@%p1 st.shared.b32 [%r3], %r1;",
-        r"lanes \d+ and \d+ store different values to one address",
-    ),
-    Rule(
-        "cp.async-wait",
-        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; ld.shared.b32 %r6, [%r4];",
-        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; cp.async.wait_group 0;"
-        "ld.shared.b32 %r6, [%r4];",
-        r"race: read of shared byte \d+ after a copy by warp",
-    ),
-    Rule(
-        "cp.async-groups",
-        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group;"
-        "cp.async.ca.shared.global [%r4+1024], [%rd4], 0x4; cp.async.commit_group;"
-        "cp.async.wait_group 1; ld.shared.b32 %r6, [%r4+1024];",
-        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group;"
-        "cp.async.ca.shared.global [%r4+1024], [%rd4], 0x4; cp.async.commit_group;"
-        "cp.async.wait_group 1; ld.shared.b32 %r6, [%r4];",
-        r"race: read of shared byte \d+ after a copy by warp",
-    ),
-    Rule(
-        "cp.async-of-another-warp",
-        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; bar.sync 0; cp.async.wait_group 0;"
-        "ld.shared.b32 %r6, [%r5];",
-        "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;"
-        "ld.shared.b32 %r6, [%r5];",
-        r"race: read of shared byte \d+ after a (copy|write) by warp",
-    ),
-    Rule(
-        "barrier-in-a-branch", "@%p2 bra L; bar.sync 0; L: ret;", "bar.sync 0; @%p2 bra L; L: ret;", "in divergent code"
-    ),
-    Rule(
-        "lanes-that-meet-at-no-barrier",
-        MEETING.format(""),
-        MEETING.format("bar.warp.sync -1;"),
-        "ldmatrix in divergent code",
-    ),
+    Rule("shared-before-writing", "ld.shared.b32 %r6, [%r4];", "st.shared.b32 [%r4], %r1; ld.shared.b32 %r6, [%r4];",
+         r"read of shared byte \d+, which the program hasn't written"),
+    Rule("shared-read-after-write", "st.shared.b32 [%r4], %r1; ld.shared.b32 %r6, [%r5];",
+         "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5];",
+         r"race: read of shared byte \d+ after a write by warp|read of shared byte \d+, which the program hasn't"),
+    Rule("shared-write-after-read",
+         "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; st.shared.b32 [%r4], 1;",
+         "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; bar.sync 0; st.shared.b32 [%r4], 1;",
+         r"race: write of shared byte \d+ after a read by warp|race: read of shared byte \d+ after a write"),
+    Rule("shared-write-after-write", "st.shared.b32 [%r4], %r1; st.shared.b32 [%r5], 1;",
+         "st.shared.b32 [%r4], %r1; xor.b32 %r6, %r1, 32; st.shared.b32 [%r5], %r6;",
+         r"race: write of shared byte \d+ after a write by warp"),
+    Rule("global-between-warps",
+         "st.global.b32 [%rd5], %r1; and.b32 %r6, %r2, 127; cvt.u64.u32 %rd6, %r6; add.s64 %rd7, %rd2, %rd6;"
+         "ld.global.b32 %r7, [%rd7];",
+         "st.global.b32 [%rd5], %r1; and.b32 %r6, %r2, 127; cvt.u64.u32 %rd6, %r6; add.s64 %rd7, %rd2, %rd6;"
+         "bar.sync 0; ld.global.b32 %r7, [%rd7];",
+         "race: global (read|write) at .* by another warp, without a barrier between"),
+    Rule("global-between-programs", "mov.u32 %r6, %ctaid.x; st.global.b32 [%rd5], %r6;", "st.global.b32 [%rd5], %r1;",
+         "race: global write at .* after a write by another program of the launch", 2),
+    Rule("values-of-lanes", "st.global.b32 [%rd2], %r1;", "st.global.b32 [%rd2], 1;",
+         r"lanes \d+ and \d+ store different values to one address"),
+    Rule("shared-values-of-lanes", "@%p2 st.shared.b32 [%r3], %r1;", "@%p1 st.shared.b32 [%r3], %r1;",
+         r"lanes \d+ and \d+ store different values to one address"),
+    Rule("cp.async-wait",
+         "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; ld.shared.b32 %r6, [%r4];",
+         "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; cp.async.wait_group 0;"
+         "ld.shared.b32 %r6, [%r4];", r"race: read of shared byte \d+ after a copy by warp"),
+    Rule("cp.async-groups", "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group;"
+         "cp.async.ca.shared.global [%r4+1024], [%rd4], 0x4; cp.async.commit_group;"
+         "cp.async.wait_group 1; ld.shared.b32 %r6, [%r4+1024];",
+         "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group;"
+         "cp.async.ca.shared.global [%r4+1024], [%rd4], 0x4; cp.async.commit_group;"
+         "cp.async.wait_group 1; ld.shared.b32 %r6, [%r4];", r"race: read of shared byte \d+ after a copy by warp"),
+    Rule("cp.async-of-another-warp",
+         "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; bar.sync 0; cp.async.wait_group 0;"
+         "ld.shared.b32 %r6, [%r5];",
+         "cp.async.ca.shared.global [%r4], [%rd4], 0x4; cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;"
+         "ld.shared.b32 %r6, [%r5];", r"race: read of shared byte \d+ after a (copy|write) by warp"),
+    Rule("barrier-in-a-branch", "@%p2 bra L; bar.sync 0; L: ret;", "bar.sync 0; @%p2 bra L; L: ret;",
+         "in divergent code"),
+    Rule("lanes-that-meet-at-no-barrier", MEETING.format(""), MEETING.format("bar.warp.sync -1;"),
+         "ldmatrix in divergent code"),
     Rule("barrier-of-some-lanes", "@%p2 bar.sync 0;", "bar.sync 0;", "in divergent code"),
-    Rule("barrier-of-too-many", "bar.sync 1, 160;", "bar.sync 1, 128;", "deadlock: waits at barrier 1 for 160 threads"),
-    Rule(
-        "barrier-of-different-sizes",
-        "setp.lt.u32 %p3, %r1, 32; selp.b32 %r6, 64, 128, %p3; bar.sync 1, %r6;",
-        "bar.sync 1, 128;",
-        "warps wait at barrier 1 for different numbers of threads",
-    ),
-    Rule(
-        "barrier-that-some-skip", "setp.lt.u32 %p3, %r1, 32; @%p3 bra L; bar.sync 0; L: ret;", "bar.sync 0;", "deadlock"
-    ),
-    Rule(
-        "shuffle",
-        "@%p2 shfl.sync.idx.b32 %r6, %r1, 9, 31, -1;",
-        "@%p2 shfl.sync.idx.b32 %r6, %r1, 4, 31, -1;",
-        "shuffle from lane 9, which doesn't take part",
-    ),
-    Rule(
-        "arrivals",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 2; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
-        f"{WAIT.format(0)}",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
-        f"{WAIT.format(0)}",
-        "deadlock: waits for the mbarrier at 0",
-    ),
-    Rule(
-        "too-many-arrivals",
-        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 16;"
-        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
-        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 2; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 16;"
-        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
-        "more arrivals at the mbarrier at 0 than its count of 1",
-    ),
-    Rule(
-        "wrong-phase",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 st.shared.b32 [%r3+64], %r1;"
-        f"@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(1)} ld.shared.b32 %r6, [%r3+64];",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 st.shared.b32 [%r3+64], %r1;"
-        f"@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(0)} ld.shared.b32 %r6, [%r3+64];",
-        r"(race: )?read of shared byte 64\b|deadlock",
-    ),
-    Rule(
-        "mbarrier-without-initialisation",
-        "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
-        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
-        "the mbarrier at 0 isn't initialised",
-    ),
-    Rule(
-        "mbarrier-initialised-by-another-warp",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(0)}",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
-        f"{WAIT.format(0)}",
-        "was initialised by warp 0, and nothing waited for it|isn't initialised",
-    ),
-    Rule(
-        "mbarrier-invalidated-in-use",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
-        f"{WAIT.format(0)} @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
-        f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
-        f"{WAIT.format(0)} bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
-        r"invalidation of an mbarrier after a use by warp \d|isn't initialised",
-    ),
-    Rule(
-        "mbarrier-in-memory",
-        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; ld.shared.b32 %r6, [%r3];",
-        "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; ld.shared.b32 %r6, [%r3];",
-        r"race: read of shared byte 0 after a write by warp 0|read of shared byte 0, which the program hasn't written",
-    ),
+    Rule("barrier-of-too-many", "bar.sync 1, 160;", "bar.sync 1, 128;",
+         "deadlock: waits at barrier 1 for 160 threads"),
+    Rule("barrier-of-different-sizes", "setp.lt.u32 %p3, %r1, 32; selp.b32 %r6, 64, 128, %p3; bar.sync 1, %r6;",
+         "bar.sync 1, 128;", "warps wait at barrier 1 for different numbers of threads"),
+    Rule("barrier-that-some-skip", "setp.lt.u32 %p3, %r1, 32; @%p3 bra L; bar.sync 0; L: ret;", "bar.sync 0;",
+         "deadlock"),
+    Rule("shuffle", "@%p2 shfl.sync.idx.b32 %r6, %r1, 9, 31, -1;", "@%p2 shfl.sync.idx.b32 %r6, %r1, 4, 31, -1;",
+         "shuffle from lane 9, which doesn't take part"),
+    Rule("arrivals",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 2; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+         f"{WAIT.format(0)}",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+         f"{WAIT.format(0)}", "deadlock: waits for the mbarrier at 0"),
+    Rule("too-many-arrivals",
+         "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 16;"
+         "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+         "@%p1 mbarrier.init.shared::cta.b64 [%r3], 2; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 16;"
+         "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];", "more arrivals at the mbarrier at 0 than its count of 1"),
+    Rule("wrong-phase", f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 st.shared.b32 [%r3+64], %r1;"
+         f"@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(1)} ld.shared.b32 %r6, [%r3+64];",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 st.shared.b32 [%r3+64], %r1;"
+         f"@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3]; {WAIT.format(0)} ld.shared.b32 %r6, [%r3+64];",
+         r"(race: )?read of shared byte 64\b|deadlock"),
+    Rule("mbarrier-without-initialisation", "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+         "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];",
+         "the mbarrier at 0 isn't initialised"),
+    Rule("mbarrier-initialised-by-another-warp",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+         f"{WAIT.format(0)}",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+         f"{WAIT.format(0)}", "was initialised by warp 0, and nothing waited for it|isn't initialised"),
+    Rule("mbarrier-invalidated-in-use",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+         f"{WAIT.format(0)} @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
+         f"@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+         f"{WAIT.format(0)} bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r3];",
+         r"invalidation of an mbarrier after a use by warp \d|isn't initialised"),
+    Rule("mbarrier-in-memory", "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; ld.shared.b32 %r6, [%r3];",
+         "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1; bar.sync 0; ld.shared.b32 %r6, [%r3];",
+         r"race: read of shared byte 0 after a write by warp 0|read of shared byte 0, which the program hasn't"),
     Rule("trap", "@%p1 trap;", "ret;", "trap"),
-)
+)  # fmt: skip
 
 
 def probe(body: str, seed: int, programs: int = 1) -> tuple[list[str], torch.Tensor]:
@@ -293,59 +207,3 @@ def test_wgmma_reads_what_threads_wrote_after_a_proxy_fence() -> None:
         ):  # too many reports
             matmul_kernel[(1, 1)](a, b, torch.empty(64, 64), 64, 64, 64, 64, 64, 32, "ieee", num_warps=4)
         assert any("without a proxy fence since" in report for report in gpu.reports) == expected
-
-
-class Change(NamedTuple):
-    """A change of the PTX of `blocks_kernel`.
-
-    Attributes:
-        name: for test ids.
-        pattern, replacement: of its first place, as `re.sub` takes them.
-        report: a pattern of a report; "" if a wrong result shows it.
-    """
-
-    name: str
-    pattern: str
-    replacement: str
-    report: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-LOADED, FREED = (rf"(try_wait\.parity\S* complete, \[%r{number}\], )%r\d+" for number in (30, 11))
-ARRIVAL = r"(@%p\d+ mbarrier\.arrive\.shared.*;)"
-CHANGES = (
-    Change("wgmma-wait", r"wgmma\.wait_group.*;", "", "race: write of shared byte .* is in flight|before its wait"),
-    Change("wgmma-fence", r"wgmma\.fence.*;", "", "another instruction used since the last wgmma.fence"),
-    Change("wait-for-tma", LOADED, r"\g<1>1", "by TMA for mbarrier|hasn't written"),
-    Change("phase-of-tma", LOADED, r"\g<1>0", "by TMA for mbarrier"),
-    Change("phase-of-free", FREED, r"\g<1>1", "race: write of shared byte .* after a (read|copy)"),
-    Change("arrival", ARRIVAL, "", "deadlock: waits for the mbarrier"),
-    Change("two-arrivals", ARRIVAL, r"\1 \1", "race: write of shared byte .* after a (read|copy)|deadlock"),
-    Change("bytes", r"(arrive\.expect_tx.*, )8192;", r"\g<1>8176;", "deadlock"),
-    Change("transposition", r"(wgmma\.mma.*, 1, 1, 0, )0;", r"\g<1>1;", ""),
-    Change("coordinates", r"\{(%r\d+), (%r\d+)\}\], \[", r"{\2, \1}], [", ""),
-)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_change_of_a_kernel_that_loads_and_computes(change: Change) -> None:
-    def rewrite(name: str, ptx: str) -> str:
-        changed = re.sub(change.pattern, change.replacement, ptx, count=1)
-        assert changed != ptx
-        return changed
-
-    x = torch.randn(320, 64).half()
-    out = torch.empty(0)
-    for seed in (1, 2):
-        with (
-            virtual_gpu("sm_90", seed=seed, rewrite=rewrite, check=False) as gpu,
-            suppress(RuntimeError),
-        ):  # it stops at a deadlock
-            out = blocks(x)
-        if change.report:
-            assert any(re.search(change.report, report) for report in gpu.reports), gpu.reports[:3]
-    if not change.report:
-        expected = sum(block.float() @ block.float().T for block in x.split(64))
-        assert not torch.allclose(out, expected, atol=1.0)

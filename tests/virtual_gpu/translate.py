@@ -18,6 +18,15 @@ REGISTER_BYTES = {"pred": 4, "b8": 2, "f32": 4, "f64": 8} | {f"{k}{n}": n // 8 f
 SPECIAL = {
     "%tid.x": 0, "%ctaid.x": 1, "%ctaid.y": 2, "%ctaid.z": 3, "%nctaid.x": 4, "%nctaid.y": 5, "%nctaid.z": 6
 }  # fmt: skip
+# Opcodes without operands that matter, and their handlers
+SIMPLE = {
+    "ret": "ret", "exit": "ret", "trap": "trap", "fence.proxy.async": "proxy_fence",
+    "fence.proxy.async.shared::cta": "proxy_fence", "fence.mbarrier_init.release.cluster": "nop",
+    "setmaxnreg.inc.sync.aligned.u32": "nop", "setmaxnreg.dec.sync.aligned.u32": "nop",
+}  # fmt: skip
+REDUCTIONS = (
+    "add", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32", "min.f32", "max.f32"
+)  # fmt: skip
 SPACES = {"global": 0, "shared": 1, "shared::cta": 1, "param": 2}
 
 _rules: list[tuple[re.Pattern[str], Callable[..., None]]] = []
@@ -242,6 +251,8 @@ class Translator:
             if opcode.startswith("mov") and given[1].startswith("assertMessage"):
                 self._message = self.kernel.strings[given[1]]
             return None
+        if opcode in SIMPLE:
+            return self._emit(SIMPLE[opcode])
         for pattern, method in _rules:
             if found := pattern.fullmatch(opcode):
                 return method(self, given, *found.groups())
@@ -379,19 +390,11 @@ class Translator:
         others: dict[str, Any] = dict(zip("ab", self._sources(given, 4), strict=False))
         self._emit("barrier", **others)
 
-    @_rule(r"fence\.proxy\.async(?:\.shared::cta)?")
-    def _proxy_fence(self, given: list[str]) -> None:
-        self._emit("proxy_fence")
-
     @_rule(r"bar\.warp\.sync")
     def _warp_barrier(self, given: list[str]) -> None:
         if given != ["-1"]:
             raise Unsupported(f"the lanes {given[0]}")
         self._emit("warp_barrier")
-
-    @_rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|fence\.mbarrier_init\.release\.cluster")
-    def _nothing(self, given: list[str]) -> None:
-        self._emit("nop")
 
     # Lanes
 
@@ -403,23 +406,9 @@ class Translator:
         kind = ("bfly", "up", "down", "idx").index(how)
         self._emit("shuffle", d=self._target(into, 4), a=a, b=b, c=c, e=e, x=(kind,))
 
-    @_rule(
-        r"redux\.sync\.(add\.[su]32|min\.s32|max\.s32|min\.u32|max\.u32|and\.b32|or\.b32|xor\.b32|min\.f32|max\.f32)"
-    )
+    @_rule(rf"redux\.sync\.(add\.[su]32|{'|'.join(map(re.escape, REDUCTIONS))})")
     def _reduce(self, given: list[str], what: str) -> None:
-        order = (
-            "add",
-            "min.s32",
-            "max.s32",
-            "min.u32",
-            "max.u32",
-            "and.b32",
-            "or.b32",
-            "xor.b32",
-            "min.f32",
-            "max.f32",
-        )
-        kind = order.index("add" if what.startswith("add") else what)
+        kind = REDUCTIONS.index("add" if what.startswith("add") else what)
         self._emit("redux", d=self._target(given[0], 4), a=self._source(given[1], 4), x=(kind,))
 
     @_rule(r"vote\.sync\.(ballot\.b32|any\.pred|all\.pred)")
@@ -448,14 +437,6 @@ class Translator:
         a, names = self._source(given[0], 4), self._tables[given[1]]
         self._branches.append((len(self.instructions), names))
         self._emit("brx", a=a, more=[0] * len(names))
-
-    @_rule(r"ret|exit")
-    def _return(self, given: list[str]) -> None:
-        self._emit("ret")
-
-    @_rule(r"trap")
-    def _trap(self, given: list[str]) -> None:
-        self._emit("trap")
 
     @_rule(r"call\.uni")
     def _call(self, given: list[str]) -> None:

@@ -97,8 +97,8 @@ def documents_of(mask: BlockDiagonalMask) -> NDArray[np.int64]:
 
     In NumPy, whose calls take less time than torch's.
     """
-    start, stop = mask.key_start.cpu().numpy(), mask.key_stop.cpu().numpy()
-    begins = np.flatnonzero(document_begins(mask)[: len(start)].cpu().numpy())
+    start, stop = mask.key_start.numpy(force=True), mask.key_stop.numpy(force=True)
+    begins = np.flatnonzero(document_begins(mask)[: len(start)].numpy(force=True))
     ends = np.append(begins[1:], len(start))
     live = start[begins] < stop[begins]
     begins, ends = begins[live], ends[live]

@@ -8,23 +8,35 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer import Argument, Option
 
 import tritonpack
-from tritonpack.removed import REMOVED
+from tritonpack.removed import COMMANDS
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
+
+
+def _number(smallest: int, largest: int, *names: str, help: str) -> Any:
+    """An option for an integer. Its message for a number out of range shows the number; typer's doesn't."""
+
+    def check(value: int) -> int:
+        if not smallest <= value <= largest:
+            raise typer.BadParameter(f"must be an integer from {smallest} to {largest}; got {value}.")
+        return value
+
+    return Option(*names, help=f"{help} From {smallest} to {largest}.", callback=check)
+
 
 # Options that several commands have.
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the GPU where there is one.")]
 JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
-CapacityOption = Annotated[int, Option(min=1, max=2**30, help="Tokens of a row, which one GPU takes per step.")]
-SeedOption = Annotated[int, Option(min=0, max=2**63 - 1, help="Decides the random order.")]
+CapacityOption = Annotated[int, _number(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
+SeedOption = Annotated[int, _number(0, 2**63 - 1, help="Decides the random order.")]
 OverlongOption = Annotated[
     Literal["error", "truncate", "split", "drop"], Option(help="What to do with documents longer than --capacity.")
 ]
@@ -102,9 +114,10 @@ def check(
 @app.command()
 def plan(
     path: Annotated[Path, Argument(metavar="LENGTHS", exists=True, dir_okay=False, readable=True, help="Tokens of each "
-        "document: whole numbers or lists of token ids in a .json, .jsonl, .npy, .parquet, .csv or .txt file.")],
+        "document: whole numbers in a .txt or .npy file, or these or lists of token ids in .json, .jsonl, .parquet, "
+        ".csv.")],
     capacity: CapacityOption,
-    num_ranks: Annotated[int, Option("--ranks", min=1, max=2**16, help="GPUs (data-parallel processes).")] = 1,
+    num_ranks: Annotated[int, _number(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
     seed: SeedOption = 0,
     objective: Annotated[Literal["quadratic", "linear"], Option(help="What the ranks of a step share evenly: "
         "squared lengths (attention's load) or tokens.")] = "quadratic",
@@ -112,7 +125,6 @@ def plan(
         "spread them over all steps, or keep a partial step.")] = "drop",
     overlong: OverlongOption = "error",
     column: Annotated[str | None, Option(help="The column with the lengths, if the file has several.")] = None,
-    out: Annotated[Path, Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Show how full and how even packed batches of your documents are, compared with padding and simpler ways.
@@ -140,7 +152,7 @@ def pack(
                          ] = "best_fit_decreasing",
     seed: SeedOption = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, Option(min=1, max=1024, help="Processes.")] = 1,
+    jobs: Annotated[int, _number(1, 1024, help="Processes.")] = 1,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.
@@ -175,11 +187,10 @@ def run(arguments: Sequence[str] | None) -> NoReturn:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if arguments and arguments[0] in REMOVED:
-            raise ValueError(f"the command {arguments[0]} was removed: {REMOVED[arguments[0]]}")
-        for option in (argument.partition("=")[0] for argument in arguments):
-            if option.startswith("--") and option in REMOVED:
-                raise ValueError(f"the option {option} was removed: {REMOVED[option]}")
+        words = [argument.partition("=")[0] for argument in arguments]
+        for removed in (*words[:1], *(f"{words[0]} {word}" for word in words[1:])):
+            if removed in COMMANDS:
+                raise ValueError(f"tritonpack {removed} was removed: {COMMANDS[removed]}")
         app(arguments or ["--help"], prog_name="tritonpack")
     except ModuleNotFoundError as error:
         _fail(2, f"this needs {error.name}, which isn't installed; pip install {error.name}")

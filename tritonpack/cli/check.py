@@ -9,9 +9,8 @@ import torch
 import transformers
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from tritonpack.cli.machine import console_beside, require_writable, resolve_device, write_json
+from tritonpack.cli.machine import console_beside, print_grid, require_writable, resolve_device, write_json
 from tritonpack.cli.model_source import load_config, load_model
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
@@ -20,17 +19,11 @@ from tritonpack.patches.measuring import quiet
 from tritonpack.patches.pipeline import ONE_RESULT
 from tritonpack.testing import check_isolation
 
-EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong command line
+EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for "leak" and "unknown"; 2 is a wrong command line
 
 
 class Result(NamedTuple):
-    """The result for the model, stock or patched.
-
-    Attributes:
-        verdict: "exact": packed documents stay apart. "leak": they don't. "refused": the model can't be packed, or not
-            be called. "unknown": the first call of the patched model will prove it.
-        reason: a sentence.
-    """
+    """The verdict ("exact", "leak", "refused", "unknown") for the model, stock or patched, and the reason."""
 
     verdict: str
     reason: str
@@ -60,17 +53,13 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
         stock = _run(model) if weights else None
         patched, report = _patched(model, runs=weights)
     kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
-    rows = {
+    print_grid(console_beside(path), {
         "model": name,
         "class": f"{kind} in {dtype}" + (f", in place of {instead}" if instead else ""),
         "patch": report or "none",
         **({"stock transformers": f"{stock.verdict}: {stock.reason}"} if stock else {}),
         "tritonpack": f"{patched.verdict}: {patched.reason}",
-    }
-    table = Table.grid(padding=(0, 2))
-    for what, found in rows.items():
-        table.add_row(what, escape(found))
-    console_beside(path).print(table)
+    })  # fmt: skip
     write_json(path, {
         "model": name, "weights": weights, "model_type": model.config.model_type, "class": kind,
         "instead_of": instead or None, "dtype": dtype,
@@ -98,11 +87,10 @@ def _patched(model: Any, *, runs: bool) -> tuple[Result, str]:
             if runs:
                 handle.prove()
                 return _run(model), report
-            applied = handle._applied
-            head = applied.heads[0]
+            head, proof = handle._applied.heads[0], handle._applied.proof
             if head.one_result:
                 return Result("refused", f"{head.name} {ONE_RESULT}"), report
-            if why := applied.proof.why_unknown(head, trees=False):
+            if why := proof.why_unknown(head, trees=False):
                 remedy = "Its first call proves that documents stay apart, or is refused; --weights proves it now."
                 return Result("unknown", f"{why}. {remedy}"), report
             return Result("exact", f"shown by tritonpack's tests with transformers {installed()}."), report

@@ -20,7 +20,12 @@ KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "j
 
 
 def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Place]:
-    """The documents, and where each is. Parquet and JSON lines are copied into files of Arrow in `cache`."""
+    """The documents, and where each is. Parquet and JSON lines are copied into files of Arrow in `cache`.
+
+    Raises:
+        ValueError: they can't be read, or there are none.
+        OSError: the disk is full.
+    """
     files = _files(name, split)
     if files is None:
         try:
@@ -33,12 +38,8 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
         try:
             if part := _read(file, cache):
                 parts[file] = part
-        except Exception as error:  # of many kinds, by the format
-            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
-                raise cause from None
-            reason = getattr(cause, "strerror", None) or " ".join(str(cause).split()) or type(cause).__name__
-            raise ValueError(f"{file} can't be read: {reason.rstrip('.')}. Write the file again.") from error
+        except Exception as error:
+            raise _unreadable(file, error) from error
     if not parts:
         raise ValueError(f"{name} holds no document.")
     names, starts = list(parts), [0, *accumulate(map(len, parts.values()))]
@@ -51,6 +52,15 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
         return f"{number - starts[part]} of {names[part]}"
 
     return documents, place
+
+
+def _unreadable(path: object, error: Exception) -> Exception:
+    """The error to raise for one of datasets' or pyarrow's, of many kinds by the format."""
+    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
+        return cause
+    reason = " ".join(str(cause).split()) or type(cause).__name__
+    return ValueError(f"{path} can't be read: {reason.rstrip('.')}. Write it again.")
 
 
 def _read(file: str, cache: Path) -> Any:
@@ -70,24 +80,18 @@ def _files(name: str, split: str | None) -> list[str] | None:
     splits = {path.parent.name: path.parent for path in sorted(folder.glob("*/state.json"))}
     if splits and split not in splits:
         raise ValueError(f"{name} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
-    local = folder.exists() or glob.has_magic(name)
-    if not splits and split is not None and local:
+    if not splits and not folder.exists() and not glob.has_magic(name):
+        within = folder.parent.name != "" and folder.parent.is_dir()
+        if name.startswith((".", "/", "~")) or folder.suffix in KINDS or within:
+            raise ValueError(f"there is no file or folder {name}.")
+        return None
+    if not splits and split is not None:
         raise ValueError(f"{name} has no splits; leave out split={split!r}, or name the split's files.")
     if (saved := splits.get(split or "", folder) / "state.json").is_file():
         try:
             return [file["filename"] for file in datasets.load_from_disk(str(saved.parent)).cache_files]
-        except Exception as error:  # of many kinds
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{saved.parent} can't be read: {reason}. Write the dataset again.") from error
-    if not local:
-        if (
-            name.startswith((".", "/", "~"))
-            or folder.suffix in KINDS
-            or name.count("/") > 1
-            or ("/" in name and folder.parent.is_dir())
-        ):
-            raise ValueError(f"there is no file or folder {name}.")
-        return None
+        except Exception as error:
+            raise _unreadable(saved.parent, error) from error
     if folder.is_dir():
         files = [str(file) for file in folder.rglob("*") if file.suffix in KINDS and not file.is_dir()]
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LENGTHS = (".json", ".jsonl", ".npy", ".parquet", ".csv", ".txt")
+TABLES = (".csv", ".jsonl", ".parquet")
+LENGTHS = (".json", ".npy", ".txt", *TABLES)
 # The columns that are read without --column; the first that a file has.
 USUAL_COLUMNS = ("length", "lengths", "input_ids")
 _MOST = 2**31 - 1  # tokens of a document: sums over documents then stay within 64 bits
@@ -26,25 +26,29 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
     A document is an integer, which is its length, or a list of token ids.
 
     Args:
-        path: .json: a list of documents, a list of objects, or an object of columns. .jsonl (and .json): a document or
-            an object on each line. .npy: a one-dimensional array of integers. .parquet: a table. .csv: columns
-            separated by commas, with their names in the first line. .txt: a number on each line.
-        column: the column with the documents; None takes the only column, or the first of `USUAL_COLUMNS`.
+        path: .txt: integers. .json: a list of documents. .npy: a one-dimensional array of integers. .csv, .jsonl (an
+            object on each line), .parquet: a table.
+        column: the column of a table with the documents; None takes the only one, or the first of `USUAL_COLUMNS`.
 
     Raises:
-        ValueError: its content isn't what its ending says, or a value is no document. The message names the file, and
-            the line, row or document.
+        ValueError: its content isn't what its ending says, or a value is no document. The message names the file.
     """
     ending = path.suffix.lower()
     if ending not in LENGTHS:
         raise ValueError(f"{path} ends in {path.suffix!r}; lengths are read from {', '.join(LENGTHS)}")
+    if column is not None and ending not in TABLES:
+        raise ValueError(f"{path} has no columns, but --column {column} was asked for; leave it out")
     try:
         if ending == ".npy":
-            lengths = _read_array(path, column)
-        elif ending in (".csv", ".parquet"):
+            with path.open("rb") as file:
+                lengths = np.lib.format.read_array(file, allow_pickle=False)
+        elif ending in TABLES:
             lengths = _read_table(path, column)
         else:
-            lengths = _count_tokens(_read_documents(path, column), column)
+            text = path.read_text(encoding="utf-8-sig")
+            lengths = _count_tokens([int(word) for word in text.split()] if ending == ".txt" else json.loads(text))
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+            raise ValueError(f"it holds {lengths.dtype} of shape {lengths.shape}, not a row of integers. {_REMEDY}")
         bad = np.flatnonzero((lengths < 1) | (lengths > _MOST))
         if len(bad):
             tokens = f"document {bad[0]} has {lengths[bad[0]]} tokens; a document has from 1 to {_MOST}"
@@ -52,74 +56,40 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
         if not len(lengths):
             raise ValueError(f"it holds no document. {_REMEDY}")
     except _DAMAGED as error:
-        what = "Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
-        raise ValueError(f"{path} can't be read: {'. '.join(filter(None, (_one_line(error), what)))}") from error
+        what = ". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise ValueError(f"{path} can't be read: {' '.join(str(error).split())}{what}") from error
     return lengths.astype(np.int64)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _read_documents(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    """Where each document of JSON is, and the document, or an object that has it."""
-    if path.suffix.lower() == ".json":
-        try:
-            content = json.loads(path.read_text(encoding="utf-8-sig"))
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # which a document on each line is
-                raise
-        else:
-            if isinstance(content, dict):
-                name = _choose_column(list(content), column)
-                content = content[name]
-                if isinstance(content, list):
-                    content = [{name: document} for document in content]
-            if not isinstance(content, list):
-                raise ValueError(f"it holds {_shown(content)}, not a list of documents. {_REMEDY}")
-            yield from ((f"document {number}", document) for number, document in enumerate(content))
-            return
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                try:
-                    document = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    what = "a number" if path.suffix.lower() == ".txt" else "JSON"
-                    raise ValueError(f"line {number} isn't {what}: {line.strip()[:40]!r}") from error
-                yield f"line {number}", document
-
-
-def _count_tokens(documents: Iterator[tuple[str, Any]], column: str | None) -> NDArray[np.int64]:
-    """The lengths of documents. All objects are read by one column."""
-    lengths = []
-    for where, document in documents:
-        if isinstance(document, dict):
-            column = _choose_column(list(document), column, where)
-            document = document[column]
-        elif column is not None:
-            raise ValueError(f"{where} is {_shown(document)}, not an object with the column {column!r}")
-        tokens = document
-        if isinstance(document, list) and (not document or type(document[0]) is int):
-            tokens = len(document)
-        if type(tokens) is not int or not 1 <= tokens <= _MOST:
+def _count_tokens(documents: Any) -> NDArray[Any]:
+    if not isinstance(documents, list):
+        raise ValueError(f"it holds {_shown(documents)}, not a list of documents. {_REMEDY}")
+    counts = [len(one) if isinstance(one, list) and all(type(x) is int for x in one) else one for one in documents]
+    for number, tokens in enumerate(counts):
+        if type(tokens) is not int or abs(tokens) > _MOST:
             what = f"neither a number of tokens from 1 to {_MOST} nor a list of token ids"
-            raise ValueError(f"{where} is {_shown(document)}, {what}. {_REMEDY}")
-        lengths.append(tokens)
-    return np.array(lengths, dtype=np.int64)
+            raise ValueError(f"document {number} is {_shown(documents[number])}, {what}. {_REMEDY}")
+    return np.array(counts, dtype=np.int64)
 
 
 def _read_table(path: Path, column: str | None) -> NDArray[Any]:
+    import pyarrow.json
     from pyarrow import compute, csv, dataset, types
 
-    form: Any = "parquet"
-    if path.suffix.lower() == ".csv":
-        form = dataset.CsvFileFormat(csv.ParseOptions(newlines_in_values=True))
-    table = dataset.dataset(str(path), format=form)
-    if form != "parquet" and not any(map(str.isalpha, "".join(table.schema.names))):
-        first = ",".join(table.schema.names)[:40]
+    formats: dict[str, Any] = {
+        ".csv": dataset.CsvFileFormat(csv.ParseOptions(newlines_in_values=True)),
+        ".jsonl": dataset.JsonFileFormat(read_options=pyarrow.json.ReadOptions(block_size=2**26)),
+        ".parquet": "parquet",
+    }
+    table = dataset.dataset(str(path), format=formats[path.suffix.lower()])
+    names = table.schema.names
+    if path.suffix.lower() == ".csv" and not any(map(str.isalpha, "".join(names))):
+        first = ",".join(names)[:40]
         raise ValueError(f"its first line is {first!r}; write the names of the columns there, or make it a .txt file")
-    name = _choose_column(table.schema.names, column)
+    name = column or next((name for name in (*USUAL_COLUMNS, *names[: len(names) == 1]) if name in names), None)
+    if name not in names:
+        listed = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "")
+        raise ValueError(f"its columns are {listed or 'none'}; name the one with the lengths with --column")
     lengths: list[NDArray[Any]] = [np.zeros(0, np.int64)]
     for batch in table.to_batches(columns=[name]):  # the token ids of a whole file may exceed the memory
         values, kind = batch.column(0), batch.column(0).type
@@ -130,27 +100,6 @@ def _read_table(path: Path, column: str | None) -> NDArray[Any]:
             raise ValueError(f"column {name!r} has {what}, not integers or lists of token ids. {_REMEDY}")
         lengths.append(np.asarray(values))
     return np.concatenate(lengths[1:] or lengths)
-
-
-def _read_array(path: Path, column: str | None) -> NDArray[Any]:
-    if column is not None:
-        raise ValueError(f"an array has no columns, but --column {column} was asked for; leave it out")
-    with path.open("rb") as file:
-        values = np.lib.format.read_array(file, allow_pickle=False)
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise ValueError(f"it holds {values.dtype} of shape {values.shape}, not a row of integers. {_REMEDY}")
-    return values
-
-
-def _choose_column(names: Sequence[str], asked: str | None, where: str = "it") -> str:
-    """The column to read: the one asked for, the first usual one, or the only one."""
-    listed = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "") or "none"
-    if asked is not None and asked not in names:
-        raise ValueError(f"{where} has no column {asked!r}; it has {listed}. Name one of them with --column")
-    found = [asked] if asked is not None else [name for name in USUAL_COLUMNS if name in names]
-    if len(names) != 1 and not found:
-        raise ValueError(f"{where} has the columns {listed}; name the one with the lengths with --column")
-    return (found or names)[0]
 
 
 def _shown(value: Any) -> str:

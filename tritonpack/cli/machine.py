@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,31 +42,38 @@ def console_beside(path: Path | None) -> Any:
     return Console(stderr=path == STANDARD_OUTPUT, highlight=False)
 
 
+def print_grid(console: Any, rows: Mapping[str, str]) -> None:
+    """Print names and what belongs to each, in two columns."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, what in rows.items():
+        grid.add_row(name, escape(what))
+    console.print(grid)
+
+
 def require_writable(path: Path | None, option: str = "--json", inputs: Sequence[Path] = ()) -> None:
     """Check before the work that results can be written to `path`, and make its folder.
 
     Args:
         path: the file; None or "-" (standard output) needs no check.
         option: the name of the option in messages.
-        inputs: files that the command reads, or writes for another option.
+        inputs: files that the command reads.
 
     Raises:
-        ValueError: the folder can't be made or is read-only, `path` is a folder, or the same file as one of `inputs`.
+        ValueError: the folder can't be made or is read-only, or `path` is one of `inputs`.
     """
     if path is None or path == STANDARD_OUTPUT:
         return
-    failure = f"{option} {path} can't be written"
-    for other in inputs:
-        if path.resolve() == other.resolve():
-            raise ValueError(f"{failure}: it is the same file as {other}, which would be lost; name another file")
-    if path.is_dir():
-        raise ValueError(f"{failure}: it is a folder; name a file")
     try:
+        if path.resolve() in [other.resolve() for other in inputs]:
+            raise OSError(0, f"the command reads {path.resolve().name}, which would be lost")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.is_file():  # and no device or pipe
             tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
-        raise ValueError(f"{failure}: {error.strerror}; name another file") from error
+        raise ValueError(f"{option} {path} can't be written: {error.strerror}; name another file") from error
 
 
 def write_json(path: Path | None, values: Any) -> None:

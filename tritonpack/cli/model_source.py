@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,8 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         ValueError: there is none, or transformers refuses it.
     """
     source = find_source(name)
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # validators of a configuration may raise anything
-        raise ValueError(f"the configuration of {name} can't be loaded: {_reason(error)}") from error
-    named = getattr(config, "architectures", None) or []
-    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
-        raise ValueError(f"the configuration of {name} has architectures={named!r}; write a list of class names")
-    return config
+    with _errors_as_one_line(f"the configuration of {name} can't be loaded"):
+        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
 def load_model(name: str, config: Any, device: torch.device | None, trust_remote_code: bool) -> tuple[Any, str]:
@@ -45,7 +40,7 @@ def load_model(name: str, config: Any, device: torch.device | None, trust_remote
     source = find_source(name)
     if device is not None and Path(source).is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
-    try:
+    with _errors_as_one_line(f"the model {name} can't be {'built' if device is None else 'loaded'}"):
         kind = _class_of(config, trust_remote_code)
         own = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
         if device is not None:
@@ -53,12 +48,9 @@ def load_model(name: str, config: Any, device: torch.device | None, trust_remote
         else:
             with torch.device("meta"):
                 model = kind.from_config(config, **own) if own else kind(config)
-    except Exception as error:  # a configuration's or a model's own code may raise anything
-        what = "built" if device is None else "loaded"
-        raise ValueError(f"the model {name} can't be {what}: {_reason(error)}") from error
+        named = list(config.architectures or [""])
     use_eager_if_sdpa_differs(model)
-    names = config.architectures or [""]
-    return model, "" if type(model).__name__ in names else names[0]
+    return model, "" if type(model).__name__ in named else named[0]
 
 
 def _class_of(config: Any, trust_remote_code: bool) -> Any:
@@ -89,9 +81,11 @@ def find_source(name: str) -> str:
     return str(path) if path.exists() else name
 
 
-def _reason(error: BaseException) -> str:
-    """The reason for an exception of transformers or the Hub, in one line, with the command's own option."""
-    text = one_line(error)
-    if "trust_remote_code" in str(error):
-        text = f"{text}. Read its code first; --trust-remote-code runs it"
-    return text
+@contextmanager
+def _errors_as_one_line(what: str) -> Iterator[None]:
+    """Turn errors of transformers, the Hub, or a configuration's or a model's own code into one, with our option."""
+    try:
+        yield
+    except Exception as error:  # such code may raise anything
+        remedy = ". Read its code first; --trust-remote-code runs it" if "trust_remote_code" in str(error) else ""
+        raise ValueError(f"{what}: {one_line(error)}{remedy}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 import datasets
 
 from tritonpack.cli.documents import open_documents
-from tritonpack.cli.machine import console_beside, require_writable, write_json
+from tritonpack.cli.machine import console_beside, print_grid, require_writable, write_json
 from tritonpack.errors import OutputError
 from tritonpack.packing.columns import LEARNED
-from tritonpack.packing.lengths import OverlongReport, count
+from tritonpack.packing.lengths import count
 from tritonpack.packing.rows import choose_columns, packed_dataset
 
 _SHARD_BYTES = 128 * 2**20  # of a file of rows, about
@@ -79,30 +78,16 @@ def examine(
         "report": asdict(report), "columns": rows.column_names, "labels_from": learned,
         "left_out": [name for name in names if name not in (*kept.values(), *learned)],
     }  # fmt: skip
-    console.print(*_summary(report, **found), sep="\n", markup=False, highlight=False, soft_wrap=True)
-    write_json(json, found)
-
-
-def _summary(overlong: OverlongReport, **found: Any) -> Iterator[str]:
-    """What became of the documents, in sentences."""
-    number = {name: count(found[name], noun) for name, noun in (
-        ("documents", "document"), ("tokens", "token"), ("rows", "row"), ("row_documents", "document"),
-        ("row_tokens", "token"), ("capacity", "token"), ("lower_bound", "row"),
-    )}  # fmt: skip
-    yield f"{number['documents']} of {number['tokens']}."
-    if overlong.documents:
-        yield f"{overlong}."
-    pieces = " and pieces" if overlong.policy == "split" and overlong.documents else ""
-    share = found["efficiency"]
+    share = packing.efficiency
     full = "100%" if share == 1 else f"{min(100 * share, 99.99):.2f}%"  # 100% means all
-    yield (
-        f"{number['rows']} of {number['capacity']} {'holds' if found['rows'] == 1 else 'hold'} "
-        f"{number['row_documents']}{pieces} of {number['row_tokens']}: {full} full. "
-        f"No packing needs fewer than {number['lower_bound']}."
-    )
-    yield f"Columns: {', '.join(found['columns'])}."
-    if found["labels_from"]:
-        yield f"Labels are made from {' and '.join(found['labels_from'])}, which the rows don't keep."
-    if found["left_out"]:
-        yield f"Left out: {', '.join(found['left_out'])}."
-    yield f"datasets.load_from_disk({str(found['path'])!r}) loads the rows."
+    print_grid(console, {
+        "documents": f"{total:,} of {count(found['tokens'], 'token')}",
+        **({"longer": f"{report}"} if report.documents else {}),
+        "rows": f"{packing.num_bins:,} of {count(packing.capacity, 'token')}, {full} full; no packing needs fewer than "
+        f"{packing.lower_bound:,}",
+        "columns": ", ".join(rows.column_names),
+        **({"labels are made from": ", ".join(learned)} if learned else {}),
+        **({"left out": ", ".join(found["left_out"])} if found["left_out"] else {}),
+        "to load the rows": f"datasets.load_from_disk({str(out)!r})",
+    })  # fmt: skip
+    write_json(json, found)

@@ -1,22 +1,26 @@
-"""`tritonpack plan`: shows in a table and a picture how full and how even batches are, packed and padded."""
+"""`tritonpack plan`: shows in a table, and in rows of letters, how full and how even batches are, packed and padded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
-from tritonpack.cli.figures import draw_plan
 from tritonpack.cli.lengths import read_lengths
 from tritonpack.cli.machine import console_beside, require_writable, write_json
-from tritonpack.cli.strategies import BASELINES, NEXT_FIT, OURS, PADDED, Result, measure
+from tritonpack.cli.strategies import BASELINES, OURS, PADDED, Result, measure
 from tritonpack.packing.lengths import Overlong, count, fit_lengths
-from tritonpack.packing.planning.plan import plan_epoch
+from tritonpack.packing.planning.plan import Plan, plan_epoch
 from tritonpack.packing.planning.statistics import EVEN_LENGTH
 
 # The header of each column, the statistic that it shows, and whether it compares ranks. docs/command-line.md explains
@@ -32,17 +36,19 @@ _COLUMNS = (
     ("length\nspread", "spread", False),
     ("covered\n%", "tokens_covered", False),
 )
+_DRAWN, _WIDTH = 8, 72  # rows, and letters of a full row
+# Okabe and Ito's palette, which people with common forms of color blindness can tell apart, its dark colors lighter.
+_COLORS = ("#56B4E9", "#E69F00", "#66C2A5", "#CC79A7", "#F0E442", "#E0885A")
 
 
 def examine(
-    *, path: Path, column: str | None, capacity: int, num_ranks: int, seed: int, overlong: Overlong, out: Path,
-    json: Path | None, **options: Any,
+    *, path: Path, column: str | None, capacity: int, num_ranks: int, seed: int, overlong: Overlong, json: Path | None,
+    **options: Any,
 ) -> None:  # fmt: skip
-    """Read the lengths, plan them with each strategy, print the table, write the numbers and the picture.
+    """Read the lengths, plan them with each strategy, print the table and the first rows, write the numbers.
 
     Args:
         path: the file of lengths.
-        out: a folder or a .png file.
         json: the file for the numbers; with "-" they go to standard output and the table to standard error.
         **options: further options of `plan_epoch`. The others are the command's.
 
@@ -52,12 +58,7 @@ def examine(
     """
     given = {**locals(), **options}
     del given["options"]
-    if out.suffix.lower() not in ("", ".png") and not out.is_dir():
-        advice = "name a file that ends in .png, or a folder without an ending"
-        raise ValueError(f"--out {out} ends in {out.suffix}, and the picture is a PNG; {advice}")
-    picture = out if out.suffix.lower() == ".png" else out / "plan.png"
-    require_writable(json, "--json", [path, picture])
-    require_writable(picture, "--out", [path])
+    require_writable(json, inputs=[path])
     console = console_beside(json)
     with console.status("reading lengths") as status:
         documents = read_lengths(path, column)
@@ -76,13 +77,10 @@ def examine(
         console.print(f"{fitted.report}.")
     console.print(table(results))
     console.print(*findings(results), sep="\n", markup=False)
+    console.print(*rows_of_letters(results[0].plan, fitted.lengths, seed), sep="\n")
     ways = {result.name: result.measures for result in results}
     numbers = {"options": given, "documents": len(documents), "tokens": tokens, "ways": ways}
     write_json(json, numbers | {"overlong": asdict(fitted.report)})
-    other = next(result for result in results if result.name == NEXT_FIT)  # drawn beside tritonpack's
-    title = f"{path.name}: {count(num_ranks, 'rank')} of {count(capacity, 'token')}"
-    draw_plan(picture, results[0], other, fitted.lengths, title, seed)
-    console.print(f"Picture: {picture}", soft_wrap=True, markup=False)
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -103,7 +101,7 @@ def table(results: Sequence[Result]) -> Table:
 def findings(results: Sequence[Result]) -> Iterator[str]:
     """What the table says about tritonpack's plan, in sentences."""
     measures = {found.name: {key: value or 0.0 for key, value in found.measures.items()} for found in results}
-    ours, padded, plan = measures[OURS], measures[PADDED], results[0].plan
+    ours, padded = measures[OURS], measures[PADDED]
     if without := [name for name in measures if not measures[name]["num_steps"]]:
         yield f"There are too few documents for a step of {', '.join(without)}, which leave out an incomplete step."
     yield (
@@ -112,19 +110,43 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     )
     if padded["num_steps"]:
         times = ours["cost_utilization"] / padded["cost_utilization"]
-        waits = ", and ranks wait for the longest documents" if plan.num_ranks > 1 else ""
+        waits = ", and ranks wait for the longest documents" if results[0].plan.num_ranks > 1 else ""
         yield (
             f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
             f"{padded['padding']:.1%} of what they compute is padding{waits}."
         )
-    if plan.steps_together > 1:
-        yield (
-            f"A step holds about {count(round(ours['documents_per_step']), 'document')}, so {plan.steps_together} "
-            f"steps are planned at once. A document moves by fewer than {3 * plan.steps_together} steps."
-        )
     if left_out := 1 - ours["tokens_covered"]:
         advice = "--tail spread or keep trains on all that --overlong leaves"
         yield f"tritonpack leaves {left_out:.2%} of the tokens out of an epoch; {advice}."
+
+
+def rows_of_letters(plan: Plan, lengths: NDArray[np.integer], seed: int) -> Iterator[str | Text]:
+    """The first rows of tritonpack's plan, and the same documents padded, in random order; a letter a document."""
+    rows = [plan.row(*divmod(n, plan.num_ranks)) for n in range(min(_DRAWN, plan.num_steps * plan.num_ranks))]
+    order = np.random.default_rng(seed).permutation(np.concatenate(rows)).tolist()
+    letter = {document: number for number, document in enumerate(order)}
+    yield f"The first rows of tritonpack's plan, of {count(plan.capacity, 'token')} each; a letter is a document:"
+    yield _drawn([[(letter[one], int(lengths[one])) for one in row.tolist()] for row in rows], plan.capacity)
+    per_row, padded = plan.capacity // int(lengths.max()), []
+    for begin in range(0, len(order), per_row):
+        part = lengths[order[begin : begin + per_row]].tolist()
+        padded.append([x for number, n in enumerate(part, begin) for x in ((number, n), (None, max(part) - n))])
+    yield f"The same documents take {count(len(padded), 'padded row')} (a dot is padding)" + (
+        f"; the first {_DRAWN}:" if len(padded) > _DRAWN else ":"
+    )
+    yield _drawn(padded[:_DRAWN], plan.capacity)
+
+
+def _drawn(rows: Sequence[Sequence[tuple[int | None, int]]], capacity: int) -> Text:
+    """Rows of segments, each a document's number, or None for padding, and its tokens."""
+    picture = Text(no_wrap=True)
+    for row in rows:
+        for (number, length), end in zip(row, accumulate(length for _, length in row), strict=True):
+            cells = _WIDTH * end // capacity - _WIDTH * (end - length) // capacity
+            what = "." if number is None else ascii_uppercase[number % 26]
+            picture.append(what * cells, "dim" if number is None else f"black on {_COLORS[number % len(_COLORS)]}")
+        picture.append("\n")
+    return picture
 
 
 def _cell(key: str, value: float | None) -> str:

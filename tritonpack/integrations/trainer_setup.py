@@ -25,7 +25,7 @@ from tritonpack.packing.reader import Reader, fetch
 from tritonpack.packing.samplers.ranks import raise_faults_on_all_ranks
 from tritonpack.packing.samplers.resume import describe_changes
 from tritonpack.patches import Patch, patch
-from tritonpack.removed import REMOVED, refuse_removed
+from tritonpack.removed import OPTIONS, refuse_removed
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
 _REPLACED = (
@@ -333,7 +333,7 @@ def setup(
     for name in options:
         if name in _FROM_ARGUMENTS:
             raise ValueError(f"{name} can't be passed; set {_FROM_ARGUMENTS[name]} in the TrainingArguments.")
-        if name in REMOVED:
+        if name in OPTIONS:
             refuse_removed([name], "setup()")
         if name not in _OPTIONS:
             raise ValueError(f"there is no option {name!r}; the options are {', '.join(_OPTIONS)}.")

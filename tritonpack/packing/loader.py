@@ -22,7 +22,7 @@ from tritonpack.packing.reader import DocumentsOf, Reader, require_map_style
 from tritonpack.packing.samplers.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.samplers.ranks import place_in_world, raise_faults_on_all_ranks
 from tritonpack.packing.units import Units
-from tritonpack.removed import REMOVED, refuse_removed
+from tritonpack.removed import OPTIONS, refuse_removed
 
 _CHOSEN_HERE = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"}
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
@@ -244,7 +244,7 @@ def dataloader(
         check_objective(labels, "labels")
         check_flag(shard, "shard")
         if unknown := sorted(options.keys() - set(_PASSED_ON)):
-            refuse_removed([name for name in unknown if name in REMOVED], "dataloader()")
+            refuse_removed([name for name in unknown if name in OPTIONS], "dataloader()")
             raise ValueError(
                 f"dataloader has no option {unknown[0]!r}. Of the options of torch's DataLoader it takes "
                 f"{', '.join(_PASSED_ON)}; tokens decides which documents make a batch, and for batches of your own "

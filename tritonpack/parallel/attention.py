@@ -12,12 +12,12 @@ from tritonpack.backends import resolve_backend
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.ops import autocast, run_attention
 from tritonpack.options import AttentionOptions, make_options
-from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of
 from tritonpack.parallel.exchanges import ring
 from tritonpack.parallel.exchanges.by_heads import ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, rows_mask
-from tritonpack.parallel.exchanges.ulysses import attend_to_heads, divides_key_heads
+from tritonpack.parallel.exchanges.ulysses import attend_to_heads, has_unlike_groups
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ def attend(
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
     While a rank computes attention over some keys, messages with others travel (docs/sequence-parallelism.md). Results
-    of several parts of the keys are merged.
+    of own and other keys are merged.
 
     - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
       neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
       waits for the mask's device. For a mask of trees it takes "all_gather".
-    - "all_gather": every rank receives all keys and values, a quarter of the heads at a time. Any number of heads, any
-      option. If there are fewer than four key heads, the keys of each step travel in two to four parts.
-    - "group_cast": every rank receives the keys and values that its queries see, and no others, in such steps.
-      Any number of heads, any option, no mask of trees. How many these are depends on the layout: "documents" makes
+    - "all_gather": every rank receives all keys and values, a quarter of the key heads at a time. Any number of heads,
+      any option.
+    - "group_cast": every rank receives the keys and values that its queries see, and no others, in such steps. Any
+      number of heads, any option, no mask of trees. How many these are depends on the layout: "documents" makes
       them few. Which rows travel is found once per mask, in host memory, which waits for the mask's device.
     - "ring": blocks of keys and values travel from rank to rank. Least memory.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
@@ -85,31 +85,21 @@ def attend(
             raises.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
-    ranks = as_ranks(group, dimensions=2)
+    dimensions = dimensions_of(as_ranks(group, dimensions=2), exchange)
     q, k, v = autocast(q, k, v)
-    _check_layout(q, mask, layout, ranks)
-    check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
-    dimensions = dimensions_of(ranks, exchange)
-    _check_options(dimensions, q.shape[1], k.shape[1], dropout_p)
-    across, within = dimensions.layouts(mask, layout)
-    keys, heads = dimensions.keys, dimensions.heads
-    seen = mask if keys is None else rows_mask(mask, across, keys.rank)
-    options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
-    chosen = resolve_backend(backend, q)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Some heads of the rows that the ranks which divide heads own together."""
-        if keys is None:
-            return run_attention(q, k, v, mask, options, chosen)[0]
-        call = Call(keys, across, mask, replace(options, sinks=None), chosen)
-        return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
-
-    if heads is None:
-        return attention(q, k, v, options)
-    return attend_to_heads(attention, heads, within, q, k, v, options)
+    options, chosen = check_call(
+        q, k, v, mask, layout, dimensions, backend, dropout_p, scale=scale, softcap=softcap, sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return run_shared(q, k, v, mask, layout, dimensions, options, chosen)
 
 
-def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions, backend: Backend,
+    dropout_p: float = 0.0, **options: Any,
+) -> tuple[AttentionOptions, str]:  # fmt: skip
+    """The options and the backend of a call of `attend`; raises for what it refuses."""
+    ranks, heads, keys = dimensions.ranks, dimensions.heads, dimensions.keys
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a Layout, as make_layout makes it; got {type(layout).__name__}.")
     if not isinstance(mask, BlockDiagonalMask):
@@ -121,30 +111,50 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
             f"the mask must cover the whole batch, with the layout's {layout.num_rows} rows as queries and keys; "
             f"got {mask.num_queries} queries and {mask.num_keys} keys."
         )
-    if isinstance(q, Tensor) and q.ndim == 3 and q.shape[0] != layout.lengths[ranks.rank]:
+    rows = layout.lengths[ranks.rank]
+    if isinstance(q, Tensor) and q.ndim == 3 and q.shape[0] != rows:
         raise ValueError(
-            f"rank {ranks.rank} owns {layout.lengths[ranks.rank]} of the layout's {layout.num_rows} rows, but q has "
-            f"{q.shape[0]}; pass layout.shard(q, {ranks.rank})."
+            f"rank {ranks.rank} owns {rows} of the layout's {layout.num_rows} rows, but q has {q.shape[0]}; pass "
+            f"layout.shard(q, {ranks.rank})."
         )
-
-
-def _check_options(dimensions: Dimensions, heads: int, kv_heads: int, dropout_p: float) -> None:
-    """Raise for what an exchange can't compute."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped depends on "
             "their places in a tensor, which differ from rank to rank."
         )
-    if dimensions.heads is None:
-        return
+    check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
     remedy = "use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
-    size = dimensions.heads.size
-    if heads < size:
+    if heads is not None and q.shape[1] < heads.size:
         raise ValueError(
-            f"exchange='ulysses' gives every rank a query head, and there are {heads} for {size} ranks; {remedy}"
+            f"exchange='ulysses' gives every rank a query head, and there are {q.shape[1]} for {heads.size} ranks; "
+            f"{remedy}"
         )
-    if dimensions.keys is not None and divides_key_heads(heads, kv_heads, size):
+    if heads is not None and keys is not None and has_unlike_groups(q.shape[1], k.shape[1], heads.size):
         raise ValueError(
-            f"in two dimensions each of {size} ranks needs equally many query heads for each of its key heads, and "
-            f"there are {heads} query heads and {kv_heads} key heads; {remedy}"
+            f"in two dimensions each of {heads.size} ranks needs equally many query heads for each of its key heads, "
+            f"and there are {q.shape[1]} query heads and {k.shape[1]} key heads; {remedy}"
         )
+    seen = mask
+    if keys is not None and options.get("alibi_slopes") is not None:  # per document of the rows
+        seen = rows_mask(mask, dimensions.layouts(mask, layout)[0], keys.rank)
+    return make_options(q, seen, **options), resolve_backend(backend, q)
+
+
+def run_shared(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, dimensions: Dimensions,
+    options: AttentionOptions, backend: str,
+) -> Tensor:  # fmt: skip
+    """`attend` after its checks, which are the same for layers that are alike."""
+    across, within = dimensions.layouts(mask, layout)
+    keys = dimensions.keys
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Some heads of the rows that the ranks which divide heads own together."""
+        if keys is None:
+            return run_attention(q, k, v, mask, options, backend)[0]
+        call = Call(keys, across, mask, replace(options, sinks=None), backend)
+        return Exchanged.apply(EXCHANGED[dimensions.exchange], call, q, k, v, options.sinks)
+
+    if dimensions.heads is None:
+        return attention(q, k, v, options)
+    return attend_to_heads(attention, dimensions.heads, within, q, k, v, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -121,13 +121,13 @@ def scatter_sum(parts: Tensor, ranks: Ranks) -> Arrival:
     return _start(_reduce_scatter, parts.new_empty(parts.shape[1:]), parts, ranks)
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Arrival:
-    """Start to send sent[r] numbers of x, one part after the other, to each rank r, and to receive received[r] from it.
+def all_to_all(x: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
+    """Start to send sent[r] rows of x, one part after the other, to each rank r, and to receive received[r] from it.
 
-    The result is flat. Any of these numbers may be 0.
+    Any of these numbers may be 0.
     """
-    result, source = x.new_empty(sum(received)), x.contiguous().view(-1)
-    handle = dist.all_to_all_single(result, source, list(received), list(sent), group=ranks.group, async_op=True)
+    result = x.new_empty(sum(received), *x.shape[1:])
+    handle = dist.all_to_all_single(result, x.contiguous(), received, sent, group=ranks.group, async_op=True)
     return _arrival(result, [handle])
 
 

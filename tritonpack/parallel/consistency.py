@@ -56,11 +56,17 @@ def require_same_batch(
     """
     found: dict[str, int] = {}
     if error is None:
-        found = {name: _hash(value) for name, value in arguments.items() if value is not None}
+        for name, value in arguments.items():
+            if value is not None:
+                found[name] = _hash(value)
         found[GRADIENTS] = torch.is_grad_enabled()
-        hashes = [_hash_numbers(x.detach().flatten()[:FINGERPRINT], place) for place, x in enumerate(parameters)]
-        found[PARAMETERS] = int(sum(x.to(hashes[0].device) for x in hashes))  # layers may lie on several devices
+        total = torch.zeros((), dtype=torch.int64, device="cpu")
+        for place, x in enumerate(parameters):  # layers may lie on several devices
+            total = total.to(x.device) + _hash_numbers(x.detach().flatten()[:FINGERPRINT], place)
+        found[PARAMETERS] = int(total)
     everywhere = _gather(ranks, error, found)
+    if everywhere.count(found) == ranks.size:
+        return
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
@@ -99,8 +105,8 @@ def _gather(ranks: Ranks, error: Exception | None, values: dict[str, Any]) -> li
     errors, everywhere = zip(*gather_objects((said, values), ranks), strict=True)
     if error is not None:
         raise error
-    failed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None)
-    if failed:
+    if errors.count(None) < ranks.size:
+        failed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None)
         raise ValueError(f"other ranks of the sequence-parallel group couldn't go on. {failed}")
     return list(everywhere)
 

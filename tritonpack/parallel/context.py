@@ -14,19 +14,15 @@ from tritonpack.checks import check_choice, check_flag
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
 from tritonpack.parallel.dimensions import dimensions_of
-from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import check_layout_name
+from tritonpack.parallel.shard import Cover, ShardStage
 from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 from tritonpack.parallel.trainers.watch import unwatch, watch
-from tritonpack.parallel.validate import (
-    find_base,
-    require_reduction,
-    require_shardable,
-    shared_modules,
-)
+from tritonpack.parallel.validate import require_reduction, require_shardable
 from tritonpack.patches import patch
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.patching import Patch
+from tritonpack.patches.pipeline import Pipeline
 from tritonpack.removed import refuse_removed
 
 if TYPE_CHECKING:
@@ -107,10 +103,10 @@ class SequenceParallel:
         self.layout: Any = layout
         self.grad_reduce = grad_reduce
         self.gather_outputs, self.check_batches = gather_outputs, check_batches
-        self.entered = self.is_paused = False
+        self.entered = self.running = False  # running: not paused
         self.sharding: Sharding | None = None  # of the last batch
         self.compared = ComparedParameters([])
-        self.forwards: list[ShardedForward] = []
+        self.heads: list[Pipeline] = []  # the forwards that share their batches
         self._patches: list[Patch] = []
 
     def __deepcopy__(self, _: Any) -> SequenceParallel:
@@ -122,7 +118,7 @@ class SequenceParallel:
         self.entered = True
         error: Exception | None = None
         try:
-            dimensions_of(self.ranks, self.exchange)
+            self.dimensions = dimensions_of(self.ranks, self.exchange)
             check_layout_name(self.layout)
             check_choice(self.grad_reduce, get_args(GradReduce), "grad_reduce")
             check_flag(self.gather_outputs, "gather_outputs")
@@ -139,13 +135,14 @@ class SequenceParallel:
             self._restore()
             raise
         watch(self)
+        self.running = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.sharding is not None and _names_rows(str(error), self.sharding):
-            self.explain(error)
+        if error is not None and self.sharding is not None and not self.gather_outputs:
+            _explain(error, self.sharding)
         self._restore()
 
     @contextmanager
@@ -154,16 +151,11 @@ class SequenceParallel:
 
         Gradients of what runs inside are the rank's own.
         """
-        before, self.is_paused = self.is_paused, True
+        before, self.running = self.running, False
         try:
             yield
         finally:
-            self.is_paused = before
-
-    @property
-    def running(self) -> bool:
-        """Whether models share their batches at the moment."""
-        return self.entered and not self.is_paused
+            self.running = before and self.entered
 
     def shard(self, x: Tensor, *, fill: float = 0) -> Tensor:
         """This rank's rows, (1, rows, ...), of a tensor (B, T, ...) for the batch of the last forward.
@@ -202,28 +194,15 @@ class SequenceParallel:
     @property
     def shared_modules(self) -> list[nn.Module]:
         """The modules whose calls share batches, while the context is entered."""
-        return [forward.module for forward in self.forwards if not forward.gone]
+        return [head.module for head in self.heads if not head.gone]
 
     def cover_heads(self) -> None:
-        """Share the calls of heads that other code has put into a model since this context was entered.
-
-        TRL's trainers put a fused head over the forward that shares batches. It would get the rows of the whole batch.
-        """
-        latest = {id(forward.module): forward for forward in self.forwards}
-        self.forwards += [ShardedForward(one.module, self) for one in latest.values() if one.is_covered]
-
-    def explain(self, error: BaseException) -> None:
-        """Add to an error of a head or a loss outside of the models how it gets the rows of the whole batch."""
-        message = str(error)
-        if self.sharding is None or self.gather_outputs or error.args != (message,) or "gather_outputs" in message:
-            return
-        error.args = (
-            f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, "
-            f"{self.sharding.rows}, ...) of a batch of {tuple(self.sharding.tokens)} tokens. A head or a loss outside "
-            "of the given model gets all rows with SequenceParallel(..., gather_outputs=True). Or pass the whole model "
-            "with its head, call the model itself (not a `forward` that was read from it before the context was "
-            "entered), and shard labels with `context.shard`.",
-        )
+        """Share the calls of forwards that other code has put over those of a patch, such as TRL's fused head."""
+        for number, head in enumerate(self.heads):
+            if not head.gone and not head.in_place:
+                self.heads[number] = cover = Cover(head)
+                cover.install()
+                cover.shard = ShardStage(self, number, cover.module)
 
     def _last(self) -> Sharding:
         if self.sharding is None:
@@ -231,36 +210,41 @@ class SequenceParallel:
         return self.sharding
 
     def _prepare(self) -> None:
-        """Patch the models and replace their forwards."""
+        """Patch the models, and put the stage that shards into their pipelines."""
         if not self.models:
             raise ValueError("expected a model, or several; got [].")
         for model in self.models:
             if not isinstance(model, nn.Module):
                 patch(model)  # raises, and says what it is
             require_reduction(model, self.ranks)
-            base = find_base(model)
-            if base is None:
+            if not applied_to(model):
                 self._patches.append(patch(model))
-            elif base.sharded:
-                raise ValueError(
-                    f"this {type(model).__name__} is in another SequenceParallel context. Leave that one first, or "
-                    "pause it to run whole batches."
-                )
             for applied in applied_to(model):
+                if applied.shares_batches:
+                    raise ValueError(
+                        f"this {type(model).__name__} is in another SequenceParallel context. Leave that one first, or "
+                        "pause it to run whole batches."
+                    )
                 applied.proof.settle()
-            require_shardable(model, self._patches[-1].report if base is None else base.report)
-            for module in shared_modules(model):  # one by one, so that an error leaves none behind
-                self.forwards.append(ShardedForward(module, self))
+                require_shardable(model, applied)
+                for head in applied.heads:
+                    if not head.gone:
+                        head.shard = ShardStage(self, len(self.heads), head.module)
+                        self.heads.append(head)
+        self.cover_heads()
         self.compared = ComparedParameters(self.models)
 
     def _restore(self) -> None:
-        self.entered = False
+        self.entered = self.running = False
         unwatch(self)
-        for forward in reversed(self.forwards):
-            forward.remove()
+        for head in self.heads:
+            while isinstance(head, Cover):
+                head.remove()
+                head = head.below
+            head.shard = None
         for handle in reversed(self._patches):
             handle.unpatch()
-        self.forwards, self._patches = [], []
+        self.heads, self._patches = [], []
         self.compared, self.sharding = ComparedParameters([]), None
 
 
@@ -274,11 +258,19 @@ def _configured(modules: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def _names_rows(message: str, sharding: Sharding) -> bool:
-    """Whether an error, such as torch's, names the rows of this rank and those of the batch.
+def _explain(error: BaseException, sharding: Sharding) -> None:
+    """Add the remedy to an error, such as torch's, that names the numbers of rows of this rank and of the batch.
 
     The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
     """
-    named, rows, (batch, length) = set(map(int, re.findall(r"\d+", message))), sharding.rows, sharding.tokens
-    own = {rows, rows - 1}  # without the last row if a loss has shifted them
-    return bool(own & named and {length, length - 1, batch * length, batch * (length - 1)} & named)
+    message, rows, (batch, length) = str(error), sharding.rows, sharding.tokens
+    named = set(map(int, re.findall(r"\d+", message)))
+    whole = {length, length - 1, batch * length, batch * (length - 1)}  # without the last ones if a loss shifts
+    if error.args == (message,) and {rows, rows - 1} & named and whole & named and "gather_outputs" not in message:
+        error.args = (
+            f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of "
+            f"a batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows "
+            "with SequenceParallel(..., gather_outputs=True). Or pass the whole model with its head, call the model "
+            "itself (not a `forward` that was read from it before the context was entered), and shard labels with "
+            "`context.shard`.",
+        )

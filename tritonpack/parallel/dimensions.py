@@ -38,12 +38,14 @@ class Dimensions:
     these heads travel between the ranks that compute the same heads.
 
     Attributes:
+        ranks: the whole group.
         heads: the ranks with which this one divides heads; None if it computes all heads.
         keys: the ranks between which the keys and values of this rank's heads travel; None if it has all of them.
         exchange: how they travel; None if they never do.
         owners: for each rank of `keys`, the ranks of the group that own rows together, in the order of `heads`.
     """
 
+    ranks: Ranks
     heads: Ranks | None
     keys: Ranks | None
     exchange: KeyExchange | None
@@ -54,9 +56,11 @@ class Dimensions:
 
         Each rank of a set gets a run of its rows: these ranks divide heads, so their work is even in any case.
         """
+        parts = len(self.owners[0])
+        if self.exchange is None or parts == 1:
+            return make_layout(name, masks, self.ranks.size)
         ranks = [rank for owners in self.owners for rank in owners]
-        parts = 1 if self.exchange is None else len(self.owners[0])
-        layout = make_layout(name, masks, len(ranks) // parts).divide(parts)
+        layout = make_layout(name, masks, len(self.owners)).divide(parts)
         if ranks == sorted(ranks):
             return layout
         return Layout(tuple(layout.rows[ranks.index(rank)] for rank in range(len(ranks))))
@@ -108,7 +112,8 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
         within, across = ranks.dimensions[along], ranks.dimensions[1 - along]
         numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
         owners = tuple(map(tuple, numbers.tolist()))
-        return Dimensions(within if within.size > 1 else None, across if across.size > 1 else None, keys[0], owners)
+        some = (one if one.size > 1 else None for one in (within, across))
+        return Dimensions(ranks, *some, keys[0], owners)
     if ranks.dimensions:
         raise ValueError(
             "a mesh of two dimensions needs an exchange for each, such as exchange=('group_cast', 'ulysses'); got "
@@ -116,5 +121,5 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
         )
     every = range(ranks.size)
     if exchange == "ulysses":
-        return Dimensions(ranks, None, None, (tuple(every),))
-    return Dimensions(None, ranks, exchange, tuple((rank,) for rank in every))
+        return Dimensions(ranks, ranks, None, None, (tuple(every),))
+    return Dimensions(ranks, None, ranks, exchange, tuple((rank,) for rank in every))

@@ -4,14 +4,13 @@ An *item* is a stretch of rows that no visible pair leaves: a document, a chunk 
 short ones that follow each other. Each rank holds whole items and fractions of items. A fraction of an item is that
 fraction of its rows, and nearly of its visible pairs (`Items.cut`). So a rank's shares are sums, and the division is
 vector bin packing in two dimensions, visible pairs and rows. First each item goes to the rank with most room for it;
-items larger than a rank's share are cut. Then ranks trade items, and
-fractions of items where whole ones are too coarse, until pairs and rows are even. Every rank
-computes the same division, in host memory.
+items larger than a rank's share are cut. Then ranks trade items, and fractions of items, until pairs and rows are even.
+Every rank computes the same division, in host memory.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import starmap
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,31 +76,29 @@ class Items:
         more even, but then ranks need more keys. `before` has each rank's excess of pairs from other items, which this
         one may make up for.
         """
-        begin, end = int(self.bounds[item]), int(self.bounds[item + 1])
+        begin, end, ranks = int(self.bounds[item]), int(self.bounds[item + 1]), len(fractions)
         ends = np.append(0.0, fractions.cumsum() / fractions.sum())
-        choices = []
+        cheapest, best = np.inf, (np.empty((0, ranks, 2), np.int64), before)
         for segments in SEGMENTS:
-            if segments > 2 and end - begin < PIECE * segments * len(fractions):
+            if segments > 2 and end - begin < PIECE * segments * ranks:
                 break
-            pieces: list[list[tuple[int, int]]] = [[] for _ in fractions]
             edges = begin + np.rint(np.linspace(0, end - begin, segments + 1)).astype(np.int64)
-            for segment, (first, last) in enumerate(pairwise(edges)):
-                turned = segment % 2 == 1
-                cuts = first + np.rint((1 - ends[::-1] if turned else ends) * (last - first)).astype(np.int64)
-                for piece, owner in zip(pairwise(cuts.tolist()), pieces[:: -1 if turned else 1], strict=True):
-                    owner.append(piece)
-            pairs = np.array([sum(self._passed[b] - self._passed[a] for a, b in one) for one in pieces])
-            excess = pairs - fractions * self.shares[item, 0]
-            keys = [self._keys_before(item, one) for one in pieces]
-            cost = (before + excess).max() + (max(keys) + np.mean(keys)) / 2 * self._cost_of_keys
-            choices.append((cost, segments, [np.concatenate([np.arange(*x) for x in one]) for one in pieces], excess))
-        return min(choices, key=lambda choice: choice[:2])[2:]
-
-    def _keys_before(self, item: int, pieces: list[tuple[int, int]]) -> float:
-        """The keys before pieces of an item, and between them, that their rows may see, over a rank's mean rows."""
-        begin, total = int(self.bounds[item]), int(self.bounds[-1])
-        gaps = [first - last for (first, _), last in zip(pieces, [begin, *(stop for _, stop in pieces)], strict=False)]
-        return sum(min(gap * self._ranks / total, self.reach[item]) for gap in gaps)
+            parts = np.tile(ends, (segments, 1))
+            parts[1::2] = 1 - ends[::-1]
+            cuts = edges[:-1, None] + np.rint(parts * np.diff(edges)[:, None]).astype(np.int64)
+            pieces = np.stack([cuts[:, :-1], cuts[:, 1:]], 2)  # (segments, ranks, 2): first row, end
+            pieces[1::2] = pieces[1::2, ::-1]
+            excess = np.diff(self._passed[pieces], axis=2).sum((0, 2)) - fractions * self.shares[item, 0]
+            # Keys before the pieces, and between them, that their rows may see.
+            gaps = pieces[:, :, 0] - np.concatenate([np.full((1, ranks), begin), pieces[:-1, :, 1]])
+            keys = np.minimum(gaps * self._ranks / self.bounds[-1], self.reach[item]).sum(0)
+            cost = (before + excess).max() + (keys.max() + keys.mean()) / 2 * self._cost_of_keys
+            if cost < cheapest:
+                cheapest, best = cost, (pieces, excess)
+        rows, (pieces, excess) = [], best
+        for rank in range(ranks):
+            rows.append(np.concatenate(list(starmap(np.arange, pieces[:, rank]))))
+        return rows, excess
 
 
 def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int, layers: int) -> list[Ints]:
@@ -116,7 +113,7 @@ def divide_documents(start: Ints, stop: Ints, work: Ints, ranks: int, layers: in
     _even_out(items, held, loads)
     rows = _rows(items, held)
     for rank in range(ranks):  # of a very short batch
-        longest = max(range(ranks), key=lambda one: len(rows[one]))
+        longest = int(np.argmax(list(map(len, rows))))
         if not len(rows[rank]) and len(rows[longest]) > 1:
             rows[rank], rows[longest] = rows[longest][-1:], rows[longest][:-1]
     return rows
@@ -146,18 +143,18 @@ def _place(items: Items, ranks: int) -> tuple[Floats, Floats]:
 def _even_out(items: Items, held: Floats, loads: Floats) -> None:
     """Let the busiest rank trade with another one, again and again, until pairs and rows are even."""
     ranks = len(loads)
+    even = 1 + max(EVEN, ranks / items.bounds[-1])  # no rank can be more even than by one row
     stuck = np.eye(ranks, dtype=bool)
     for _ in range(TRADES * ranks):
         busiest = int(loads.max(1).argmax())
-        if loads.max() <= 1 + EVEN:
+        if loads.max() <= even:
             return
         gaps = loads[busiest] - loads
         relief = (np.where(gaps > 0, gaps, gaps / 2) * (loads[busiest] > 1)).sum(1)
         other = int(np.where(stuck[busiest], 0, relief).argmax())
         if stuck[busiest, other] or relief[other] <= 0:
             return
-        pair = (items, held, loads, busiest, other)
-        if _swap(*pair) or _cut(*pair):
+        if _trade(items, held, loads, busiest, other):
             both = [busiest, other]
             loads[both] = (held[:, both, None] * items.shares[:, None]).sum(0)
             stuck[both] = stuck[:, both] = False
@@ -166,39 +163,20 @@ def _even_out(items: Items, held: Floats, loads: Floats) -> None:
             stuck[busiest, other] = stuck[other, busiest] = True
 
 
-def _swap(items: Items, held: Floats, loads: Floats, one: int, other: int) -> bool:
-    """Move all that one rank holds of an item to the other, or back, or both, if it halves their difference."""
+def _trade(items: Items, held: Floats, loads: Floats, one: int, other: int) -> bool:
+    """Move an item, or a fraction of one, from one rank to the other or back, with most gain for the keys it brings."""
     wanted = (loads[one] - loads[other]) / 2
-    given, taken = (np.append(-1, held[:, rank].nonzero()[0]) for rank in (one, other))  # -1: nothing
-    sizes = np.concatenate([items.shares, np.zeros((1, 2))])
-    parts, back = (
-        np.append(held[:, rank], 0)[some, None] * sizes[some] for rank, some in ((one, given), (other, taken))
-    )
-    rest = ((wanted - parts[:, None] + back) ** 2).sum(-1)
-    give, take = divmod(int(rest.argmin()), len(taken))
-    if rest[give, take] >= (wanted**2).sum() / 4:
-        return False
-    for item, source, target in ((given[give], one, other), (taken[take], other, one)):
-        if item >= 0:
-            held[item, target] += held[item, source]
-            held[item, source] = 0.0
-    return True
-
-
-def _cut(items: Items, held: Floats, loads: Floats, one: int, other: int) -> bool:
-    """Move a fraction of an item from one rank to the other or back, with most gain for the keys it brings."""
-    wanted = (loads[one] - loads[other]) / 2
-    choices = [(item, one, other) for item in held[:, one].nonzero()[0]]
-    choices += [(item, other, one) for item in held[:, other].nonzero()[0]]
-    where, sources, targets = np.array(choices).T
-    parts = held[where, sources, None] * items.shares[where] * np.where(sources == one, 1, -1)[:, None]
+    given, taken = held[:, one].nonzero()[0], held[:, other].nonzero()[0]
+    where, there = np.append(given, taken), np.arange(len(given) + len(taken)) < len(given)
+    sources, targets = np.where(there, one, other), np.where(there, other, one)
+    parts = held[where, sources, None] * items.shares[where] * np.where(there, 1, -1)[:, None]
     fractions = np.clip((parts * wanted).sum(1) / np.maximum((parts**2).sum(1), 1e-30), 0, 1)
     gains = 1 - ((wanted - fractions[:, None] * parts) ** 2).sum(1) / (wanted**2).sum()
     keys = np.where(held[where, targets] == 0, items.reach[where], 0)
     best = int((gains / (keys + CHEAP)).argmax())
     if gains[best] < LEAST_GAIN:
         return False
-    item, source, target = choices[best]
+    item, source, target = where[best], sources[best], targets[best]
     part = held[item, source] * fractions[best]
     held[item, target] += part
     held[item, source] = 0.0 if fractions[best] == 1 else held[item, source] - part
@@ -219,4 +197,4 @@ def _rows(items: Items, held: Floats) -> list[Ints]:
         excess[ranks] += more
         for rank, rows in zip(ranks.tolist(), parts, strict=True):
             found[rank].append(rows)
-    return [np.concatenate(one) for one in found]
+    return list(map(np.concatenate, found))

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from tritonpack.checks import check_choice, describe, is_int, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.document_layout import divide_documents
-from tritonpack.parallel.seen_keys import Runs, host_bounds, seen_runs
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "documents"]
 
@@ -78,12 +76,12 @@ class Layout:
     @cached_property
     def rows_on_host(self) -> tuple[Tensor, ...]:
         """`rows` in host memory; waits for the device once."""
-        return tuple(rows.cpu() for rows in self.rows)
+        return tuple(map(Tensor.cpu, self.rows))
 
     @cached_property
     def lengths(self) -> list[int]:
         """How many rows each rank has."""
-        return [rows.shape[0] for rows in self.rows]
+        return list(map(len, self.rows))
 
     @property
     def num_rows(self) -> int:
@@ -136,8 +134,8 @@ class Layout:
 
         1.0 means that all ranks have equal work.
         """
-        work = host_bounds(mask).counts
-        shares = [int(work[rows].sum()) for rows in self.rows_on_host]
+        start, stop = host_bounds(mask)
+        shares = [int((stop - start)[rows].sum()) for rows in self.rows_on_host]
         return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
 
     def remote_keys(self, mask: BlockDiagonalMask) -> list[int]:
@@ -145,13 +143,19 @@ class Layout:
 
         The exchange "group_cast" receives as many rows of keys and values in each layer with this mask.
         """
-        seen = self.seen_by_ranks(mask)
-        return [runs.size() - runs.among(rows).shape[0] for runs, rows in zip(seen, self.rows_on_host, strict=True)]
+        found = []
+        for runs, rows in zip(self.seen_by_ranks(mask), self.rows_on_host, strict=True):
+            found.append(int((runs.end - runs.begin).sum()) - runs.among(rows).shape[0])
+        return found
 
     def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
         """For each rank the keys that its rows see, in host memory; cached on the mask."""
-        bounds = host_bounds(mask)
-        return mask.cached(("seen", self), lambda: [seen_runs(bounds, rows) for rows in self.rows_on_host])
+        start, stop = host_bounds(mask)
+
+        def seen() -> list[Runs]:
+            return [Runs.of(start[rows], stop[rows]) for rows in self.rows_on_host]
+
+        return mask.cached(("seen", self), seen)
 
     def _check(self, x: Tensor, dim: int) -> None:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_rows:
@@ -159,6 +163,41 @@ class Layout:
                 f"the layout has {self.num_rows} rows, which the tensor must have along dim={dim}; got shape "
                 f"{tuple(x.shape)}."
             )
+
+
+class Runs(NamedTuple):
+    """Ascending runs of keys: their first keys, and one past their last ones; each (runs,) int64."""
+
+    begin: Tensor
+    end: Tensor
+
+    @classmethod
+    def of(cls, start: Tensor, stop: Tensor) -> Runs:
+        """The keys that lie between at least one pair of bounds, which ascend."""
+        ahead = torch.cat([start[:1] - 1, stop[:-1]])  # the largest stop before each row
+        begins = start > ahead
+        return cls(start[begins], torch.cat([ahead[1:][begins[1:]], stop[-1:]]))
+
+    def among(self, keys: Tensor) -> Tensor:
+        """The places of those of the given ascending keys that lie in a run, int64."""
+        first, last = torch.searchsorted(keys, self.begin), torch.searchsorted(keys, self.end)
+        counts = last - first
+        before = counts.cumsum(0) - counts
+        return torch.arange(int(counts.sum()), device="cpu") + torch.repeat_interleave(first - before, counts)
+
+
+def host_bounds(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
+    """The first key that each row sees, and one past the last one, int64, in host memory; waits for the device once.
+
+    Raises:
+        ValueError: a mask of trees, whose rows don't see all keys between their bounds.
+    """
+    if mask.is_tree:
+        raise ValueError(
+            "the keys that rows of trees see can't be counted here. For a mask of trees use the layout 'contiguous', "
+            "'zigzag' or 'stripe', and exchange='auto', 'all_gather', 'ring' or 'ulysses'."
+        )
+    return mask.cached("bounds on the host", lambda: (mask.key_start.cpu().long(), mask.key_stop.cpu().long()))
 
 
 def check_layout_name(name: object) -> None:
@@ -191,37 +230,33 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
     """
     check_layout_name(name)
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
-    total, device = _check_masks(masks)
+    found = set()
+    for one in masks:
+        if not isinstance(one, BlockDiagonalMask):
+            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(one)}.")
+        if one.num_queries != one.num_keys:
+            raise ValueError(
+                f"a layout divides rows that are queries and keys alike; the mask has {one.num_queries} queries and "
+                f"{one.num_keys} keys. Cross-attention can't be sharded this way."
+            )
+        found.add((one.num_queries, one.device))
+    if len(found) != 1:
+        given = "; ".join(map(repr, masks))
+        raise ValueError(f"the masks of a batch's layers must have equally many rows, on one device; got [{given}].")
+    ((total, device),) = found
     if not is_int(ranks) or ranks < 1:
         raise ValueError(f"ranks must be an integer of at least 1; got {ranks!r}.")
     if name == "documents":
-        return Layout(tuple(torch.from_numpy(rows).to(device) for rows in _documents(masks, ranks)))
+        rows = _documents(masks, ranks)
+        return Layout(torch.from_numpy(np.concatenate(rows)).to(device).split(list(map(len, rows))))
     every = torch.arange(total, device=device)
     if name == "stripe":
         return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
     runs = ranks if name == "contiguous" else 2 * ranks
-    bounds = [total * run // runs for run in range(runs + 1)]
-    found = [every[first:stop].clone() for first, stop in pairwise(bounds)]
+    parts = [every[total * run // runs : total * (run + 1) // runs].clone() for run in range(runs)]
     if name == "zigzag":
-        found = [torch.cat([found[rank], found[runs - 1 - rank]]) for rank in range(ranks)]
-    return Layout(tuple(found))
-
-
-def _check_masks(masks: list[BlockDiagonalMask]) -> tuple[int, torch.device]:
-    """The number of rows of all masks, and their device."""
-    for mask in masks:
-        if not isinstance(mask, BlockDiagonalMask):
-            raise ValueError(f"mask must be a BlockDiagonalMask, or a sequence of them; got {describe(mask)}.")
-        if mask.num_queries != mask.num_keys:
-            raise ValueError(
-                f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
-                f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
-            )
-    found = {(mask.num_queries, mask.device) for mask in masks}
-    if len(found) != 1:
-        given = "; ".join(map(repr, masks))
-        raise ValueError(f"the masks of a batch's layers must have equally many rows, on one device; got [{given}].")
-    return found.pop()
+        parts = [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(ranks)]
+    return Layout(tuple(parts))
 
 
 def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
@@ -229,9 +264,9 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     start = torch.arange(masks[0].num_queries, device="cpu")
     stop, work = start, torch.zeros_like(start)
     for mask, times in Counter(masks).items():  # by identity
-        bounds = host_bounds(mask)
-        live = bounds.start < bounds.stop
-        start = torch.where(live, torch.minimum(start, bounds.start), start)
-        stop = torch.where(live, torch.maximum(stop, bounds.stop), stop)
-        work = work + bounds.counts * times
+        first, last = host_bounds(mask)
+        live = first < last
+        start = torch.where(live, torch.minimum(start, first), start)
+        stop = torch.where(live, torch.maximum(stop, last), stop)
+        work = work + (last - first) * times
     return divide_documents(start.numpy(), stop.numpy(), work.numpy(), ranks, len(masks))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
@@ -21,16 +21,10 @@ PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 # Packages whose forwards compute a fused loss by `shift_labels` and `num_items_in_batch`, as a loss function would.
 FUSED = frozenset({"liger_kernel"})
 
-
 REMEDY = (
     "Pass no labels, and compute the loss from the logits of the whole batch, which SequenceParallel(..., "
     "gather_outputs=True) returns."
 )
-
-
-def shift(labels: Tensor, ignored: int) -> Tensor:
-    """The target of each token of (B, T) labels: the label of the next token in its row, `ignored` for the last."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
 def shifts(loss_function: Any) -> bool:
@@ -78,15 +72,13 @@ class ShardedLoss:
         result: the loss that it returned, without what the model adds to it; None until the model calls it.
     """
 
-    def __init__(self, model: PreTrainedModel, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
-        self.own, self.fused = model.loss_function, fuses_loss(model)
+    def __init__(self, own: Any, fused: bool, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
+        self.own, self.fused = own, fused
         self.sharding, self.targets, self.whole = sharding, targets, whole
         self.result: Tensor | None = None
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the model's forward that have to do with the loss, instead of those that were `given`."""
-        if not self.fused:
-            return {"labels": self.targets}
+    def of_fused(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a fused loss, instead of those that were `given` to the model."""
         items = self._items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
         return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": items}
 
@@ -102,7 +94,7 @@ class ShardedLoss:
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
             )
         items = self._items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
-        if shifts(self.own):
+        if getattr(self.own, "__name__", "") not in PER_TOKEN:
             kwargs["shift_labels"] = self.targets
         self.result = self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
         return self.result.clone()  # models add the loss of routers in place

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
+from tritonpack.attention import autocast
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.attention import attend
-from tritonpack.parallel.dimensions import dimensions_of
+from tritonpack.parallel.attention import check_call, run_shared
 from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.parallel.whole_documents import WholeDocuments
 from tritonpack.patches.mask_spec import MaskSpec
@@ -33,16 +33,24 @@ class ShardedMask(IntervalMask):
     def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sharding = sharding
+        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
 
     @outside_of_graphs
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    ) -> Tensor:
+        """As of `IntervalMask`. Arguments of layers that are alike are checked once."""
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
-        sharding = self.sharding
-        return attend(
-            q, k, v, self.mask, sharding.layout, sharding.ranks, exchange=sharding.exchange,
-            backend=self.serving.backend, **options,
-        )  # fmt: skip
+        whole = self.mask, self.sharding.layout, self.sharding.dimensions
+        q, k, v = autocast(q, k, v)
+        like = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
+        checked = self._checked  # read once: threads of backward may recompute layers on several devices
+        if checked is None or checked[0] != like or sinks is not None or dropout_p:
+            self._checked = checked = like, *check_call(
+                q, k, v, *whole, self.serving.backend, dropout_p, sinks=sinks, **options
+            )  # fmt: skip
+        return run_shared(q, k, v, *whole, *checked[1:])
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -55,35 +63,31 @@ class ShardedBatch(PackedBatch):
     """One rank's rows of a packed batch, as a batch of one row.
 
     Attributes:
-        whole: the whole batch.
-        padded: the whole batch with the padding of the layout, from which masks are made.
+        whole: the whole batch, with the padding of `sharding`.
         sharding: how the whole batch is divided.
         attended: whether a layer has exchanged keys and values, or rows of documents.
     """
 
     shared = True
-    arguments = (*PackedBatch.arguments, "whole", "padded", "sharding")
+    arguments = (*PackedBatch.arguments, "whole", "sharding")
 
-    def __init__(self, *, whole: PackedBatch, padded: PackedBatch, sharding: Sharding, **named: Any) -> None:
+    def __init__(self, *, whole: PackedBatch, sharding: Sharding, **named: Any) -> None:
         super().__init__(**named)
-        self.whole, self.padded, self.sharding = whole, padded, sharding
+        self.whole, self.sharding = whole, sharding
         self.attended = False
         self._documents: WholeDocuments | None = None
 
+    @outside_of_graphs
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
             raise UnsupportedModelError(
                 "this model composes a mask of its own (for images or prefixes) from the tokens of its call, and each "
                 "rank has only some of them. Train it without SequenceParallel."
             )
-        for known, interval_mask in self.kept:
+        for known, mask in self.kept:
             if known == (spec,):
-                return interval_mask
-        return self._make_mask(spec)
-
-    @outside_of_graphs
-    def _make_mask(self, spec: MaskSpec) -> ShardedMask:
-        whole = self.padded.interval_mask(self.padded.tokens[1], 0, 0, spec).mask
+                return mask
+        whole = self.whole.interval_mask(self.whole.tokens[1], 0, 0, spec).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
         mask = ShardedMask(whole, shape, self.serving, self, spec, sharding=self.sharding)
         self.kept.append(((spec,), mask))
@@ -94,28 +98,28 @@ class ShardedBatch(PackedBatch):
 
         Layers that are recomputed in backward hold their own masks.
         """
-        for packed_batch in (self, self.whole, self.padded):
-            packed_batch.kept.clear()
+        self.kept.clear()
+        self.whole.kept.clear()
 
     def live(self) -> Tensor:
         """(rows,) bool: which of this rank's rows aren't padding."""
-        return self.sharding.shard(self.whole.not_padding())[0]
+        return self.sharding.take(self.whole.not_padding())[0]
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
-        return self.sharding.shard(starts), None if live is None else self.sharding.shard(live)
+        return self.sharding.take(starts), None if live is None else self.sharding.take(live)
 
     def positions(self) -> Tensor:
-        return self.sharding.shard(self.whole.positions())
+        return self.sharding.take(self.whole.positions())
 
     def places(self) -> Tensor:
-        return self.sharding.shard(self.whole.places())
+        return self.sharding.take(self.whole.places())
 
     @outside_of_graphs
     def run_on_documents(self, layer: Any, arguments: dict[str, Any]) -> Any:
         self.attended = True
         if self._documents is None:
-            self._documents = WholeDocuments(self.padded, self.sharding.layout, self.sharding.ranks)
+            self._documents = WholeDocuments(self.whole, self.sharding.layout, self.sharding.ranks)
         documents = self._documents
         return tree_map(documents.give_back, layer.run(tree_map(documents.fetch, arguments), documents.packed_batch))
 
@@ -126,48 +130,48 @@ class ShardedBatch(PackedBatch):
         )
 
 
-def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], shared: Any) -> ShardedBatch:
+def shard_batch(whole: PackedBatch, specs: Sequence[MaskSpec], context: Any) -> ShardedBatch:
     """This rank's rows of a batch without a cache. The layout counts the work of layers with these `specs`.
 
-    `shared` is the context, a `SequenceParallel`.
+    `context` is a `SequenceParallel`.
     """
     assert not whole.cached
-    batch, length = whole.tokens
-    columns = max(-(-MIN_ROWS * shared.ranks.size // batch) - length, 0)
-    padded = _pad_rows(whole, columns)
-    masks = [padded.interval_mask(length + columns, 0, 0, spec).mask for spec in specs]
-    layout = dimensions_of(shared.ranks, shared.exchange).make_layout(shared.layout, masks)
-    sharding = Sharding(shared.ranks, layout, whole.tokens, columns, shared.exchange, shared.grad_reduce)
-    mask = whole.to_tensor() if columns and whole.attention_mask is None else whole.attention_mask
+    tokens, ranks = whole.tokens, context.ranks
+    columns = max(-(-MIN_ROWS * ranks.size // tokens[0]) - tokens[1], 0)
+    if columns:
+        whole = _pad_rows(whole, columns)
+    masks = []
+    for spec in specs:
+        masks.append(whole.interval_mask(whole.tokens[1], 0, 0, spec).mask)
+    layout = context.dimensions.make_layout(context.layout, masks)
+    sharding = Sharding(ranks, layout, tokens, columns, context.dimensions, context.grad_reduce)
+    mask = whole.attention_mask
     # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
     positions = whole.positions() if whole.position_ids is None else whole.position_ids
     positions = positions.expand(*positions.shape[:-2], *whole.tokens)
     return ShardedBatch(
-        attention_mask=None if mask is None else sharding.shard(mask),
-        position_ids=sharding.shard(positions, positions.ndim - 2),
+        attention_mask=None if mask is None else sharding.take(mask),
+        position_ids=sharding.take(positions, positions.ndim - 2),
         boundaries=None,
         tokens=torch.Size((1, sharding.rows)),
         device=whole.device,
         serving=whole.serving,
         by_document=True,
         whole=whole,
-        padded=padded,
         sharding=sharding,
     )
 
 
 def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     """A batch with `columns` tokens of padding at the end of each row: one more document, which no token sees."""
-    if not columns:
-        return packed_batch
-    starts, live = packed_batch.runs()
-    live = torch.ones_like(starts) if live is None else live
+    starts, _ = packed_batch.runs()
     positions = packed_batch.positions() if packed_batch.position_ids is None else packed_batch.position_ids
     boundaries = pad(starts, [0, columns])
     boundaries[:, -columns] = True
     return packed_batch.replace(
-        attention_mask=pad(live.int(), [0, columns]),
+        attention_mask=pad(packed_batch.to_tensor(), [0, columns]),
         position_ids=pad(positions, [0, columns]),
         boundaries=boundaries,
         tokens=torch.Size((packed_batch.tokens[0], packed_batch.tokens[1] + columns)),
+        filler=None,
     )

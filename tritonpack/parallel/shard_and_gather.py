@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
 from tritonpack.parallel.comm import Ranks, sum_over
-from tritonpack.parallel.dimensions import Exchanges
+from tritonpack.parallel.dimensions import Dimensions
 from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
@@ -36,7 +36,7 @@ class Sharding:
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
         columns: the number of padding tokens at the end of each row, so that every rank of a short batch has rows.
-        exchange: as in `attend`.
+        dimensions: how ranks share attention.
         grad_reduce: "mean" or "sum".
     """
 
@@ -44,7 +44,7 @@ class Sharding:
     layout: Layout
     tokens: torch.Size
     columns: int
-    exchange: Exchanges
+    dimensions: Dimensions
     grad_reduce: GradReduce
 
     @property
@@ -61,6 +61,10 @@ class Sharding:
             )
         if self.columns:
             x = pad(x, [0, 0] * (x.ndim - dim - 2) + [0, self.columns], value=fill)
+        return self.take(x, dim)
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """`shard` of a tensor that has the padding."""
         return self.layout.shard(x.flatten(dim, dim + 1), self.ranks.rank, dim).unsqueeze(dim)
 
     @outside_of_graphs

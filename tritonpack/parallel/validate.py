@@ -9,24 +9,28 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
-from tritonpack.patches.applied_patch import base_of
-from tritonpack.patches.base_forward import BaseForward
+from tritonpack.patches.applied_patch import AppliedPatch
+from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
 from tritonpack.patches.layers.embeddings import DocumentEmbeddings
-from tritonpack.patches.report import Report
 
 
-def require_shardable(model: nn.Module, report: Report) -> None:
+def require_shardable(model: nn.Module, applied: AppliedPatch) -> None:
     """Refuse a patched model whose layers need more of other ranks than their keys and values.
 
     Raises:
         UnsupportedModelError: with the reason.
     """
-    model_type = report.model_type
+    report, model_type = applied.report, applied.report.model_type
+    for head in applied.heads:
+        if isinstance(head, EncoderDecoderForward):
+            raise UnsupportedModelError(
+                f"{head.name} holds an encoder and a decoder, each with tokens of its own, and ranks divide one batch "
+                "of tokens. Train it without SequenceParallel."
+            )
     if report.attention != "tritonpack":
         raise UnsupportedModelError(
             f"model type {model_type!r} attends by {report.attention!r} with a dense mask, which needs all keys on "
@@ -49,26 +53,6 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         raise UnsupportedModelError(
             f"{path} ({name}, model type {model_type!r}) {reason}. Train it without SequenceParallel."
         )
-
-
-def find_base(model: nn.Module) -> BaseForward | None:
-    """The forward of the outermost patched module in a model; None if nothing is patched."""
-    return next((base for module in model.modules() if (base := base_of(module)) is not None), None)
-
-
-def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a module that may be called with a batch, outermost first.
-
-    They are the outermost ones, and the patched ones in them, which trainers call to compute a loss without logits.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not models:
-        raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
-    return [one for one in models if id(one) not in inner or base_of(one) is not None]
 
 
 def require_reduction(model: nn.Module, ranks: Ranks) -> None:

@@ -83,9 +83,7 @@ class WholeDocuments:
         result = x.new_zeros(self.packed_batch.tokens[1] if there else self._rows, *x.shape[1:])
         x = x[leaving]
         if self.moves:
-            width = x.new_empty(1, *x.shape[1:]).numel()
-            arrive = all_to_all(x, [n * width for n in sent], [n * width for n in received], self._ranks)
-            x = arrive().view(sum(received), *x.shape[1:])
+            x = all_to_all(x, sent, received, self._ranks)()
         result[arriving] = x
         return result
 

@@ -31,17 +31,16 @@ from tritonpack.patches.report import make_report
 REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel makes replicas of a module
 
 
-REPLICA = (
-    "{} would run as a replica of torch.nn.DataParallel, but layers of this model have a forward of their own "
-    "instance, which would run with the weights of the original. Use torch.nn.parallel.DistributedDataParallel."
-)
-
-
 class Guard(parts.Refusal):
     """What marks a module of a patch: its replicas, which would share the forwards of the patch, are refused."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
-        super().__init__(module, patch.context, REPLICA.format(type(module).__name__), REPLICATE)
+        why = (
+            f"{type(module).__name__} would run as a replica of torch.nn.DataParallel, but layers of this model have a "
+            "forward of their own instance, which would run with the weights of the original. Use "
+            "torch.nn.parallel.DistributedDataParallel."
+        )
+        super().__init__(module, patch.context, why, REPLICATE)
         self.patch = patch
 
 
@@ -115,6 +114,11 @@ class AppliedPatch(parts.Part):
         self.parts: list[parts.Part] = [*names, *checkpoints, *forwards, *guards, *managers, *virtual]
         self.proof = Proof(self)
 
+    @property
+    def shares_batches(self) -> bool:
+        """Whether the model is in a `SequenceParallel` that was entered."""
+        return any(head.shard is not None and head.shard.context.entered for head in self.heads)
+
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
         self.in_force = self.context.in_force = True
@@ -136,31 +140,28 @@ class AppliedPatch(parts.Part):
         """Take this patch away, and put back those that were there before and still have leases."""
         if self.in_force:
             self.revert()
-        for other in self.below:
-            if other.leases:
-                other.apply()
-            else:
-                other.restore_below()
+        restore(self.below)
         self.leases.clear()
+
+
+def restore(patches: list[AppliedPatch]) -> None:
+    """Put back those patches that have leases, and below the others those that have."""
+    for patch in patches:
+        if patch.leases:
+            patch.apply()
+        else:
+            patch.restore_below()
 
 
 def applied_to(model: nn.Module) -> list[AppliedPatch]:
     """The patches that are in force somewhere in a model."""
-    found: list[AppliedPatch] = []
-    for module in models_in(model):
-        found += [patch for patch in _guarding(module) if not any(patch is other for other in found)]
-    return found
+    found = (_guarding(module) for module in models_in(model))
+    return list({id(patch): patch for patch in found if patch is not None}.values())
 
 
-def base_of(module: nn.Module) -> BaseForward | None:
-    """The forward that a patch has given to a module that makes masks; None for any other module."""
-    bases = [base for patch in _guarding(module) for base in patch.bases]
-    return next((base for base in bases if base.module is module), None)
-
-
-def _guarding(module: nn.Module) -> list[AppliedPatch]:
+def _guarding(module: nn.Module) -> AppliedPatch | None:
     guard = module.__dict__.get(REPLICATE)
-    return [guard.patch] if isinstance(guard, Guard) else []
+    return guard.patch if isinstance(guard, Guard) else None
 
 
 def to_the_end(action: Callable[[], None]) -> None:
@@ -198,7 +199,7 @@ def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = F
             raise ValueError(
                 f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
             )
-        if any(base.sharded for other in found for base in other.bases):
+        if any(other.shares_batches for other in found):
             raise ValueError(
                 f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
                 "had on entry. Leave the context, call patch or setup there, and enter the context again."
@@ -212,28 +213,28 @@ def put_on(model: nn.Module, asked: Options, lease: object, *, by_name: bool = F
             applied.leases.append(lease)
             return applied
         except BaseException:
-            to_the_end(lambda: _roll_back(applied, found))
+            to_the_end(lambda: restore(found) if applied is None else applied.restore_below())
             raise
 
 
-def leave(applied: AppliedPatch, lease: object) -> None:
-    """Give up a lease. A patch without leases is taken away, and the patches below it with leases come back.
+def leave(applied: AppliedPatch, lease: object = None) -> None:
+    """Give up a lease, or all. A patch without leases is taken away, and the patches below it with leases come back.
 
     Leases end in any order, because several threads may patch one model. A second call does nothing.
+
+    Raises:
+        ValueError: the model would lose its patch inside of SequenceParallel.
     """
     with LOCK:
-        if lease not in applied.leases:
-            return
-        if len(applied.leases) > 1 or not applied.in_force:
+        if lease is None or (applied.leases == [lease] and applied.in_force):
+            if applied.shares_batches:
+                raise ValueError(
+                    "the model can't be unpatched inside of SequenceParallel. Leave the context first; it restores a "
+                    "model that it has patched itself."
+                )
+            to_the_end(applied.restore_below)
+        elif lease in applied.leases:
             applied.leases.remove(lease)
-        else:
-            restore(applied)
-
-
-def restore(applied: AppliedPatch) -> None:
-    """Take a patch away with all of its leases, and put back the patches that were there before."""
-    with LOCK:
-        to_the_end(applied.restore_below)
 
 
 def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> None:
@@ -243,17 +244,9 @@ def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> No
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
-            part = next(m for m in models_in(model) if applied in _guarding(m))
+            part = next(m for m in models_in(model) if _guarding(m) is applied)
             name, other = type(model).__name__, type(applied.model).__name__
             raise UnsupportedModelError(
                 f"the {type(part).__name__} in this {name} belongs to {other}, which is patched. First unpatch the "
                 f"{other}, then build the {name} around its part, and patch the whole that you train."
             )
-
-
-def _roll_back(applied: AppliedPatch | None, found: list[AppliedPatch]) -> None:
-    if applied is not None:
-        applied.revert()
-        applied.leases.clear()
-    for other in found:
-        other.apply()

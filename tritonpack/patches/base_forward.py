@@ -46,10 +46,7 @@ class BaseForward(Pipeline):
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one.
         compaction: removes padding and common beginnings from calls; None unless `patch` was asked for it.
-        sharded: how many contexts of sequence parallelism share the module's batches among ranks.
     """
-
-    sharded = 0
 
     def __init__(
         self, module: PreTrainedModel, applied: Any, modules: list[PreTrainedModel], layers: list[InstanceForward]

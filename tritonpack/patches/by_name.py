@@ -23,7 +23,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import LOCK, applied_to, put_on, restore
+from tritonpack.patches.applied_patch import LOCK, applied_to, leave, put_on
 from tritonpack.patches.choose_modules import Options, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.modules import models_in, modules_in
@@ -68,7 +68,7 @@ def _wrap_methods() -> None:
     def set_and_follow(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         named = [applied for applied in applied_to(self) if applied.by_name]
         for applied in named:
-            restore(applied)
+            leave(applied)
         for refused in _refused(self):
             refused.remove()
         result = set_name(self, attn_implementation, *args, **kwargs)

@@ -15,10 +15,9 @@ from tritonpack.patches.configurations import is_bidirectional
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention, FalconAttention
-from tritonpack.patches.layers.embeddings import EsmEmbeddings, MobileBertEmbeddings
+from tritonpack.patches.layers.embeddings import EsmEmbeddings, Trigrams
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.positions import LocalPositions
-from tritonpack.patches.layers.routers import NllbMoeRouter, SwitchRouter
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.proof import refuse_layers_in_trees
@@ -48,7 +47,7 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
         UnsupportedModelError: documents can't be packed; the message says why.
     """
     for module in models_in(model):
-        if why := families.REFUSED.get(module.config.model_type):
+        if why := families.REFUSED.get(type(module).__name__) or families.REFUSED.get(module.config.model_type):
             raise UnsupportedModelError(f"{_named(module)} can't be packed exactly: {why}. {ON_PADDED_ROWS}")
     modules = _modules(model)
     for module in modules:
@@ -58,15 +57,6 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
         if why := families.REFUSED_LAYERS.get(kind):
             (path,) = paths_of([layer], model)
             raise UnsupportedModelError(f"{path} ({kind}) can't be packed exactly: {why}. {ON_PADDED_ROWS}")
-        if kind in REWRITTEN:
-            forwards = type(layer).forward, REWRITTEN[kind].call
-            theirs, ours = (list(inspect.signature(forward).parameters) for forward in forwards)
-            if theirs != ours:
-                (path,) = paths_of([layer], model)
-                raise UnsupportedModelError(
-                    f"{path} ({kind}) takes other arguments in this version of transformers than in the version that "
-                    "its forward was rewritten for."
-                )
     if asked.share_prefixes:
         refuse_layers_in_trees(model)
     return modules
@@ -99,19 +89,16 @@ def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], a
         raise UnsupportedModelError(f"{_named(module)} doesn't support {what}; use attention='eager' or 'tritonpack'.")
     if not (asked.unpad or asked.share_prefixes):
         return
-    one_row = "unpad and share_prefixes would put all tokens of a batch into one row; leave both out."
-    if dense:
-        why = f"takes a dense mask, which grows with the square of a row. {one_row}"
-    elif module.config.is_encoder_decoder:
-        why = (
-            "is an encoder with a decoder, whose rows belong together in pairs. unpad and share_prefixes take no such "
-            "pairs apart; leave both out."
-        )
-    elif families.ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__):
-        why = f"makes one vector of each row. {one_row}"
-    else:
-        return
-    raise UnsupportedModelError(f"{_named(module)} {why}")
+    for found, why in (
+        (dense, "takes a dense mask, which grows with the square of a row"),
+        (module.config.is_encoder_decoder, "is an encoder with a decoder, whose rows belong together in pairs"),
+        (families.ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__), "makes one vector of each row"),
+    ):
+        if found:
+            raise UnsupportedModelError(
+                f"{_named(module)} {why}. unpad and share_prefixes would put all tokens of a batch into one row; leave "
+                "both out."
+            )
 
 
 def _named(module: PreTrainedModel) -> str:
@@ -120,11 +107,8 @@ def _named(module: PreTrainedModel) -> str:
 
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
-    ids = {"input_ids", "decoder_input_ids"}
-    return any(
-        takes_tokens_and_mask(one) or not ids.isdisjoint(inspect.signature(type(one).forward).parameters)
-        for one in models_in(model)
-    )
+    ids, models = {"input_ids", "decoder_input_ids"}, models_in(model)
+    return any(takes_tokens_and_mask(one) or ids & {*inspect.signature(type(one).forward).parameters} for one in models)
 
 
 def _modules(model: nn.Module) -> list[PreTrainedModel]:
@@ -151,16 +135,14 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     return modules
 
 
-# Layers whose forward is rewritten. Its arguments must have the names that they have in transformers.
+# Layers that get a forward of their own.
 REWRITTEN: dict[str, type[InstanceForward]] = {
     "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,
     "FalconFlashAttention2": FalconAttention,
     "LayoutLMSelfAttention": EncoderAttention,
     "MarkupLMSelfAttention": EncoderAttention,
-    "MobileBertEmbeddings": MobileBertEmbeddings,
-    "NllbMoeTop2Router": NllbMoeRouter,
-    "SwitchTransformersTop1Router": SwitchRouter,
+    "MobileBertEmbeddings": Trigrams,
 }
 
 

@@ -12,7 +12,8 @@ from tritonpack.patches.families import CODEBOOKS
 from tritonpack.patches.modules import models_in
 from tritonpack.patches.packed_batch import PackedBatch
 
-_NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
+TOKEN_FIELDS = ("_token_id", "_token_ids", "_token_index", "_tokens")  # ends of names of fields that hold token ids
+INDICES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
 
 
 def special_tokens(config: Any) -> set[int]:
@@ -21,15 +22,10 @@ def special_tokens(config: Any) -> set[int]:
     for name, value in config.__dict__.items():
         if is_config(value):
             found |= special_tokens(value)
-        elif names_tokens(name):
+        elif name.endswith(TOKEN_FIELDS) or name in INDICES:
             values = value if isinstance(value, (list, tuple)) else [value]
             found |= {token for token in values if type(token) is int and token >= 0}
     return found
-
-
-def names_tokens(name: str) -> bool:
-    """Whether a field holds token ids, by its name."""
-    return name.endswith(("_token_id", "_token_ids", "_token_index", "_tokens")) or name in _NAMES
 
 
 def is_config(value: Any) -> bool:
@@ -64,17 +60,25 @@ def is_bidirectional(config: Any) -> bool:
     return getattr(text_config(config), "use_bidirectional_attention", None) is True
 
 
-def rope_kinds(rope: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary embeddings, one dict for each kind of layer."""
-    if not isinstance(rope, dict):
-        return []
-    return [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """How many keys a query of each layer sees, its own included; None for full attention."""
+    try:
+        window = getattr(config, "sliding_window", None)
+    except Exception:  # a configuration with a window for each layer raises
+        window = None
+    if kinds := getattr(config, "layer_types", None):
+        return tuple(window if "sliding" in kind else None for kind in kinds)
+    layers = getattr(config, "num_hidden_layers", 0)
+    return (window,) * (layers if isinstance(layers, int) else 0)  # LXMERT counts several kinds
 
 
 def rope_limits(config: Any) -> list[tuple[str, int]]:
     """The types of rotary embeddings that depend on a call's longest document, each with its limit."""
+    ropes = getattr(config, "rope_parameters", None)
+    if not isinstance(ropes, dict):
+        return []
     found = []
-    for rope in rope_kinds(getattr(config, "rope_parameters", None)):
+    for rope in [kind for kind in ropes.values() if isinstance(kind, dict)] or [ropes]:  # one for each kind of layer
         kind, limit = rope.get("rope_type") or "", getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
             own = rope.get("original_max_position_embeddings")
@@ -86,12 +90,7 @@ def rope_limits(config: Any) -> list[tuple[str, int]]:
 
 def follows_longest(kind: str) -> bool:
     """Whether the frequencies of a type of rotary embeddings depend on the longest document of a call."""
-    return kind == "longrope" or is_dynamic(kind)
-
-
-def is_dynamic(kind: str) -> bool:
-    """Whether rotary embeddings of a type change with the longest document. transformers tests the same word."""
-    return "dynamic" in kind
+    return kind == "longrope" or "dynamic" in kind  # transformers looks for the same word
 
 
 def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:

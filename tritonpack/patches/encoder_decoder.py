@@ -18,13 +18,13 @@ from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.configurations import codebooks_of, pad_token_of
-from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEHIND_LAST_TOKEN, SHIFTS_INPUTS
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
 from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import OFFSETS, SOURCE, TARGET, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans, warn_of_first_labels
+from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -57,88 +57,63 @@ class EncoderDecoderForward(Pipeline):
                 arguments.pop(name, None)
         (source, _), (target, _) = tokens_of(arguments), tokens_of(arguments, "decoder_")
         unshifted = self._unshifted(arguments) if target is None else None
-        if unshifted is not None and unshifted is arguments.get("input_ids"):
-            return self._run_shared(arguments, told)
-        if source is None and arguments.get("encoder_outputs") is not None:
-            source = arguments["encoder_outputs"][0]
-        if source is not None:
-            packed_batch = self._hand(arguments, "encoder", SOURCE, told, source)
-            if packed_batch is not None and self.one_result:
-                self.require_result_of_each(packed_batch)
-        packed = [name for name in TARGET.values() if told[name] is not None]
-        if target is None and packed:
-            if unshifted is None:
-                raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
-            target = unshifted
-        packed_batch = None if target is None else self._hand(arguments, "decoder", TARGET, told, target)
-        if packed_batch is not None:
-            if unshifted is not None:
-                shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, packed_batch)
-                if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
-                    real = (shifted != self.module.config.pad_token_id).int()
-                    arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
-                warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
-            check_padding_labels(self.module, arguments, packed_batch)
-        return self._run_own(arguments, packed_batch)
+        if unshifted is not None and unshifted is source:
+            encoder = decoder = self._read_both(arguments, told, source)
+        else:
+            if source is None and arguments.get("encoder_outputs") is not None:
+                source = arguments["encoder_outputs"][0]
+            target = unshifted if target is None else target
+            if target is None and (given := [name for name in TARGET.values() if told[name] is not None]):
+                raise ValueError(f"{given[0]} describes tokens of the decoder, and there are none; pass them.")
+            encoder = None if source is None else self._read(arguments, "encoder", SOURCE, told, source)
+            decoder = None if target is None else self._read(arguments, "decoder", TARGET, told, target)
+        if encoder is not None and self.one_result:
+            self.require_result_of_each(encoder)
+        if decoder is None:
+            return self.inner(**arguments)
+        if unshifted is not None:
+            shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, decoder)
+            if decoder.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
+                real = (shifted != self.module.config.pad_token_id).int()
+                arguments["decoder_attention_mask"] = decoder.replace(attention_mask=real)
+        check_padding_labels(self.module, arguments, decoder)
+        if self.mixed_loss and arguments.get("labels") is not None:
+            self.require_no_mixed_loss(decoder)
+        add_loss = take_spans(arguments, decoder, self)
+        output = self.inner(**arguments)
+        return output if add_loss is None else add_loss(output)
 
-    def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
-        """Run a call whose decoder gets the encoder's tokens, shifted to the right: both have the same documents."""
-        ids = arguments["input_ids"]
+    def _read_both(self, arguments: dict[str, Any], told: dict[str, Any], ids: Tensor) -> PackedBatch | None:
+        """The packing of both sides of a call whose decoder gets the encoder's tokens, shifted to the right."""
         for name in ("decoder_attention_mask", "decoder_position_ids", "decoder_seq_idx"):
             if told[name] is not None:
                 raise ValueError(f"{name} was given without decoder_input_ids; pass both or neither.")
         if told["cu_seq_lens_q"] is None:
             told["cu_seq_lens_q"] = told["cu_seq_lens_k"]
-        packed_batch = make_packed_batch(
-            {**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self.pad_token
-        )
-        if not packed_batch.tells_documents:
-            return self.inner(**arguments)
-        if self.one_result:
-            self.require_result_of_each(packed_batch)
-            if self.module.config.model_type in SCORES_BEHIND_LAST_TOKEN:
-                full = packed_batch.not_padding()[:, -1].all()
-                message = (
-                    f"{self.name} scores a row behind its last token, where padding is not computed. Pad on the left."
-                )
-                if torch.compiler.is_compiling():
-                    torch._assert_async(full, message)
-                else:
-                    require(full, message)
-        arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
-        arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
+        found = make_packed_batch({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self.pad_token)
+        if not found.tells_documents:
+            return None
+        arguments["attention_mask"] = arguments["decoder_attention_mask"] = found
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self._run_own(arguments, packed_batch)
+        return found
 
-    def _run_own(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """Run the module's own forward, with the losses of the documents of the tokens that have logits, if any."""
-        add_loss = None
-        if packed_batch is not None:
-            if self.mixed_loss and arguments.get("labels") is not None:
-                self.require_no_mixed_loss(packed_batch)
-            add_loss = take_spans(arguments, packed_batch, self)
-        output = self.inner(**arguments)
-        return output if add_loss is None else add_loss(output)
-
-    def _hand(
+    def _read(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor
     ) -> PackedBatch | None:
-        """Put the packing of one side into the arguments, and return it; None if no argument marks its documents, or
-        if generate() has made its mask already."""
-        mask = told[names["attention_mask"]]
-        made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
-        if made or all(told[name] is None for name in names.values()):
-            return None
+        """The packing of one side, which takes the place of its mask; None if no argument marks its documents, or if
+        generate() has made its mask already."""
         said = {name: told[here] for name, here in names.items()}
-        ids = arguments.get("decoder_input_ids" if side == "decoder" else "input_ids")
-        books = self.books if side == "decoder" else 1
+        mask = said["attention_mask"]
+        made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
+        if made or all(value is None for value in said.values()):
+            return None
+        prefix, books = ("decoder_", self.books) if side == "decoder" else ("", 1)
+        ids = arguments.get(f"{prefix}input_ids")
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
-        if ids is not None and books > 1:
-            books_of = ids.unflatten(
-                0, (-1, books)
-            )  # -1 where the codebooks of a token differ; padding is alike in all
-            ids = torch.where((books_of == books_of[:, :1]).all(1), books_of[:, 0], -1)
+        if ids is not None and books > 1:  # -1 where the codebooks of a token differ; padding is alike in all
+            of_books = ids.unflatten(0, (-1, books))
+            ids = torch.where((of_books == of_books[:, :1]).all(1), of_books[:, 0], -1)
         pad = pad_token_of(self.module.config, side)
         try:
             packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
@@ -161,13 +136,14 @@ def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
     """Refuse offsets that list different documents on the two sides, for example one that is empty on one side."""
     if cu_q is None or cu_k is None or cu_q is cu_k:
         return
-    if cu_q.shape != cu_k.shape:
+    count, other = cu_q.shape[0] - 1, cu_k.shape[0] - 1
+    if count != other:
         raise ValueError(
-            f"cu_seq_lens_q lists {cu_q.shape[0] - 1} documents of the decoder and cu_seq_lens_k {cu_k.shape[0] - 1} "
-            "of the encoder; list as many of both."
+            f"cu_seq_lens_q lists {count} documents of the decoder and cu_seq_lens_k {other} of the encoder; list as "
+            "many of both."
         )
     require(
-        ((cu_q[1:] == cu_q[:-1]) == (cu_k[1:] == cu_k[:-1]).to(cu_q.device)).all(),
+        ((cu_q.diff() == 0) == (cu_k.diff() == 0).to(cu_q.device)).all(),
         "a document is empty by cu_seq_lens_q and not by cu_seq_lens_k, or the other way round; leave out pairs with "
         "an empty document.",
     )
@@ -203,13 +179,10 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
 def cross_attention_mask(
     arguments: dict[str, Any], packed_batch: PackedBatch | None, names: list[str], serving: Serving
 ) -> IntervalMask:
-    """The mask of a decoder's cross-attention.
+    """The mask of cross-attention, from the arguments of a decoder's forward and the `names` of those that it takes.
 
-    Args:
-        arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
-            integers, 0 for padding, that may number documents.
-        packed_batch: the packing of the decoder's tokens; None if these continue a cache.
-        names: the names of the arguments that the decoder takes.
+    `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of integers, 0 for padding, that may number
+    documents. The packing of the decoder's tokens is None if these continue a cache.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
     if isinstance(mask, IntervalMask):  # of the module around this one

@@ -15,13 +15,13 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory. CodeGen and GPT-J
-# use the interface since transformers 5.24.
-DENSE = _names(
-    "big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr xglm"
-)
+# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory.
+DENSE = _names("big_bird bloom git gpt_neo gpt_neox_japanese megatron-bert mpt mvp rembert roformer trocr xglm")
 
-# Model types that can't be packed exactly, and why.
+# The same in transformers before these versions.
+DENSE_BEFORE = {"codegen": (5, 24), "gptj": (5, 24)}
+
+# Model types and classes that can't be packed exactly, and why.
 REFUSED = {
     "blt": "its patches and its hashes of preceding bytes run across documents",
     "cpmant": "its attention makes masks and position buckets of its own from segments and spans",
@@ -29,9 +29,13 @@ REFUSED = {
     "diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "gemma4_assistant": "it drafts tokens from another model's cache",
     "gemma4_unified_assistant": "it drafts tokens from another model's cache",
+    "nllb-moe": "its experts take a limited number of tokens of a batch, so documents of a row compete for them",
     "prophetnet": "its decoder makes masks and position buckets of its own for n-grams",
+    "switch_transformers": "its experts take the first tokens of a row until they are full",
     "xlstm": "its recurrent blocks run over the whole row, in pieces of their own",
     "reformer": "its attention sorts the tokens of a row into buckets",
+    "T5GemmaForSequenceClassification": "it scores a row by the decoder's state behind its last token",
+    "T5Gemma2ForSequenceClassification": "it scores a row by the decoder's state behind its last token",
     "voxtral_realtime": "its encoder hears a row's sounds, as long as its tokens, as one",
 }
 
@@ -45,8 +49,8 @@ COUNT_FROM_PADDING = _names(
 POSITION_TABLES = _names(
     "BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding "
     "BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding "
-    "M2M100SinusoidalPositionalEmbedding NllbMoeSinusoidalPositionalEmbedding "
-    "SeamlessM4TSinusoidalPositionalEmbedding SeamlessM4Tv2SinusoidalPositionalEmbedding "
+    "M2M100SinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding "
+    "SeamlessM4Tv2SinusoidalPositionalEmbedding "
     "MBartLearnedPositionalEmbedding MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding "
     "MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding "
     "PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding "
@@ -85,7 +89,6 @@ CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 OWN_MASKS = {
     ("modeling_flaubert", "MultiHeadAttention"): "mask",
     ("modeling_openai", "Attention"): "attention_mask",
-    ("modeling_switch_transformers", "SwitchTransformersAttention"): "mask",
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
@@ -117,9 +120,6 @@ SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
 # Ends of the names of classes that do the same, whatever their model type.
 HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
-
-# Of these, model types whose heads score a row by the decoder's state behind its last token.
-SCORES_BEHIND_LAST_TOKEN = _names("t5gemma t5gemma2")
 
 
 # Classes whose results belong to a whole row: scores of it, a vector at its last special token, tokens up to its first

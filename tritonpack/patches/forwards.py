@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import inspect
 import sys
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -15,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
-from tritonpack.patches.families import DENSE
+from tritonpack.patches.families import DENSE, DENSE_BEFORE
 from tritonpack.patches.modules import modules_in
 
 
@@ -53,7 +52,6 @@ def versions() -> dict[str, dict[str, set[str]]]:
 WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
 
 MASK_MAKERS = [name for name in vars(masking_utils) if name.startswith("create_")]
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
 
 
 def takes_tokens_and_mask(module: nn.Module) -> bool:
@@ -64,14 +62,9 @@ def takes_tokens_and_mask(module: nn.Module) -> bool:
 
 
 def takes_dense_mask(module: PreTrainedModel) -> bool:
-    """Whether the attention of a module lies outside of transformers' interface, so that it gets a dense mask.
-
-    Some of the types in `DENSE` use the interface in newer versions of transformers: its name is in their code.
-    """
-    if module.config.model_type not in DENSE:
-        return False
-    codes = (getattr(inspect.unwrap(type(layer).forward), "__code__", None) for layer in _inside(module))
-    return not any(code is not None and INTERFACE in code.co_names for code in codes)
+    """Whether the attention of a module lies outside of transformers' interface, so that it gets a dense mask."""
+    kind, version = module.config.model_type, tuple(map(int, installed().split(".")))
+    return kind in DENSE or version < DENSE_BEFORE.get(kind, (0, 0))
 
 
 def holds_both_sides(module: nn.Module) -> bool:
@@ -80,14 +73,6 @@ def holds_both_sides(module: nn.Module) -> bool:
         return False
     parameters = inspect.signature(type(module).forward).parameters
     return "decoder_input_ids" in parameters and "attention_mask" in parameters
-
-
-def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it, without towers: models that turn images or sounds into embeddings."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, PreTrainedModel) or takes_tokens_and_mask(child):
-            yield from _inside(child)
 
 
 def foreign_modules(model: nn.Module) -> list[nn.Module]:

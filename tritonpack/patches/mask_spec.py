@@ -15,7 +15,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.intervals import WHOLE_DOCUMENT as EVERY_KEY
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ROWS_AT_ONCE = 1024  # of a dense mask, when an overlay is checked
+ROWS_AT_ONCE = 1024  # of a dense mask
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,12 @@ WHOLE_DOCUMENT = MaskSpec(EVERY_KEY)
 def read_mask_spec(
     mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any], queries: int
 ) -> MaskSpec:
-    """The kind of mask that transformers asks for, from the arguments of a mask function.
+    """The kind of mask that transformers asks for, from the arguments of its mask function for layers of a `config`.
 
     transformers allows to skip a mask (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only if nothing was added
-    to its own function. Then the size describes the mask completely. Any other function is an overlay.
-
-    Args:
-        mask_function: whether a query sees a key, composed of transformers' functions and the model's.
-        local_size: the window or chunk.
-        config: the configuration of the layers.
-        flags: the other arguments. If a model composes its own mask, transformers sets `use_vmap` and does not allow to
-            skip the mask.
-        queries: number of queries. For one query that reads a static cache, transformers never allows to skip the mask.
+    to its own function. Then `local_size`, the window or chunk, describes the mask completely. Any other function is an
+    overlay. If a model composes its own mask, transformers sets `use_vmap` and does not allow to skip the mask, nor for
+    one query that reads a static cache.
 
     Raises:
         UnsupportedModelError: chunks and an overlay at once, or a size that may belong to chunks or to a window.
@@ -94,7 +88,7 @@ def read_mask_spec(
 def overlay_intervals(
     overlay: MaskFunction, rows: Tensor, begin: Tensor, end: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """The keys among [begin, end) that a mask function lets each query see, by bisection from its own place outwards.
+    """The keys that a mask function lets each query see. Each pair is asked for, as in stock transformers.
 
     Args:
         overlay: as transformers composes it, in the coordinates of the row.
@@ -105,44 +99,27 @@ def overlay_intervals(
         start and stop, (B, T) int64. They must be one interval around the query's own place (not checked in graphs).
     """
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
-    head = torch.zeros((), dtype=torch.long, device=rows.device)
+    head, keys = torch.zeros((), dtype=torch.long, device=rows.device), torch.arange(num_keys, device=rows.device)
     end = torch.where((rows >= begin) & (rows < end), end, begin)  # padding sees nothing
-    # A fixed number of steps under the compiler, so that a graph is not tied to a length.
-    steps = 31 if torch.compiler.is_compiling() else (num_keys + 1).bit_length() + 1
-
-    def sees(keys: Tensor) -> Tensor:
-        inside = (keys >= begin) & (keys < end)
-        return inside & overlay(batch, head, rows, torch.where(inside, keys, rows))
-
-    def furthest(unseen: Tensor) -> Tensor:
-        seen = rows
-        for _ in range(steps):
-            middle = torch.div(seen + unseen, 2, rounding_mode="floor")
-            at_middle = sees(middle) & (middle != unseen)
-            seen, unseen = torch.where(at_middle, middle, seen), torch.where(at_middle, unseen, middle)
-        return seen
-
-    live = sees(rows)
-    start = torch.where(live, furthest(begin - 1), begin)
-    stop = torch.where(live, furthest(end) + 1, begin)
-    if not torch.compiler.is_compiling():
-        _require_intervals(overlay, (batch, head, rows, begin, end, start, stop), num_keys)
-    return start, stop
-
-
-def _require_intervals(overlay: MaskFunction, found: tuple[Tensor, ...], num_keys: int) -> None:
-    """Compare intervals with the function itself, pair by pair. Stock transformers computes as much for such masks."""
-    batch, head, *of_queries = found
-    keys = torch.arange(num_keys, device=head.device)
-    equal = torch.ones((), dtype=torch.bool, device=head.device)
-    for first in range(0, batch.shape[1], ROWS_AT_ONCE):
-        some = slice(first, first + ROWS_AT_ONCE)
-        number, query, begin, end, start, stop = (x[:, some, None] for x in (batch, *of_queries))
-        dense = overlay(number, head, query, keys) & (keys >= begin) & (keys < end)
-        equal &= (dense == ((keys >= start) & (keys < stop))).all()
-    require(
-        equal,
-        "the mask that this model composes lets a token see keys that aren't one interval around its own place (such "
-        "as two images with one number in a document), which tritonpack's kernels can't express. Number images "
-        "differently, or unpatch the model.",
+    queries = (batch, rows, begin, end)
+    # A graph is not tied to a length, so it has no number of pieces.
+    pieces = (
+        [queries] if torch.compiler.is_compiling() else zip(*(x.split(ROWS_AT_ONCE, 1) for x in queries), strict=True)
     )
+    bounds = []
+    for piece in pieces:
+        number, own, first, last = (x[..., None] for x in piece)
+        seen = overlay(number, head, own, keys) & (keys >= first) & (keys < last)
+        count = seen.sum(-1, keepdim=True)
+        start = torch.where(count > 0, seen.to(torch.uint8).argmax(-1, keepdim=True), first)
+        stop = start + count
+        around = (count == 0) | ((start <= own) & (own < stop))
+        require(
+            ((seen == ((keys >= start) & (keys < stop))) & around).all(),
+            "the mask that this model composes lets a token see keys that aren't one interval around its own place "
+            "(such as two images with one number in a document), which tritonpack's kernels can't express. Number "
+            "images differently, or unpatch the model.",
+        )
+        bounds.append(torch.cat([start, stop], dim=-1))
+    start, stop = torch.cat(bounds, dim=1).unbind(-1)
+    return start, stop

@@ -124,32 +124,27 @@ def parts_in(output: Any, batch: Batch) -> dict[str, list[Tensor] | Tensor]:
 
 
 @contextmanager
-def logits_of_head(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the logits of a model's output embeddings. Gradients are recorded from them to the loss, not before.
-
-    So nothing of the model is part of a graph: no parameter of a wrapper such as DDP, and no tensor of inference mode.
-    """
+def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> Iterator[list[torch.dtype]]:
+    """Let a model's output embeddings give random logits, of a seed and a size for each document. Collects dtypes."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found: list[Tensor] = []
+    found: list[torch.dtype] = []
 
-    def record(module: nn.Module, given: Any, logits: Any) -> Tensor | None:
-        if not isinstance(logits, Tensor):
+    def replace(module: nn.Module, given: Any, logits: Any) -> Tensor | None:
+        if type(logits) is not Tensor or logits.shape[:-1].numel() != batch.ids.numel():
             return None
-        found.append(logits.clone().detach().requires_grad_())
-        torch.set_grad_enabled(True)
-        return found[-1].clone()  # code of the model may change it in place
+        found.append(logits.dtype)
+        drawn = torch.zeros(*batch.ids.shape, logits.shape[-1], device="cpu")
+        for place, (seed, size) in zip(batch.spans, draws, strict=True):
+            drawn[place] = size * torch.randn(
+                drawn[place].shape, generator=torch.Generator(device="cpu").manual_seed(seed), device="cpu"
+            )
+        return drawn.to(logits).view_as(logits)
 
-    def stop(*_: Any) -> None:
-        torch.set_grad_enabled(False)
-
-    hooks = []
-    if isinstance(head, nn.Module):
-        hooks = [head.register_forward_hook(record), model.register_forward_hook(stop, prepend=True)]
+    hook = head.register_forward_hook(replace) if isinstance(head, nn.Module) else None
     try:
-        with torch.no_grad():
-            yield found
+        yield found
     finally:
-        for hook in hooks:
+        if hook is not None:
             hook.remove()
 
 

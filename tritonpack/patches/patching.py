@@ -140,10 +140,15 @@ def patch(
             "all pairs of a row. Use attention='tritonpack', or leave both out."
         )
     lease = object()
+
+    def give_up() -> None:
+        for applied in applied_to(model):
+            leave(applied, lease)
+
     try:
         return Patch(model, put_on(model, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out
-        to_the_end(lambda: _leave_all(model, lease))
+        to_the_end(give_up)
         raise
 
 
@@ -161,11 +166,6 @@ def unpatch(model: nn.Module) -> None:
         require_no_part_of_others(model, found)
         for applied in found:
             leave(applied, applied.leases[-1])
-
-
-def _leave_all(model: nn.Module, lease: object) -> None:
-    for applied in applied_to(model):
-        leave(applied, lease)
 
 
 def _require_model(model: object) -> None:

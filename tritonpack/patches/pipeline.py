@@ -1,4 +1,4 @@
-"""How a call of a patched model runs: call -> read -> compact -> run -> lay back -> output.
+"""How a call of a patched model runs: call -> read -> compact -> (shard) -> run -> lay back -> output.
 
 The model that users call reads documents from the arguments of its call, and passes them on as `attention_mask`. So
 nothing is lost in a head that passes on only some of its arguments, and a head that computes with the mask gets one of
@@ -67,9 +67,11 @@ class Pipeline(InstanceForward):
         one_result: whether the model gives one result for each row.
         mixed_loss: what a proof found wrong with the model's own loss of packed documents; empty if nothing.
         proof: what shows that this model keeps documents apart; it sets `proven` and `trusted`, for rows and for trees.
+        shard: the stage that divides batches among ranks, while the model is in a `SequenceParallel`; else None.
     """
 
     mixed_loss = ""
+    shard: Any = None
     proof: Proof
     proven: dict[bool, bool]
     trusted: dict[bool, bool]
@@ -98,6 +100,8 @@ class Pipeline(InstanceForward):
             return self.inner(*args, **kwargs)
         inside = self.context.current.told is not None  # inside of a call that has read the documents
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        if self.shard is not None and not inside and self.shard.context.running:
+            return self.shard(self, arguments)  # which reads on all ranks before it raises on any
         if not inside:
             in_form(arguments, self.name, self.known)
         compiled = torch.compiler.is_compiling()

@@ -97,15 +97,13 @@ def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_gr
         return
     documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)
     alone = (documents <= 1).all()
-    if in_graphs and torch.compiler.is_compiling():
-        torch._assert_async(alone, message)
-        return
-    try:
-        require(
-            alone, lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else "")
-        )
-    except ValueError as error:
-        raise UnsupportedModelError(str(error)) from None
+    if torch.compiler.is_compiling():
+        if in_graphs:
+            torch._assert_async(alone, message)
+    elif alone.is_cpu and not bool(alone):
+        raise UnsupportedModelError(f"{message} Documents in each row: {documents.tolist()[:8]}.")
+    else:
+        require(alone, message)
 
 
 @dataclass(frozen=True, eq=False)

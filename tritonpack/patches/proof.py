@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import measuring
-from tritonpack.patches.configurations import rope_limits, text_config
+from tritonpack.patches.configurations import layer_windows, rope_limits, text_config
 from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
 from tritonpack.patches.forwards import (
     foreign_modules,
@@ -33,7 +33,6 @@ from tritonpack.patches.forwards import (
 from tritonpack.patches.interface import NAMES, takes_sdpa, use_eager_if_sdpa_differs
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parse_inputs import TREE, tokens_of
-from tritonpack.patches.report import layer_windows
 from tritonpack.patches.targets import IGNORED, shifts_labels
 
 SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
@@ -44,7 +43,6 @@ MOST_ROUNDING = 0.2  # between two shapes of a call: a scale of quantized layers
 
 _LOCK = threading.RLock()  # one proof at a time: for a moment the model runs unpatched
 
-Form = Callable[[Sequence[Tensor]], measuring.Batch]  # lays out documents (1, n)
 Parts = Mapping[str, list[Tensor] | Tensor]  # each output, cut into documents if it has a part for each
 
 
@@ -204,15 +202,15 @@ class _Trial:
                 document[:, -1] = self.model.config.eos_token_id  # where such a head reads a document's scores
         return documents
 
-    def lay(self, form: Form, documents: Sequence[Tensor]) -> measuring.Batch:
+    def lay(self, form: str, documents: Sequence[Tensor]) -> measuring.Batch:
         """Documents in a form. An encoder's are two tokens longer, and all tokens of the decoder's seed them."""
-        batch = form(documents)
+        batch = lay_out(form, documents)
         if not self.both:
             return batch
         seeds = [int((d * torch.arange(1, d.shape[1] + 1, device="cpu")).sum()) for d in documents]
         lengths = [document.shape[1] + 2 for document in documents]
         sources = [measuring.draw(self.tokens, (n,), seed)[0] for n, seed in zip(lengths, seeds, strict=True)]
-        return replace(batch, source=form(sources))
+        return replace(batch, source=lay_out(form, sources))
 
     def call(self, batch: measuring.Batch, **more: Tensor) -> Any:
         """Run the head, with the same random numbers in every call."""
@@ -227,7 +225,7 @@ class _Trial:
         torch.manual_seed(0)
         return self.run(**given)
 
-    def parts(self, form: Form, documents: Sequence[Tensor]) -> Parts:
+    def parts(self, form: str, documents: Sequence[Tensor]) -> Parts:
         batch = self.lay(form, documents)
         return measuring.parts_in(self.call(batch), batch)
 
@@ -238,12 +236,12 @@ class _Trial:
         mixture, and then by as much in rows of their own. Exchanged documents show the same tokens to such code.
         """
         a, c, other_a, other_c, b, x, y = self.draw(*[SHORT] * 4, *[self.long] * 3)
-        alone, rows = self.alone(b), self.parts(_rows, [x, b, y])
-        for form in (_padded,) if self.head.one_result else (_packed, _numbered):
+        alone, rows = self.alone(b), self.parts("rows", [x, b, y])
+        for form in ("padded",) if self.head.one_result else ("packed", "numbered"):
             found, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
-            if _moved(found, self.parts(form, changed))[0]:
-                self.require_unmoved(form, [a, b, c], found, [c, b, a], self.moves_in_rows(b, exchanged=True))
-                self.require_unmoved(form, [a, b, c], found, changed, self.moves_in_rows(b, exchanged=False))
+            if _difference(found, self.parts(form, changed), 1, 1)[0]:
+                self.require_unmoved(form, [a, b, c], found, [c, b, a], exchanged=True)
+                self.require_unmoved(form, [a, b, c], found, changed, exchanged=False)
             self.require_close(alone, rows, found, form)
         return alone
 
@@ -251,158 +249,125 @@ class _Trial:
         """Try two documents that share the tokens that they begin with."""
         stem, first, second, other = self.draw(*[max(self.long // 2, 1)] * 4)
         x, b = torch.cat([stem, first], 1), torch.cat([stem, second], 1)
-        alone, rows, found = self.alone(b), self.parts(_rows, [x, b]), self.parts(_tree, [stem, first, second])
-        changed = [stem, other, second]
-        self.require_unmoved(_tree, [stem, first, second], found, changed, self.moves_in_rows(b, exchanged=False))
-        self.require_close(alone, rows, found, _tree)
-
-    def moves_in_rows(self, document: Tensor, *, exchanged: bool) -> Iterator[float]:
-        """How far a document's outputs move, in a row of its own, if other rows are exchanged or hold other tokens.
-
-        In a mixture of experts they move beside some rows and not beside others, so several are tried.
-        """
-        for seed in range(2, 2 + MOST_ROWS):
-            x, y, other_x, other_y = self.draw(*[document.shape[1]] * 4, seed=seed)
-            after = (y, x) if exchanged else (other_x, other_y)
-            pair = [self.parts(_rows, [before, document, behind]) for before, behind in ((x, y), after)]
-            yield _moved(*pair)[0]
+        alone, rows, found = self.alone(b), self.parts("rows", [x, b]), self.parts("tree", [stem, first, second])
+        self.require_unmoved("tree", [stem, first, second], found, [stem, other, second], exchanged=False)
+        self.require_close(alone, rows, found, "tree")
 
     def alone(self, document: Tensor) -> Parts:
         """The outputs of a document alone, if they are those of the unpatched model."""
         with unpatched(self.applied):
-            stock = self.parts(_rows, [document])
+            stock = self.parts("rows", [document])
         if not any(isinstance(x, list) for x in stock.values()):
             raise ValueError("it gives no value for each token or document")
-        patched = self.parts(_rows, [document])
+        patched = self.parts("rows", [document])
         size, name = _difference(stock, patched, 0)
         if size > measuring.half_the_digits(_dtype(stock)):
             raise LeakError(f"{name} of a document alone differs by {size:.0e} from the unpatched model's")
         return patched
 
-    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: Form) -> None:
+    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: str) -> None:
         """Require a document's outputs to be those alone, up to 8 times the rounding that rows of their own show."""
         seen, name = _difference(alone, rows, 1)
         if seen > MOST_ROUNDING:
             raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")
         size, name = _difference(alone, found, 1)
         if size > max(8 * seen, measuring.rounding_of(_dtype(alone))):
-            raise LeakError(f"{name} of a document{_SAYS[form]} differs by {size:.0e} from that of the document alone")
+            raise LeakError(f"{name} of a document{FORMS[form]} differs by {size:.0e} from that of the document alone")
 
-    def require_unmoved(
-        self, form: Form, documents: Any, found: Parts, changed: Any, moves_in_rows: Iterator[float]
-    ) -> None:
-        """Require that the outputs of the second document keep their bits.
+    def require_unmoved(self, form: str, documents: Any, found: Parts, changed: Any, *, exchanged: bool) -> None:
+        """Require that the outputs of the second document keep their bits if the others are exchanged, or others.
 
         They may move by rounding in float32, because the products of an expert depend on the order of its tokens, and
-        as far as they move where the document has a row of its own.
+        as far as they move where the document has a row of its own. In a mixture of experts they do so beside some rows
+        and not beside others, so several are tried.
         """
-        moved, name = _moved(found, self.parts(form, changed))
-        if moved > ROUNDING and not any(moved <= 4 * in_rows for in_rows in moves_in_rows):
-            layer = measuring.first_moved(
-                self.model, self.call, self.lay(form, documents), self.lay(form, changed), [1]
-            )
-            where = layer or "no layer's output alone"
-            raise LeakError(
-                f"{name} of a document{_SAYS[form]} moves by {moved:.0e} with another one, first in {where}"
-            )
+        moved, name = _difference(found, self.parts(form, changed), 1, 1)
+        if moved <= ROUNDING:
+            return
+        before, after = self.lay(form, documents), self.lay(form, changed)
+        document = before.ids[before.spans[1]][None]
+        for seed in range(2, 2 + MOST_ROWS):
+            x, y, other_x, other_y = self.draw(*[document.shape[1]] * 4, seed=seed)
+            pairs = (x, y), (y, x) if exchanged else (other_x, other_y)
+            was, moves = (self.parts("rows", [one, document, two]) for one, two in pairs)
+            if moved <= 4 * _difference(was, moves, 1, 1)[0]:
+                return
+        layer = measuring.first_moved(self.model, self.call, before, after, [1]) or "no layer's output alone"
+        raise LeakError(f"{name} of a document{FORMS[form]} moves by {moved:.0e} with another one, first in {layer}")
 
     def why_loss_mixes(self, alone: Parts) -> str:
         """Why the model's own loss of packed documents isn't that of the same documents in rows; empty if it is.
 
-        `alone` are the outputs of some document, which show what labels the model takes.
-
-        A loss may hardly move where logits are small, so its gradients by the logits decide: those of a document are
-        the same in a row of its own, and keep their bits if the others are exchanged. Half of one document has no
-        labels, so a mean of rows differs from a mean of tokens.
+        `alone` are the outputs of some document, which show what labels the model takes. A loss hardly moves where
+        logits are small, so they are drawn. The second document has a large loss and labels in one half, so a mean of
+        rows differs from a mean of tokens. If it has the only labels, the logits of the others may not move a bit.
         """
+        documents, main = self.draw(*[self.long] * 3), alone.get("logits", next(iter(alone.values())))[0]
         try:
-            with torch.inference_mode(False), torch.no_grad():  # inference tensors take part in no gradient
-                a, b, c = self.draw(*[self.long] * 3)
-                main = alone.get("logits", next(iter(alone.values())))[0]
-                rows, rows_loss = self.loss(_rows, [a, b, c], main)
-                packed, packed_loss = self.loss(_packed, [a, b, c], main)
-                exchanged, _ = self.loss(_packed, [c, b, a], main)
+            in_rows, dtype = self.loss("rows", documents, main)
+            packed, _ = self.loss("packed", documents, main)
+            one, beside_large = (self.loss("packed", documents, main, size, {1})[0] for size in (1, 64))
         except Exception as error:  # a model's own code may raise anything
             return f"with labels it fails: {one_line(error)}"
-        dtype = packed_loss.dtype if not packed else packed[0][0][0].dtype
-        if rows_loss.numel() != 1 or measuring.apart([rows_loss], [packed_loss]) > measuring.rounding_of(dtype):
-            losses = packed_loss.tolist(), rows_loss.tolist()
+        if in_rows.numel() != 1 or measuring.apart([in_rows], [packed]) > measuring.rounding_of(dtype):
+            losses = packed.tolist(), in_rows.tolist()
             return "it was {}, and with the documents in rows of their own {}".format(*losses)
-        for (_, in_rows), (logits, found), (others_logits, others) in zip(rows, packed, exchanged, strict=True):
-            if (size := measuring.apart(in_rows, found)) > 4 * measuring.half_the_digits(dtype):
-                return f"its gradients by a document's logits differ by {size:.0e} from those in a row of its own"
-            by_logits = 8 * measuring.apart(logits[1:2], others_logits[1:2])  # experts may round them in another way
-            if (size := measuring.apart(found[1:2], others[1:2])) > max(ROUNDING, by_logits):
-                return f"its gradients by a document's logits move by {size:.0e} if the other documents are exchanged"
-        return ""
+        size = measuring.apart([one], [beside_large])
+        return "" if size <= ROUNDING else f"a document's loss moves by {size:.0e} with the logits of the others"
 
     def loss(
-        self, form: Form, documents: Sequence[Tensor], main: Tensor
-    ) -> tuple[list[tuple[list[Tensor], list[Tensor]]], Tensor]:
-        """The logits of each document with their gradients, for each call of the head, and the model's own loss."""
+        self, form: str, documents: Sequence[Tensor], main: Tensor, size: int = 1, labelled: Collection[int] = range(3)
+    ) -> tuple[Tensor, torch.dtype]:
+        """The model's own loss of logits that are drawn, of a `size` in all documents but the second one, and their
+        dtype. It is the loss's dtype if the model has no such logits."""
         batch = self.lay(form, documents)
         labels = torch.full_like(batch.ids, IGNORED)
         for number, ((row, place), document) in enumerate(zip(batch.spans, documents, strict=True)):
-            labels[row, place] = document[0] % main.shape[-1]
-            labels[row, place.start] = IGNORED
-            if number == 1:
-                labels[row, (place.start + place.stop) // 2 : place.stop] = IGNORED
+            count = document.shape[1] // (2 if number == 1 else 1)
+            if number in labelled:
+                labels[row, place.start + 1 : place.start + count] = document[0, 1:count] % main.shape[-1]
         if main.ndim < 2:
             labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
-        with measuring.logits_of_head(self.model) as logits:
+        with measuring.logits_drawn(self.model, batch, [(size, size), (0, 16), (-size, size)]) as found:
             called = self.call(batch, labels=labels)
-        loss = called["loss"] if isinstance(called, Mapping) else called[0]
-        found = []
-        for one in logits if loss.requires_grad else []:
-            (gradient,) = torch.autograd.grad(loss, one, torch.ones_like(loss), True, allow_unused=True)
-            parts = measuring.cut(one.detach(), batch)
-            if gradient is not None and parts is not None:
-                found.append((parts, measuring.cut(gradient, batch) or []))
-        return found, loss.detach().flatten()
+        loss = (called["loss"] if isinstance(called, Mapping) else called[0]).flatten()
+        return loss, found[0] if found else loss.dtype
 
 
-def _form(rows: Callable[[int], Any], *arguments: str, more: int = 0) -> Form:
-    """A form of n documents: how they lie in rows, which may be padded by `more` tokens, and the arguments it has."""
-
-    def form(documents: Sequence[Tensor]) -> measuring.Batch:
-        batch = measuring.lay_out(rows(len(documents)), documents, more=more)
-        return replace(batch, arguments={name: batch.arguments[name] for name in arguments})
-
-    return form
-
-
-_rows = _form(lambda n: [[i] for i in range(n)])  # of one length
-_padded = _form(lambda n: [[i] for i in range(n)], "attention_mask")
-_packed = _form(lambda n: [range(n)], "position_ids")
+# How documents are laid out, and the words for a message.
+FORMS = {
+    "rows": " in a row of its own",
+    "padded": " beside padding",
+    "packed": " told by position ids",
+    "numbered": " told by a mask that numbers documents",
+    "tree": " that shares the tokens that it begins with",
+}
 
 
-def _numbered(documents: Sequence[Tensor]) -> measuring.Batch:
-    """Two rows with padding, told by a mask that numbers documents."""
-    batch = _form(lambda n: [range(n - 1), [n - 1]], "attention_mask", more=PADDING)(documents)
+def lay_out(form: str, documents: Sequence[Tensor]) -> measuring.Batch:
+    """Lay out documents (1, n): in rows "padded" to one length, "packed" in one row, or "numbered" in two rows with
+    padding. "rows" are of one length. In a "tree" the others follow on the first, and are the documents then."""
+    if form == "tree":
+        return _tree(*documents)
+    count = len(documents)
+    rows: dict[str, Any] = {"packed": [range(count)], "numbered": [range(count - 1), [count - 1]]}
+    single = [[i] for i in range(count)]
+    batch = measuring.lay_out(rows.get(form, single), documents, more=PADDING if form == "numbered" else 0)
     for number, place in enumerate(batch.spans, 1):
-        batch.arguments["attention_mask"][place] = number
-    return batch
+        if form == "numbered":
+            batch.arguments["attention_mask"][place] = number
+    names = {"rows": (), "packed": ("position_ids",)}.get(form, ("attention_mask",))
+    return replace(batch, arguments={name: batch.arguments[name] for name in names})
 
 
-def _tree(documents: Sequence[Tensor]) -> measuring.Batch:
-    """One row in which the second and the third document follow on the first; these are the documents then."""
-    stem, first, second = documents
+def _tree(stem: Tensor, first: Tensor, second: Tensor) -> measuring.Batch:
     a = stem.numel()
     b, c = a + first.numel(), a + first.numel() + second.numel()
     ends = torch.tensor([c] * a + [b] * (b - a) + [c] * (c - b), device="cpu")[None]
     depths = torch.cat([torch.arange(b, device="cpu"), torch.arange(a, a + c - b, device="cpu")])[None]
     both = torch.cat([torch.arange(a, device="cpu"), torch.arange(b, c, device="cpu")])
-    return measuring.Batch(
-        torch.cat([stem, first, second], 1), [(0, slice(b)), (0, both)], {TREE: ends, "position_ids": depths}
-    )
-
-
-_SAYS: dict[Form, str] = {
-    _packed: " told by position ids",
-    _numbered: " told by a mask that numbers documents",
-    _padded: " beside padding",
-    _tree: " that shares the tokens that it begins with",
-}
+    ids, told = torch.cat([stem, first, second], 1), {TREE: ends, "position_ids": depths}
+    return measuring.Batch(ids, [(0, slice(b)), (0, both)], told)
 
 
 @contextmanager
@@ -436,8 +401,9 @@ def one_line(error: BaseException) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
 
 
-def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
-    """How far the parts of one document are from those of a call of its own. Values for no document must be constant.
+def _difference(expected: Parts, found: Parts, place: int, own: int = 0) -> tuple[float, str]:
+    """How far the parts of a document at `place` are from those at its `own` place in another call, and of which output
+    most. 0.0 means that all bits are equal. Values for no document must be constant.
 
     Raises:
         LeakError: an output has no part for each document.
@@ -448,17 +414,11 @@ def _difference(expected: Parts, found: Parts, place: int) -> tuple[float, str]:
         if not isinstance(parts, list):
             continue
         if isinstance(got, list):
-            worst = max(worst, (measuring.apart(parts[:1], got[place : place + 1]), name))
-        elif got is None or not torch.equal(got.flatten(), parts[0].flatten()):
+            worst = max(worst, (measuring.apart([parts[own]], [got[place]]), name))
+        elif got is None or not torch.equal(got.flatten(), parts[own].flatten()):
             shape = "is missing" if got is None else f"has shape {tuple(got.shape)}"
             raise LeakError(f"{name} {shape} for several documents in a row")
     return worst
-
-
-def _moved(before: Parts, after: Parts) -> tuple[float, str]:
-    """How far the outputs of the second document are apart in two calls; 0.0 means that all bits are equal."""
-    sizes = ((measuring.apart([x[1]], [after[name][1]]), name) for name, x in before.items() if isinstance(x, list))
-    return max(sizes, default=(0.0, ""))
 
 
 def _dtype(parts: Parts) -> torch.dtype:

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
@@ -25,7 +26,6 @@ from tritonpack.patches.placement import Documents, require_one_document_a_row
 
 IGNORED = -100
 KEY = "first-label"
-KEY_LOST = "first-label-lost"
 KEY_PADDING = "padding-label"
 
 # Ends of the names of classes, besides encoder-decoder models, that predict each token at its own place.
@@ -33,51 +33,34 @@ OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def check_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Warn of labels that are predicted from a wrong token, and refuse those that a loss would shift along a tree."""
+    """Warn once if a causal loss predicts the first label of a document, or labels from padding, and refuse labels that
+    it would shift along a tree.
+
+    Labels on an accelerator are not checked, because reading them would wait for it.
+    """
     shifts = shifts_labels(model, arguments)
     if packed_batch.tree_ends is not None and shifts:
         raise ValueError(
             "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
             "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
         )
-    if (KEY if shifts else KEY_LOST) not in notices.said:
-        warn_of_first_labels(model, arguments, packed_batch)
-    if packed_batch.attention_mask is not None:
-        check_padding_labels(model, arguments, packed_batch)
-
-
-def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Warn once if a loss that shifts labels gets an unmasked first label of a document, and once if a loss that does
-    not shift labels gets all labels but the first ones.
-
-    Labels on an accelerator are not checked, because reading them would wait for it.
-    """
-    labels, name = arguments.get("labels"), type(model).__name__
-    if not _can_read(labels, packed_batch):
-        return
-    tokens, ignored = packed_batch.not_padding(), labels == IGNORED
-    first = packed_batch.runs()[0] & tokens
-    if shifts_labels(model, arguments):
+    labels = arguments.get("labels")
+    if shifts and KEY not in notices.said and _can_read(labels, packed_batch):
+        tokens = packed_batch.not_padding()
+        first = packed_batch.runs()[0] & tokens & (labels != IGNORED)
         # Nothing predicts the first token of a row, and padding before a document is no other document.
-        unmasked = first[:, 1:] & ~ignored[:, 1:] & tokens[:, :-1]
+        unmasked = first[:, 1:] & tokens[:, :-1]
         if bool(unmasked.any()):
             row, place = unmasked.nonzero()[0].tolist()
             notices.say_once(
                 KEY,
                 f"a document begins at token {place + 1} of row {row}, and its first label is "
-                f"{int(labels[row, place + 1])}. {name} then learns to predict that token from the document before. "
-                f"Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
+                f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the "
+                f"document before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator "
+                "does.",
             )
-    elif predicts_own_tokens(model):
-        # A collator for causal models leaves out only the first labels. Those for masked language modelling lack more.
-        only_first = bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all())
-        if only_first and (documents := int(first.sum())) > 1:
-            notices.say_once(
-                KEY_LOST,
-                f"the first label of each of the {documents} documents is {IGNORED}. {name} predicts each token itself "
-                "and not the next one, so these labels are lost to its loss. Use "
-                "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
-            )
+    if packed_batch.attention_mask is not None:
+        check_padding_labels(model, arguments, packed_batch)
 
 
 def check_padding_labels(
@@ -100,16 +83,13 @@ def check_padding_labels(
         return
     live, wanted = mask != 0, arguments.get("shift_labels")
     if not isinstance(wanted, Tensor) or wanted.shape != labels.shape:
-        if not bool(((labels != IGNORED) & ~live).any()):
-            return
-        own = predicts_own_tokens(model)
-        wanted = labels if own else torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+        wanted = labels if predicts_own_tokens(model) else pad(labels[:, 1:], (0, 1), value=IGNORED)
     lost = (wanted != IGNORED) & ~live & ~before_documents(live)
     if not bool(lost.any()):
         return
     row, place = lost.nonzero()[0].tolist()
-    label = f"the label {int(wanted[row, place])} in row {row}"
-    what = f"{label} is predicted at token {place}, which attention_mask says is padding"
+    label = int(wanted[row, place])
+    what = f"the label {label} in row {row} is predicted at token {place}, which attention_mask says is padding"
     if numbered:
         raise ValueError(
             f"{what}, by the number 0. Number documents from 1: pass attention_mask + 1 if it counts from 0. Otherwise "
@@ -130,7 +110,7 @@ def check_padding_labels(
 def before_documents(live: Tensor) -> Tensor:
     """(B, T) bool, the padding right before a document. A causal head predicts the document's first token from it, so
     it stays in batches without padding, as a token that sees nothing."""
-    return torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1) & ~live
+    return pad(live[:, 1:], (0, 1)) & ~live
 
 
 def _can_read(labels: Any, packed_batch: PackedBatch) -> TypeGuard[Tensor]:
@@ -178,28 +158,27 @@ def take_spans(
     as 0.
 
     Args:
-        arguments: the call's arguments by name; changed in place.
         packed_batch: the packing of the tokens that have logits.
         forward: the patched forward of the model that is called.
 
     Returns:
-        The function that adds the loss to the output: the mean, over documents, of the loss of each document in a call
-        of its own. None if the head computes the loss itself: the call has no positions, or its rows hold one document
-        each and either no padding or a head whose loss is not known.
+        The function that adds the loss to the output: the mean of the losses of all documents. None if the head
+        computes it: the call has no positions, or its rows hold one document each and no padding, or the head's loss is
+        not known.
     """
     given = {name: x for name in PLACES if (x := arguments.get(name)) is not None}
     head, name = forward.module, forward.name
     if not given:
         return None
     if packed_batch.cached or packed_batch.shared:
+        why, remedy = "use a cache", "Leave the cache out"
+        if packed_batch.shared:
+            why, remedy = "be shared between ranks", "Call the model without SequenceParallel"
         if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
-            why, remedy = ("use a cache for that", "Leave the cache out")
-            if packed_batch.shared:
-                why, remedy = ("be shared between ranks for that", "Call the model without SequenceParallel")
             require_one_document_a_row(
                 packed_batch,
-                f"{name} gives one loss a document where start_positions are given, and packed rows can't {why}. "
-                f"{remedy}, or pass padded rows, with one document in each.",
+                f"{name} gives one loss a document where start_positions are given, and packed rows can't {why} for "
+                f"that. {remedy}, or pass padded rows, with one document in each.",
             )
         return None
     documents = Documents.of(packed_batch, always=packed_batch.tells_documents)
@@ -216,14 +195,18 @@ def take_spans(
     for missing in POSITIONS - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
     count = len(documents) if documents.packed else packed_batch.tokens[0]
+    lengths, longest = documents.inside.sum(1), documents.inside.shape[1]
+    targets = []
     for key, value in given.items():
         if value.shape not in ((count,), (count, 1)):
             raise ValueError(
                 f"{key} has shape {tuple(value.shape)}, but the packed rows hold {count} documents. Pass {key} of "
                 f"shape ({count},): one for each document, in order, counted from the document's first token."
             )
-        del arguments[key]
-    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in PLACES)
+        places = arguments.pop(key).flatten().to(packed_batch.device).clamp(min=0)
+        if not documents.packed:  # counted from the first token of a row
+            places = places[documents.rows] - documents.places[:, 0] % documents.tokens[1]
+        targets.append(torch.where((places >= 0) & (places < lengths), places, longest))  # the loss ignores `longest`
     loss, total = ForQuestionAnsweringLoss, arguments.get("num_items_in_batch")
     if "loss_function" in inspect.unwrap(type(head).forward).__code__.co_names:  # users may replace it
         loss = head.loss_function if total is None else partial(head.loss_function, num_items_in_batch=total)
@@ -235,20 +218,8 @@ def take_spans(
                 f"{name} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
                 "document can't be computed. Pass padded rows, with one document in each."
             )
-        of_start, of_end = (documents.cut(x, fill=-math.inf) for x in logits)
-        found = loss(of_start, of_end, start.to(of_start.device), end.to(of_end.device))
+        cut = [documents.cut(x, fill=-math.inf) for x in logits]
+        found = loss(*cut, *(target.to(x.device) for target, x in zip(targets, cut, strict=True)))
         return type(output)(**{**output, "loss": found})  # a new one: the loss comes first in a tuple
 
     return add_loss
-
-
-def _in_documents(documents: Documents, places: Tensor) -> Tensor:
-    """(documents,) places in documents, from these or from (B,) places in rows that hold one document each.
-
-    A place outside of its document becomes the longest document's length, which the loss ignores.
-    """
-    places = places.clamp(min=0)
-    if not documents.packed:
-        places = places[documents.rows] - documents.places[:, 0] % documents.tokens[1]
-    inside = (places >= 0) & (places < documents.inside.sum(1))
-    return torch.where(inside, places, documents.inside.shape[1])

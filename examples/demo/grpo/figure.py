@@ -11,11 +11,11 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from examples.demo.drawing import DOCUMENT_COLORS, INK, draw_rows, make_panels
 from examples.demo.grpo.rollouts import Group
 from examples.demo.grpo.training import WAYS, Way
 from examples.demo.measuring import Measurements
 from tritonpack import pack_tree
-from tritonpack.cli.figures import DOCUMENT_COLORS, INK, draw_rows, make_panels
 
 _COLORS: dict[Way, str] = {"padded": "#0072B2", "packed": "#009E73", "shared": "#CC79A7", "tree": "#E69F00"}
 _MASK_PIXELS = 480

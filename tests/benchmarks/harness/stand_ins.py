@@ -28,7 +28,7 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleTy
     return module
 
 
-# torch.nn.attention.varlen.varlen_attn of three versions.
+# torch.nn.attention.varlen.varlen_attn of two versions.
 
 
 def varlen_attn_2_10(
@@ -37,15 +37,6 @@ def varlen_attn_2_10(
 ) -> Any:  # fmt: skip
     return torch_varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux=return_aux, enable_gqa=False
-    )
-
-
-def varlen_attn_2_11(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-) -> Any:  # fmt: skip
-    return torch_varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=False
     )
 
 
@@ -61,7 +52,7 @@ def varlen_attn_2_12(
     )
 
 
-TORCH_VERSIONS = {"2.10": varlen_attn_2_10, "2.11": varlen_attn_2_11, "2.12": varlen_attn_2_12}
+TORCH_VERSIONS = {"2.10": varlen_attn_2_10, "2.12": varlen_attn_2_12}
 
 # FlashAttention-4: tritonpack has its signature, but also accepts -1.
 

@@ -124,32 +124,5 @@ class TestTiming:
         assert str(times["fails"].error) == "no memory"
         assert len(times["runs"].device) == 3
 
-    def test_order_of_steps_on_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The cache is flushed and the device sleeps before the first event; the host waits for the last one."""
-        done: list[str] = []
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                done.append("event")
-
-            def elapsed_time(self, end: Any) -> float:
-                return 1.5
-
-        class Cache:
-            def zero_(self) -> None:
-                done.append("cold")
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("head start"))
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
-        cache: Any = Cache()
-        on_device, on_host = measuring._time_on_device(lambda: done.append("call"), cache)
-        assert done == ["cold", "head start", "event", "call", "event", "wait"]
-        assert on_device == 1.5
-        assert on_host < 1000
-
     def test_quantiles(self) -> None:
         assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0, 0.0]) == (1.0, 2.5, 4.0)

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from examples.demo import compare_losses, isolation, settings_for, table
+from examples.demo import compare_losses, isolation, settings_for
 from examples.demo.__main__ import main
 from examples.demo.corpus import read_corpus
 from examples.demo.training import WAYS, Run, build_model, collate, train, train_in_turns
@@ -72,11 +71,6 @@ def test_all_ways_have_the_same_tokens_and_labels(corpus):
     assert torch.equal(padded["input_ids"][real], packed["input_ids"][0])
     predicted = padded["labels"][:, 1:][padded["labels"][:, 1:] >= 0]
     assert torch.equal(predicted, packed["labels"][packed["labels"] >= 0])
-
-
-def test_one_seed_gives_one_model(settings):
-    first, again = build_model(settings), build_model(settings)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
 
 
 def test_packed_is_isolated_and_naive_leaks(settings):
@@ -142,18 +136,6 @@ def test_speed_padding_and_gap():
     assert runs["padded"].tokens_per_second == 200  # the slow first two steps aren't counted
     assert runs["padded"].padding_share == 0.5
     assert runs["naive"].gap(runs["padded"]) == pytest.approx(1e-2)
-
-
-def test_table_shows_measurements():
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table(make_runs() | {"naive": make_run([5.5, 4.0, 3.0, 2.0], peak_bytes=None)}))
-    lines = [line.split() for line in capture.get().splitlines()]
-    rows = {words[0]: " ".join(words) for words in lines if words and words[0] in WAYS}
-    for value in ("200", "1.00x", "50 MiB", "50.0%", "2.5000"):
-        assert value in rows["padded"]
-    assert "unknown" in rows["naive"]
-    assert "5.0e-01" in rows["naive"]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 from examples.demo import settings_for
 from examples.demo.corpus import read_corpus
-from examples.demo.grpo import compare_losses, table
+from examples.demo.grpo import compare_losses
 from examples.demo.grpo.__main__ import main
 from examples.demo.grpo.rollouts import Shape, make_groups
 from examples.demo.grpo.training import WAYS, attention_of, collate, loss_of, train
@@ -144,16 +143,6 @@ def make_runs(gap=1e-7):
         "shared": make_run(losses, computed=50, peak_bytes=2**20 * 617, seconds=3.0),
         "tree": make_run(losses, computed=50),
     }
-
-
-def test_table_shows_measurements_in_80_columns():
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table(make_runs()))
-    rows = {words[0]: words[1:] for words in map(str.split, capture.get().splitlines()) if words and words[0] in WAYS}
-    assert rows["padded"] == ["123,456", "12.00", "8", "1.00x", "1,234", "MiB", "1.00"]
-    assert rows["packed"] == ["100", "0.50", "200", "24.00x", "unknown", "1.0e-07"]
-    assert rows["shared"] == ["50", "3.00", "33", "4.00x", "617", "MiB", "0.50", "0.0e+00"]
 
 
 @pytest.mark.parametrize("gap", [1e-3, math.nan])

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from tritonpack.packing import Units
 from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.planning.statistics import EVEN_LENGTH, plan_statistics
 
@@ -42,13 +43,9 @@ def naive(steps, lengths, capacity, padded):
         spread = deviation / (sigma * math.sqrt(sum(1 / sum(map(len, step)) for step in whole) / len(whole)))
     share = 1 - own / slots if slots else 0.0
     return {
-        "num_steps": len(steps),
-        "num_ranks": ranks,
-        "capacity": capacity,
-        "documents": sum(len(row) for step in steps for row in step),
-        "tokens": own,
+        "num_steps": len(steps), "num_ranks": ranks, "capacity": capacity, "filler_rows": 0,
+        "documents": sum(len(row) for step in steps for row in step), "tokens": own,
         "left_out": len(lengths) - len(planned),
-        "filler_rows": 0,
         "efficiency": own / (len(steps) * ranks * capacity),
         "utilization": own / (ranks * sum(map(max, loads))),
         "cost_utilization": own_cost / (ranks * sum(map(max, costs))),
@@ -57,7 +54,7 @@ def naive(steps, lengths, capacity, padded):
         "padding": share if padded else 0.0,
         "spread": spread,
         "tokens_covered": sum(lengths[i] for i in planned) / sum(lengths),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,27 +93,22 @@ def test_filler_rows_take_time_and_count_no_tokens():
     assert found.padding == 0
 
 
-def test_empty_plan():
+def test_of_nothing_and_of_few_steps():
     found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4])
     assert (found.num_steps, found.tokens, found.documents_per_step) == (0, 0, 0.0)
     assert (found.efficiency, found.utilization, found.cost_utilization, found.tokens_covered) == (1, 1, 1, 0)
     assert (found.l2_lag, found.l2_lag_max, found.padding, found.spread) == (0, 0, 0, None)
+    assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
+    assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
 
 
 def test_spread_is_1_for_shuffled_and_large_for_sorted_steps():
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1
-    shuffled = rng.permutation(len(lengths)).astype(np.int32)
-    offsets = np.arange(0, len(lengths) + 1, 50)
-    spread = plan_statistics(Plan(shuffled, offsets, 2, 10**6), lengths).spread
-    assert spread == pytest.approx(1, abs=0.15)  # 5 standard deviations, for 400 steps
-    by_length = np.argsort(lengths).astype(np.int32)
-    assert plan_statistics(Plan(by_length, offsets, 2, 10**6), lengths).spread > 5
-
-
-def test_spread_needs_three_steps_and_different_lengths():
-    assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
-    assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
+    lengths, offsets = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1, np.arange(0, 40_001, 50)
+    shuffled, by_length = rng.permutation(40_000), np.argsort(lengths)
+    spreads = [plan_statistics(Plan(order, offsets, 2, 10**6), lengths).spread for order in (shuffled, by_length)]
+    assert spreads[0] == pytest.approx(1, abs=0.15)  # 5 standard deviations, for 400 steps
+    assert spreads[1] > 5
 
 
 @pytest.mark.parametrize(
@@ -130,3 +122,10 @@ def test_spread_needs_three_steps_and_different_lengths():
 def test_refuses(lengths, message):
     with pytest.raises(ValueError, match=message):
         plan_statistics(plan_of([[[0], [1]]], 9), lengths)
+
+
+def test_refuses_padded_units_and_other_plans():
+    with pytest.raises(ValueError, match="padded=True needs the lengths of documents"):
+        plan_statistics(plan_of([[[0], [1]]], 9), Units.of_documents([3, 4]), padded=True)
+    with pytest.raises(ValueError, match="plan must be a Plan; got list"):
+        plan_statistics([], [3, 4])

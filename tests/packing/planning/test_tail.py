@@ -6,7 +6,7 @@ import pytest
 
 from tests.packing.naive import fewest_bins
 from tritonpack.packing.planning.plan import plan_epoch
-from tritonpack.packing.planning.tail import FULL, _fit, check_tail, whole_steps
+from tritonpack.packing.planning.tail import _fit, check_tail, whole_steps
 
 TAILS = ["keep", "spread"]
 
@@ -57,21 +57,9 @@ def test_plans_whatever_brute_force_can_plan(part, tail):
 
 def test_spread_makes_no_more_steps_than_keep():
     for seed in range(100):
-        rng = np.random.default_rng(seed)
-        capacity, num_ranks = int(rng.integers(8, 40)), int(rng.integers(1, 5))
-        lengths = rng.integers(1, capacity + 1, int(rng.integers(5, 60)))
-        spread, keep = (plan_epoch(lengths, capacity, num_ranks, seed=seed, tail=tail) for tail in ("spread", "keep"))
+        lengths, capacity, num_ranks, options = small_case(seed)
+        spread, keep = (plan_epoch(lengths, capacity, num_ranks, tail=tail, **options) for tail in ("spread", "keep"))
         assert spread.num_steps <= keep.num_steps
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_borrows_from_any_step(tail):
-    """10 rows of 6 tokens, one with 1 besides: only steps long before the last have documents to give."""
-    lengths = np.array([6] * 21 + [1] * 5)
-    for epoch in range(20):
-        plan = plan_epoch(lengths, 10, 2, tail=tail, epoch=epoch)
-        assert_complete(plan, lengths, 10)
-        assert (plan.num_steps, plan.filler_rows) == (11, 0)
 
 
 def test_borrows_latest_documents_of_fullest_rows_of_latest_steps():
@@ -90,31 +78,26 @@ def test_borrows_latest_documents_of_fullest_rows_of_latest_steps():
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_packs_shortest_documents_together_to_save_a_step(tail):
-    """A step places 3, 3, 2, 2, 2 into rows of 3 + 2 and 3 + 2; two full rows hold them all."""
-    lengths = np.array([6, 6, 6, 3, 3, 2, 2, 2])
-    for epoch in range(10):
-        plan = plan_epoch(lengths, 6, 5, tail=tail, epoch=epoch)
-        assert_complete(plan, lengths, 6)
-        assert (plan.num_steps, plan.filler_rows) == (1, 0)
+    """A step places 3, 3, 2, 2, 2 into rows of 3 + 2 and 3 + 2; two full rows hold them all.
+
+    And 10 rows of 6 tokens, one with 1 besides: only steps long before the last have documents to give.
+    """
+    for lengths, capacity, ranks, steps in (([6, 6, 6, 3, 3, 2, 2, 2], 6, 5, 1), ([6] * 21 + [1] * 5, 10, 2, 11)):
+        for epoch in range(10):
+            plan = plan_epoch(lengths, capacity, ranks, tail=tail, epoch=epoch)
+            assert_complete(plan, lengths, capacity)
+            assert (plan.num_steps, plan.filler_rows) == (steps, 0)
 
 
 def test_drop_needs_tokens_of_one_step_and_then_plans_every_epoch():
     """80 documents of half a row and a bit: 20 rows hold 20 of them, and 40 of them have the tokens of a step."""
-    capacity, num_ranks = 100, 20
     enough = np.full(38, 51)  # 1,938 tokens; a step that is 95% full has 1,900
-    check_tail(enough, capacity, num_ranks, "drop")
     for epoch in range(5):
-        plan = plan_epoch(enough, capacity, num_ranks, epoch=epoch)
+        plan = plan_epoch(enough, 100, 20, epoch=epoch)
         assert (plan.num_steps, plan.num_documents, plan.filler_rows) == (1, 20, 0)
     with pytest.raises(ValueError, match="1,887 tokens can't fill one step of 20 ranks with 100 tokens each to 95%"):
-        check_tail(enough[:37], capacity, num_ranks, "drop")
-    check_tail(enough[:1], capacity, num_ranks, "keep")
-
-
-def test_drop_keeps_a_last_step_that_is_full_enough_without_empty_rows():
-    """31 full documents fill 32 rows to 97%, so the last rank gets a filler row."""
-    plan = plan_epoch(np.full(31, 100), 100, 32, tail="drop")
-    assert FULL < 31 / 32
+        check_tail(enough[:37], 100, 20, "drop")
+    plan = plan_epoch(np.full(31, 100), 100, 32, tail="drop")  # 97% full: the last rank gets a filler row
     assert (plan.num_steps, plan.num_documents, plan.filler_rows) == (1, 31, 1)
     assert plan.sums(np.full(31, 100)).tolist() == [[100] * 32]
 
@@ -129,10 +112,3 @@ def test_search_finds_a_packing_if_there_is_one(seed):
         assert (bins is not None) == (fewest <= num_bins)
         if bins is not None:
             assert max(np.bincount(bins, weights=lengths)) <= 12
-
-
-def test_search_goes_back():
-    """Best-fit-decreasing puts 4 and 4 together, and one 3 is left over."""
-    bins = _fit([4, 4, 3, 3, 3, 3], 2, 10)
-    assert bins is not None
-    assert bins[0] != bins[1]

@@ -1,4 +1,6 @@
-"""MultipackDistributedBatchSampler: the same plan on all ranks, exact lengths, exact resume."""
+"""MultipackDistributedBatchSampler: the same plan on all ranks, exact lengths, accelerate, refusals."""
+
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -6,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackBatchSampler, MultipackDistributedBatchSampler
+from tritonpack import BinDataset, MultipackBatchSampler, MultipackDistributedBatchSampler, Units, dataloader
+from tritonpack.packing import plan_epoch, plan_statistics
 
 LENGTHS = log_normal(700, mean=100, high=512)
+UNITS = Units.of_sequences([[length // 2 + 1, length // 3 + 1] for length in LENGTHS.tolist()])
 CAPACITY = 512
 
 
@@ -16,182 +20,129 @@ def sampler(rank=0, num_replicas=4, lengths=LENGTHS, **options):
     return MultipackDistributedBatchSampler(CAPACITY, lengths, num_replicas, rank, **options)
 
 
-def test_ranks_have_as_many_batches_and_different_documents():
-    samplers = [sampler(rank) for rank in range(4)]
-    batches = [list(one) for one in samplers]
-    assert {len(one) for one in samplers} == {len(rows) for rows in batches} == {samplers[0].num_batches()}
-    items = [item for rows in batches for batch in rows for item in batch]
-    assert len(set(items)) == len(items)
-    assert all(0 < LENGTHS[batch].sum() <= CAPACITY for rows in batches for batch in rows)
-    assert all(type(item) is int for item in items)
-
-
-def test_unsharded_sampler_yields_rows_of_all_ranks():
-    rows = list(sampler(None, shard=False))
-    assert rows == [batch for step in zip(*(sampler(rank) for rank in range(4)), strict=True) for batch in step]
-    assert len(sampler(None, shard=False)) == len(rows)
-
-
-def test_order_depends_on_epoch_and_seed():
-    one = sampler()
-    first = list(one)
-    one.set_epoch(1)
-    second = list(one)
-    assert first != second
-    one.set_epoch(0)
-    assert list(one) == first == list(sampler())
-    assert list(sampler(seed=1)) != first
-
-
-def test_efficiency():
-    one = sampler(tail="keep")
-    assert one.efficiency() == LENGTHS.sum() / (len(one) * 4 * CAPACITY)
+@pytest.mark.parametrize("tail", ["drop", "keep", "spread"])
+@pytest.mark.parametrize("lengths", [LENGTHS, UNITS], ids=["documents", "units"])
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_ranks_have_as_many_batches_of_different_documents(num_replicas, lengths, tail):
+    samplers = [sampler(rank, num_replicas, lengths, tail=tail, seed=3) for rank in range(num_replicas)]
+    for one in samplers:
+        one.set_epoch(2)
+    batches, first = [list(one) for one in samplers], samplers[0]
+    assert {len(one) for one in samplers} == {len(rows) for rows in batches} == {first.num_batches()}
+    seen = list(chain.from_iterable(chain.from_iterable(batches)))
+    tokens = lengths if lengths is LENGTHS else lengths.tokens
+    assert len(seen) - len(set(seen)) == first.plan.filler_rows
+    assert len(set(seen)) + first.dropped_documents == len(LENGTHS)
+    assert (first.dropped_documents > 0) == (tail == "drop")
+    assert all(0 < tokens[batch].sum() <= CAPACITY for rows in batches for batch in rows)
+    assert all(type(item) is int for item in seen)
+    expected = plan_epoch(lengths, CAPACITY, num_replicas, tail=tail, seed=3, epoch=2)
+    assert [row.tolist() for row in expected.rows_of_rank(0)] == batches[0]
+    assert first.efficiency() == plan_statistics(expected, lengths).efficiency
+    whole = sampler(None, num_replicas, lengths, tail=tail, seed=3, shard=False)
+    whole.set_epoch(2)
+    assert list(whole) == list(chain.from_iterable(zip(*batches, strict=True)))
 
 
 @pytest.mark.parametrize("tail", ["keep", "spread"])
 def test_fewer_documents_than_ranks(tail):
     samplers = [sampler(rank, lengths=[300, 20, 7], tail=tail) for rank in range(4)]
     assert [len(one) for one in samplers] == [1] * 4
-    assert samplers[0].plan.filler_rows == 1
     assert sorted(batch[0] for one in samplers[:3] for batch in one) == [0, 1, 2]
-    assert list(samplers[3]) == [[2]], "the shortest document again"
+    assert (list(samplers[3]), samplers[3].plan.filler_rows) == ([[2]], 1), "the shortest document again"
+    assert samplers[0].efficiency() == 327 / (4 * CAPACITY)
 
 
-def test_resumes_from_state_of_another_rank():
-    source = sampler(rank=0)
-    target = sampler(rank=3)
-    target.load_state_dict(source.state_dict(batches_done=2))
-    assert list(target) == list(sampler(rank=3))[2:]
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (sampler(seed=1), "can't be resumed, because its seed was 1 and is 0"),
-        (
-            sampler(seed=0, lengths=np.roll(LENGTHS, 1)),
-            "saved with other lengths: they were those of '700 documents with .*' and are those of '700",
-        ),
-    ],
-)
-def test_refuses_state_of_other_documents(other, message):
-    target = sampler(seed=0)
-    target.set_epoch(2)
-    before = list(target)
-    with pytest.raises(ValueError, match=message):
-        target.load_state_dict(other.state_dict(batches_done=1))
-    assert (target.epoch, list(target)) == (2, before)
-
-
-def test_seed_is_that_of_torch():
+def test_seeds_and_orders(monkeypatch):
     torch.manual_seed(3)
     one = sampler()
     torch.manual_seed(4)
     assert (one.seed, sampler().seed, sampler(seed=5).seed) == (3, 4, 5)
     assert list(one) == list(sampler(seed=3)) != list(sampler())
     assert "seed=3" in repr(one)
-
-
-def test_refuses_seed_of_one_process_among_several(monkeypatch):
+    order = list(range(700))
+    given = sampler(order=order, tail="keep", seed=0)
+    order[:] = [0] * 700
+    assert sorted(given.plan.items[: given.plan.num_documents]) == list(range(700)), "a copy"
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"seed=None takes torch's seed.*for 4 ranks in 8 processes.*such as seed=0"):
         sampler()
-    sampler(seed=3)
     sampler(shuffle=False)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 8.*init_process_group"):
+        MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
+    monkeypatch.delenv("WORLD_SIZE")
+    alone = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
+    assert (alone.num_replicas, alone.rank) == (1, 0)
 
 
-class Documents(torch.utils.data.Dataset):
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        return index
+FEW = log_normal(30, mean=100, high=250, seed=1)
 
 
-def prepared(rank, loader):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda epochs: MultipackDistributedBatchSampler(256, FEW, 1, 0, 0, tail="spread", epochs=epochs),
+        lambda epochs: dataloader([{"input_ids": [1] * n} for n in FEW.tolist()], 256, seed=0, epochs=epochs),
+    ],
+    ids=["sampler", "loader"],
+)
+def test_epochs_have_the_same_number_of_steps(make):
+    lengths = {1: set(), 40: set()}
+    for epochs, found in lengths.items():
+        each = make(epochs)
+        for epoch in range(40):
+            each.set_epoch(epoch)
+            found.add(len(each))
+    assert len(lengths[1]) > 1
+    assert lengths[40] == {max(lengths[1])}
+
+
+def prepared(rank, batches, **options):
     """The loader that accelerate makes for one of four processes."""
     data_loader = pytest.importorskip("accelerate.data_loader")
-    return data_loader.prepare_data_loader(
-        loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=False
-    )
+    loader = DataLoader(BinDataset(range(700)), batch_sampler=batches, collate_fn=list)
+    options = {"num_processes": 4, "process_index": rank, "put_on_device": False, **options}
+    return data_loader.prepare_data_loader(loader, **options)
 
 
-def test_accelerate_divides_batches_and_sets_epochs():
-    loaders = [
-        prepared(rank, DataLoader(Documents(), batch_sampler=sampler(None, shard=False), collate_fn=list))
-        for rank in range(4)
-    ]
+@pytest.mark.parametrize("even_batches", [True, False])
+def test_accelerate_divides_batches_and_sets_epochs(even_batches):
+    one = sampler(None, shard=False, seed=3)
+    assert one.num_batches() % 4, "would be lost if accelerate divided steps"
+    loaders = [prepared(rank, sampler(None, shard=False, seed=3), even_batches=even_batches) for rank in range(4)]
     for epoch in range(3):
         for rank, loader in enumerate(loaders):
-            expected = sampler(rank)
+            expected = sampler(rank, seed=3)
             expected.set_epoch(epoch)
             assert list(loader) == list(expected)
             assert len(loader) == len(expected)
 
 
-def test_accelerate_refuses_sharding_sampler():
-    loader = DataLoader(Documents(), batch_sampler=sampler(1), collate_fn=list)
+def test_accelerate_refuses_other_samplers(monkeypatch):
     with pytest.raises(ValueError, match=r"the batches of rank 1 only, of 4 ranks.*shard=False"):
-        prepared(1, loader)
-
-
-@pytest.mark.parametrize("options", [{"num_replicas": 1}, {"num_replicas": 3, "shard": False}])
-def test_accelerate_refuses_sampler_for_other_processes(options, monkeypatch):
+        prepared(1, sampler(1))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    one = sampler(0, seed=0, **options)
-    with pytest.raises(ValueError, match=r"plans for num_replicas=\d, and 4 processes can't divide its batches"):
-        prepared(1, DataLoader(Documents(), batch_sampler=one, collate_fn=list))
+    for options in ({"num_replicas": 1}, {"num_replicas": 3, "shard": False}):
+        with pytest.raises(ValueError, match=r"plans for num_replicas=\d, and 4 processes can't divide its batches"):
+            prepared(1, sampler(0, seed=0, **options))
 
 
-@pytest.mark.parametrize("even_batches", [True, False])
-def test_accelerate_loses_and_repeats_nothing(even_batches):
-    data_loader = pytest.importorskip("accelerate.data_loader")
-    one = sampler(None, shard=False, seed=3)
-    assert one.num_batches() % 4, "would be lost if accelerate divided steps"
-    seen = []
-    for rank in range(4):
-        loader = DataLoader(Documents(), batch_sampler=sampler(None, shard=False, seed=3), collate_fn=list)
-        loader = data_loader.prepare_data_loader(
-            loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=even_batches
-        )
-        seen += [document for batch in loader for document in batch]
-    assert sorted(seen) == sorted(one.plan.items.tolist())
-    assert len(seen) + one.dropped_documents == len(LENGTHS)
-
-
-def test_single_process_is_rank_0_of_1():
-    one = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
-    assert (one.num_replicas, one.rank) == (1, 0)
-
-
-def test_refuses_launched_process_without_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE is 8.*init_process_group"):
-        MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
-
-
-def test_drop_overlong_documents():
-    lengths = LENGTHS.copy()
+@pytest.mark.parametrize(
+    ("noun", "make"), [("document", np.array), ("unit", lambda n: Units(n, np.minimum(n**2, 4 * n)))]
+)
+def test_overlong(noun, make):
+    lengths = LENGTHS.astype(np.int64)
     lengths[[3, 50]] = [600, 5000]
-    with pytest.raises(ValueError, match="2 of 700 documents are longer than the batch_max_length of 512"):
-        sampler(lengths=lengths)
-    dropping = sampler(lengths=lengths, overlong="drop", tail="keep")
-    assert (dropping.report.documents, dropping.report.tokens_lost) == (2, 5600)
+    with pytest.raises(
+        ValueError, match=f"2 of 700 {noun}s are longer than the batch_max_length of 512 tokens"
+    ) as error:
+        sampler(lengths=make(lengths))
+    assert ("to truncate pass lengths=numpy.minimum(lengths, 512)" in str(error.value)) == (noun == "document")
+    dropping = sampler(lengths=make(lengths), overlong="drop", tail="keep")
+    assert str(dropping.report) == f"2 {noun}s longer than the capacity dropped: 5,600 tokens lost"
+    assert dropping.lengths.tolist() == np.where(lengths > 512, 0, lengths).tolist()
+    assert dropping.dropped_documents == 0
     assert sorted(dropping.plan.items.tolist()) == [item for item in range(700) if item not in (3, 50)]
-
-
-@pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_refuses_to_cut_documents(overlong):
-    message = rf"overlong must be 'error' or 'drop'; got '{overlong}'.*minimum\(lengths, 512\).*max_document_length=512"
-    with pytest.raises(ValueError, match=message):
-        sampler(overlong=overlong)
-
-
-def test_advice_for_overlong_documents():
-    message = r"513 tokens.*'drop', which leaves .*minimum\(lengths, 512\).*pack_dataset"
-    with pytest.raises(ValueError, match=message) as caught:
-        sampler(lengths=[5, 5, 5, 513])
-    assert "overlong='truncate'" not in str(caught.value)
     with pytest.raises(ValueError, match=r"'drop', which leaves .*minimum\(lengths, 8\).*max_document_length=8"):
         MultipackBatchSampler(range(2), 1, 8, [4, 9])
 
@@ -205,24 +156,23 @@ def test_advice_for_overlong_documents():
         ({"rank": None}, "num_replicas=4 and rank=None don't say which rank this process is"),
         ({"lengths": []}, "lengths is empty"),
         ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
-        ({"lengths": [5, -2, 3, 4]}, "document 1 has length -2"),
         ({"lengths": [5.0, float("nan")]}, "lengths must be a row of integers.*float64.*NaN"),
         ({"lengths": [5, 5, 5]}, "15 tokens can't fill one step of 4 ranks with 512 tokens each to 95%"),
-        ({"lengths": [5, 5, 5, 513]}, "longer than the batch_max_length of 512"),
         ({"seed": -1}, "seed must be"),
         ({"tail": "all"}, "tail must be one of"),
-        ({"objective": "cost"}, "cost_model of objective='cost' was removed"),
+        ({"epochs": 0}, "epochs must be an integer from 1"),
         ({"order": np.arange(8), "shuffle": False}, "shuffle=False has no effect on an order of your own"),
-        ({"lookahead": 2}, "lookahead of MultipackDistributedBatchSampler.. was removed"),
-        ({"budgets": {}}, "budgets of MultipackDistributedBatchSampler.. was removed"),
+        *(
+            ({"overlong": given}, rf"overlong must be 'error' or 'drop'; got '{given}'.*minimum\(lengths, 512\)")
+            for given in ("truncate", "split")
+        ),
+        *(
+            ({"batch_max_length": given}, "batch_max_length must be an integer from 1 to 1073741824")
+            for given in (0, 512.0, True, 2**30 + 1)
+        ),
     ],
 )
 def test_refuses(options, message):
+    given = {"batch_max_length": CAPACITY, "lengths": LENGTHS, "num_replicas": 4, "rank": 0, **options}
     with pytest.raises(ValueError, match=message):
-        sampler(**options)
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 512.0, True, 2**30 + 1])
-def test_refuses_capacity(capacity):
-    with pytest.raises(ValueError, match="batch_max_length must be an integer from 1 to 1073741824"):
-        MultipackDistributedBatchSampler(capacity, LENGTHS, 4, 0)
+        MultipackDistributedBatchSampler(**given)

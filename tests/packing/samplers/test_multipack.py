@@ -1,3 +1,5 @@
+"""MultipackBatchSampler: batches of bins by best-fit or next-fit, axolotl's calls, ranks, accelerate and Trainer."""
+
 import inspect
 import multiprocessing
 from itertools import chain
@@ -15,7 +17,7 @@ from torch.utils.data import (
 )
 
 from tests.packing import naive
-from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator
+from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator, PackingWarning
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, 500)
 CAPACITY = 128
@@ -30,248 +32,172 @@ def documents_of(batches):
     return list(chain.from_iterable(chain.from_iterable(batches)))
 
 
-class TestBatches:
-    @pytest.mark.parametrize("bin_size", [None, 2])
-    def test_groups_are_packed_by_best_fit(self, bin_size):
-        order = np.random.default_rng(1).permutation(len(LENGTHS)).tolist()
-        expected = []
-        for start in range(0, len(order), 150):
-            group = order[start : start + 150]
-            bins = naive.best_fit(LENGTHS[group].tolist(), CAPACITY, bin_size or len(group))
-            expected += [[group[position] for position in items] for items in bins]
-        batches = batches_of(order, drop_last=False, group_size=150, bin_size=bin_size)
-        assert list(chain.from_iterable(batches)) == expected
+@pytest.mark.parametrize("bin_size", [None, 2])
+def test_bins_are_those_of_plain_loops(bin_size):
+    order = np.random.default_rng(1).permutation(len(LENGTHS)).tolist()
+    expected = []
+    for start in range(0, len(order), 150):
+        group = order[start : start + 150]
+        bins = naive.best_fit(LENGTHS[group].tolist(), CAPACITY, bin_size or len(group))
+        expected += [[group[position] for position in items] for items in bins]
+    found = batches_of(order, drop_last=False, group_size=150, bin_size=bin_size)
+    assert list(chain.from_iterable(found)) == expected
+    options = {"sequential": True, "drop_last": False, "bin_size": bin_size, "group_size": 7}
+    found = list(batches_of(SequentialSampler(LENGTHS), **options))
+    assert documents_of(found) == list(range(len(LENGTHS)))
+    assert list(chain.from_iterable(found)) == naive.next_fit(LENGTHS.tolist(), CAPACITY, bin_size or 500)
 
-    @pytest.mark.parametrize("bin_size", [None, 2])
-    def test_sequential_keeps_order(self, bin_size):
-        batches = list(
-            batches_of(SequentialSampler(LENGTHS), sequential=True, drop_last=False, bin_size=bin_size, group_size=7)
-        )
-        assert documents_of(batches) == list(range(len(LENGTHS)))
-        assert list(chain.from_iterable(batches)) == naive.next_fit(LENGTHS.tolist(), CAPACITY, bin_size or 500)
 
-    @pytest.mark.parametrize("drop_last", [True, False])
-    @pytest.mark.parametrize("batch_size", [1, 3, 7])
-    def test_length_is_exact_and_all_documents_are_counted(self, batch_size, drop_last):
-        batches = batches_of(batch_size=batch_size, drop_last=drop_last)
-        for epoch in range(5):
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_length_is_exact_and_all_documents_are_counted(batch_size, drop_last):
+    batches = batches_of(batch_size=batch_size, drop_last=drop_last)
+    for epoch in range(5):
+        batches.set_epoch(epoch)
+        listed, length = list(batches), len(batches)
+        assert len(listed) == length
+        assert listed == batches.generate_batches(set_stats=True)
+        assert all(len(batch) == batch_size for batch in listed[: None if drop_last else -1])
+        seen = documents_of(listed)
+        assert len(seen) + batches.dropped_documents == len(LENGTHS) == len(set(seen)) + batches.dropped_documents
+        assert all(LENGTHS[items].sum() <= CAPACITY for items in chain.from_iterable(listed))
+        assert batches.efficiency() == LENGTHS[seen].sum() / (sum(map(len, listed)) * CAPACITY) > 0.9
+    assert drop_last or batches.dropped_documents == 0
+
+
+def test_drop_overlong_documents():
+    batches = MultipackBatchSampler(range(4), 1, 8, [5, 9, 8, 40], overlong="drop", drop_last=False)
+    assert (list(batches), batches.efficiency()) == ([[[0]], [[2]]], 13 / 16)
+    assert (batches.report.documents, batches.report.tokens_lost) == (2, 49)
+
+
+RANDOM_SAMPLERS = {
+    "random": lambda: RandomSampler(LENGTHS),
+    "replacement": lambda: RandomSampler(LENGTHS, replacement=True, num_samples=300),
+    "subset": lambda: SubsetRandomSampler(range(400)),
+    "weighted": lambda: WeightedRandomSampler([1.0] * 500, 300),
+}
+
+
+@pytest.mark.parametrize("make", RANDOM_SAMPLERS.values(), ids=RANDOM_SAMPLERS)
+def test_order_depends_on_seed_and_epoch_alone(make):
+    """The state of the global generator differs between ranks; it has no effect, and stays."""
+    orders = set()
+    for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        runs = []
+        for global_seed in (0, 1):
+            torch.manual_seed(global_seed)
+            state, sampler = torch.get_rng_state(), make()
+            batches = batches_of(sampler, seed=seed)
             batches.set_epoch(epoch)
-            length = len(batches)
-            listed = list(batches)
-            assert len(listed) == length
-            assert listed == batches.generate_batches()
-            assert all(len(batch) == batch_size for batch in listed[: None if drop_last else -1])
-            seen = documents_of(listed)
-            assert len(seen) + batches.dropped_documents == len(LENGTHS) == len(set(seen)) + batches.dropped_documents
-            assert all(LENGTHS[items].sum() <= CAPACITY for items in chain.from_iterable(listed))
-            tokens = LENGTHS[seen].sum()
-            assert batches.efficiency() == tokens / (sum(map(len, listed)) * CAPACITY)
-            assert batches.efficiency() > 0.9
-        if not drop_last:
-            assert batches.dropped_documents == 0
-
-    def test_drop_overlong_documents(self):
-        batches = MultipackBatchSampler(range(4), 1, 8, [5, 9, 8, 40], overlong="drop", drop_last=False)
-        assert list(batches) == [[[0]], [[2]]]
-        assert (batches.report.documents, batches.report.tokens_lost) == (2, 49)
-        assert batches.efficiency() == 13 / 16
+            runs.append(list(batches))
+            assert torch.equal(torch.get_rng_state(), state)
+            assert sampler.generator is None
+        assert runs[0] == runs[1]
+        orders.add(str(runs[0]))
+    assert len(orders) == 4
 
 
-class TestEpochs:
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: RandomSampler(LENGTHS),
-            lambda: RandomSampler(LENGTHS, replacement=True, num_samples=300),
-            lambda: SubsetRandomSampler(range(400)),
-            lambda: WeightedRandomSampler([1.0] * 500, 300),
-        ],
-        ids=["random", "replacement", "subset", "weighted"],
+def test_default_seeds():
+    def first(seed):
+        return list(batches_of(RandomSampler(LENGTHS, generator=torch.Generator().manual_seed(seed))))
+
+    assert first(3) == first(3) == list(batches_of(seed=3)) != first(4)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        assert (batches_of().seed, batches_of(num_replicas=2).seed) == (5, 0), "processes may be seeded differently"
+
+
+def test_set_epoch():
+    batches = batches_of()
+    first = list(batches)
+    batches.set_epoch(1)
+    assert list(batches) != first
+    batches.sampler.set_epoch(0)
+    assert (list(batches), batches.epoch) == (first, 0)
+    batches = batches_of(DistributedSampler(LENGTHS, num_replicas=1, rank=0))
+    first = documents_of(batches)
+    batches.set_epoch(3)
+    assert documents_of(batches) != first, "passed on to a sampler that has set_epoch"
+    with pytest.raises(ValueError, match=r"epoch must be an integer of at least 0; got 1.5"):
+        batches.set_epoch(1.5)
+
+
+METHODS = [None, *sorted({"fork", "spawn"} & set(multiprocessing.get_all_start_methods()))]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.fast("None", "fork")
+def test_one_row_per_batch(method):
+    batches = batches_of(batch_size=40)
+    loader = DataLoader(
+        BinDataset([{"input_ids": list(range(length))} for length in LENGTHS.tolist()]),
+        batch_sampler=batches,
+        collate_fn=PackingCollator(),
+        num_workers=0 if method is None else 1,
+        multiprocessing_context=method,
     )
-    def test_order_depends_on_seed_and_epoch_alone(self, make):
-        """The state of the global generator differs between ranks and has no effect."""
-        orders = set()
-        for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            runs = []
-            for global_seed in (0, 1):
-                torch.manual_seed(global_seed)
-                batches = batches_of(make(), seed=seed)
-                batches.set_epoch(epoch)
-                runs.append(list(batches))
-            assert runs[0] == runs[1]
-            orders.add(str(runs[0]))
-        assert len(orders) == 4
-
-    def test_default_seed_is_from_generator(self):
-        def first(seed):
-            return list(batches_of(RandomSampler(LENGTHS, generator=torch.Generator().manual_seed(seed))))
-
-        assert first(3) == first(3) != first(4)
-        assert first(3) == list(batches_of(seed=3))
-
-    def test_default_seed_without_generator(self):
-        """torch's seed in one process. Several processes may be seeded differently, so they take 0."""
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            assert (batches_of().seed, batches_of(num_replicas=2).seed) == (5, 0)
-            assert list(batches_of()) == list(batches_of(seed=5))
-
-    def test_sampler_and_global_generator_are_unchanged(self):
-        sampler = RandomSampler(LENGTHS)
-        state = torch.get_rng_state()
-        list(batches_of(sampler))
-        assert sampler.generator is None
-        assert torch.equal(torch.get_rng_state(), state)
-
-    def test_set_epoch_on_batch_sampler_and_its_sampler(self):
-        batches = batches_of()
-        first = list(batches)
-        assert list(batches) == first
-        batches.set_epoch(1)
-        second = list(batches)
-        assert second != first
-        batches.sampler.set_epoch(0)
-        assert list(batches) == first
-        assert batches.epoch == 0
-
-    def test_set_epoch_is_passed_on(self):
-        sampler = DistributedSampler(LENGTHS, num_replicas=1, rank=0)
-        batches = batches_of(sampler)
-        batches.set_epoch(3)
-        order = documents_of(batches)
-        assert sampler.epoch == 3
-        assert order != documents_of(batches_of(DistributedSampler(LENGTHS, num_replicas=1, rank=0)))
+    lengths = [batch["cu_seq_lens_q"].diff().tolist() for batch in loader]
+    assert lengths == [LENGTHS[list(chain.from_iterable(batch))].tolist() for batch in batches]
+    assert len(loader) == len(lengths)
 
 
-class TestLoading:
-    @pytest.mark.parametrize(
-        "method", [None, *sorted({"fork", "spawn"} & set(multiprocessing.get_all_start_methods()))], ids=str
-    )
-    @pytest.mark.fast("None", "fork")
-    def test_one_row_per_batch(self, method):
-        batches = batches_of(batch_size=40)
-        loader = DataLoader(
-            BinDataset([{"input_ids": list(range(length))} for length in LENGTHS.tolist()]),
-            batch_sampler=batches,
-            collate_fn=PackingCollator(),
-            num_workers=0 if method is None else 1,
-            multiprocessing_context=method,
-        )
-        lengths = [batch["cu_seq_lens_q"].diff().tolist() for batch in loader]
-        assert lengths == [LENGTHS[list(chain.from_iterable(batch))].tolist() for batch in batches]
-        assert len(loader) == len(lengths)
+REFUSED = [
+    ({"lengths": []}, "lengths is empty"),
+    ({"lengths": [4, 0]}, "document 1 has length 0"),
+    ({"lengths": [4, 9]}, r"longer than the batch_max_len of 8 .*document 1, 9 tokens"),
+    *(({"lengths": [4.0, value]}, "must be a row of integers.*float64") for value in (2.5, float("nan"), float("inf"))),
+    ({"batch_size": 0}, "batch_size must be an integer from 1 .*got 0"),
+    ({"batch_max_len": True}, "batch_max_len must be .*got True"),
+    ({"bin_size": -1}, "bin_size must be an integer from 0 .*got -1"),
+    ({"num_replicas": 0}, "num_replicas must be .*got 0"),
+    ({"group_size": 0}, "group_size must be .*got 0"),
+    ({"drop_last": 1}, "drop_last must be True or False; got int 1"),
+    ({"sequential": "yes"}, "sequential must be True or False; got str 'yes'"),
+    ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'; got 'truncate'.*pack_dataset"),
+    ({"seed": -1}, "seed must be an integer of at least 0; got -1"),
+    ({"sampler": 5}, "the sampler must yield document numbers; got 5"),
+    ({"sampler": DistributedSampler([4, 3], 2, 0)}, "divides the documents among 2 ranks.*Pass a sampler of all"),
+    ({"drop_last": False, "num_replicas": 2}, "drop_last=False doesn't give 2 processes equally many batches"),
+    # at the first use of an epoch
+    ({"sampler": []}, "the sampler yields no document"),
+    ({"sampler": [0, 2, 7]}, "the sampler yields document 2, but there are lengths of 2 documents"),
+    ({"sampler": [-1]}, "yields document -1"),
+    ({"sampler": [0.5]}, "must yield document numbers; got float64"),
+    ({"sampler": [[0]]}, r"must yield document numbers; .* shape \(1, 1\)"),
+    ({"sampler": [1], "lengths": [5, 9], "overlong": "drop"}, "all documents of the sampler are longer than 8 tokens"),
+    ({"batch_size": 2}, "2 documents make 1 bins of 8 tokens, fewer than batch_size=2.*drop_last=F"),
+]
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"lengths": []}, "lengths is empty"),
-            ({"lengths": [4, 0]}, "document 1 has length 0"),
-            ({"lengths": [4, 9]}, r"longer than the batch_max_len of 8 .*document 1, 9 tokens"),
-            ({"lengths": [4.0, float("nan")]}, "must be a row of integers"),
-            ({"batch_size": 0}, "batch_size must be an integer from 1 .*got 0"),
-            ({"batch_max_len": True}, "batch_max_len must be .*got True"),
-            ({"bin_size": -1}, "bin_size must be an integer from 0 .*got -1"),
-            ({"num_replicas": 0}, "num_replicas must be .*got 0"),
-            ({"lengths": [4.0, 2.5]}, "must be a row of integers.*float64"),
-            ({"lengths": [4.0, float("inf")]}, "must be a row of integers.*float64"),
-            ({"group_size": 0}, "group_size must be .*got 0"),
-            ({"drop_last": 1}, "drop_last must be True or False; got int 1"),
-            ({"sequential": "yes"}, "sequential must be True or False; got str 'yes'"),
-            ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'; got 'truncate'.*pack_dataset"),
-            ({"seed": -1}, "seed must be an integer of at least 0; got -1"),
-        ],
-    )
-    def test_options(self, change, message):
-        options = {"sampler": range(2), "batch_size": 1, "batch_max_len": 8, "lengths": [4, 3]} | change
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_refuses(change, message):
+    options = {"sampler": range(2), "batch_size": 1, "batch_max_len": 8, "lengths": [4, 3]} | change
+    for ask in (len, iter, MultipackBatchSampler.efficiency):
         with pytest.raises(ValueError, match=message):
-            MultipackBatchSampler(**options)
-
-    @pytest.mark.parametrize(
-        ("sampler", "message"),
-        [
-            ([], "the sampler yields no document"),
-            ([0, 2, 7], "the sampler yields document 2, but there are lengths of 2 documents"),
-            ([-1], "yields document -1"),
-            ([0.5], "must yield document numbers; got float64"),
-            ([[0]], r"must yield document numbers; .* shape \(1, 1\)"),
-        ],
-    )
-    def test_samplers(self, sampler, message):
-        batches = MultipackBatchSampler(sampler, 1, 8, [4, 3])
-        for ask in (len, iter, MultipackBatchSampler.efficiency):
-            with pytest.raises(ValueError, match=message):
-                ask(batches)
-
-    @pytest.mark.parametrize("sequential", [False, True])
-    def test_refuses_sampler_of_dropped_documents(self, sequential):
-        batches = MultipackBatchSampler([1], 1, 8, [5, 9], overlong="drop", sequential=sequential)
-        with pytest.raises(ValueError, match="all documents of the sampler are longer than 8 tokens"):
-            len(batches)
-
-    def test_refuses_fewer_bins_than_one_batch(self):
-        with pytest.raises(
-            ValueError, match=r"2 documents make 1 bins of 8 tokens, fewer than batch_size=2.*drop_last=F"
-        ):
-            len(MultipackBatchSampler(range(2), 2, 8, [4, 3]))
-        assert list(MultipackBatchSampler(range(2), 2, 8, [4, 3], drop_last=False)) == [[[0, 1]]]
-
-    def test_refuses_epoch(self):
-        with pytest.raises(ValueError, match=r"epoch must be an integer of at least 0; got 1.5"):
-            batches_of().set_epoch(1.5)
+            ask(MultipackBatchSampler(**options))
 
 
-def test_arguments_are_those_of_axolotl():
-    """The same names in the same order; the ones without effect are accepted."""
-    names = list(inspect.signature(MultipackBatchSampler).parameters)
-    assert names[:13] == [
-        "sampler",
-        "batch_size",
-        "batch_max_len",
-        "lengths",
-        "bin_size",
-        "packing_efficiency_estimate",
-        "drop_last",
-        "num_count_samples",
-        "sequential",
-        "group_size",
-        "num_processes",
-        "safe_mode",
-        "mp_start_method",
-    ]
-    batches = MultipackBatchSampler(
-        range(500), 3, CAPACITY, LENGTHS, 200, 0.97, True, 4, False, 100_000, 8, True, "spawn"
-    )
-    assert list(batches) == list(batches_of(range(500), bin_size=200))
+NAMES = """sampler batch_size batch_max_len lengths bin_size packing_efficiency_estimate drop_last num_count_samples
+sequential group_size num_processes safe_mode mp_start_method"""
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"sequential": None},
-        {"safe_mode": None},
-        {"num_processes": 0},
-        {"bin_size": 0},
-        {"packing_efficiency_estimate": 1.03},
-        {"packing_efficiency_estimate": None},
-        {"mp_start_method": None},
+        {"bin_size": 200, "packing_efficiency_estimate": 0.97, "num_processes": 8, "mp_start_method": "spawn"},
+        {"sequential": None, "safe_mode": None, "packing_efficiency_estimate": None, "mp_start_method": None},
+        {"num_processes": 0, "bin_size": 0, "packing_efficiency_estimate": 1.03},
         {"lengths": LENGTHS.astype(float)},
         {"lengths": LENGTHS.astype(float).tolist()},
         {"lengths": torch.tensor(LENGTHS, dtype=torch.float32)},
     ],
-    ids=lambda given: f"{next(iter(given))}-{type(next(iter(given.values()))).__name__}",
 )
-def test_values_that_axolotl_takes(given):
+def test_takes_axolotls_calls(given):
+    """The same names in the same order; the ones without effect are accepted."""
+    assert list(inspect.signature(MultipackBatchSampler).parameters)[:13] == NAMES.split()
     options = {"sampler": range(500), "batch_size": 3, "batch_max_len": CAPACITY, "lengths": LENGTHS} | given
     assert list(MultipackBatchSampler(**options)) == list(batches_of(range(500)))
-
-
-def test_members_that_axolotl_has():
-    batches = batches_of(packing_efficiency_estimate=1.03, num_processes=2, safe_mode=None, mp_start_method="spawn")
-    tokens = LENGTHS[documents_of(batches)].sum()
-    assert batches.efficiency() == tokens / (len(batches) * 3 * CAPACITY)
-    assert batches.generate_batches(set_stats=True) == list(batches)
 
 
 def two_ranks(rank, path):
@@ -279,25 +205,109 @@ def two_ranks(rank, path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     torch.manual_seed(rank)
     numbers = list(range(len(LENGTHS)))
-
     orders = [None, None]
     torch.distributed.all_gather_object(orders, list(batches_of()))
     assert orders[0] == orders[1], "torch's sampler is reseeded alike"
-
     list(batches_of(numbers))
     mine = batches_of(numbers[::-1] if rank else numbers)
     assert len(mine) > 1  # without communication
     with pytest.raises(ValueError, match=r"samplers of ranks \[1\] yield documents in another order"):
         iter(mine)
-
     torch.distributed.destroy_process_group()
 
 
-class TestRanks:
-    def test_two_ranks(self, tmp_path):
-        # fork, because a spawned process takes seconds to import.
-        torch.multiprocessing.start_processes(two_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="fork")
+def test_two_ranks(tmp_path):
+    # fork, because a spawned process takes seconds to import.
+    torch.multiprocessing.start_processes(two_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="fork")
 
-    def test_refuses_sampler_that_divides_documents(self):
-        with pytest.raises(ValueError, match=r"divides the documents among 2 ranks.*Pass a sampler of all documents"):
-            batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))
+
+def test_accelerate_sets_epoch_in_each_process():
+    """With several processes accelerate wraps the batch sampler and looks for `set_epoch` on its `sampler` only."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        batches, whole = batches_of(num_replicas=2), batches_of(num_replicas=2)
+        loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches, collate_fn=list)
+        loader = data_loader.prepare_data_loader(
+            loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False
+        )
+        assert loader.batch_sampler.batch_sampler is batches
+        for epoch in range(3):
+            whole.set_epoch(epoch)
+            expected = list(whole)
+            assert list(loader) == expected[: len(expected) // 2 * 2][rank::2]
+            assert batches.epoch == epoch
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+@pytest.mark.parametrize(("processes", "batch_size"), [(2, 1), (3, 3), (8, 2), (16, 16)])
+@pytest.mark.fast("2-1-True", "3-3-False", "16-16-True")
+def test_every_document_is_seen_once_or_counted(processes, batch_size, even_batches):
+    shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard
+    for sampler in (range(500), range(490), range(333)):
+        batches = batches_of(sampler, batch_size, num_replicas=processes, seed=0)
+        shards = [list(shard(batches, processes, rank, even_batches=even_batches)) for rank in range(processes)]
+        assert len(set(map(len, shards))) == 1, "all processes have the same number of batches"
+        assert {len(batch) for batch in chain.from_iterable(shards)} <= {batch_size}
+        seen = documents_of(chain.from_iterable(shards))
+        assert len(seen) == len(set(seen)) == len(sampler) - batches.dropped_documents
+
+
+def test_number_of_processes(monkeypatch):
+    monkeypatch.setattr("tritonpack.notices.said", {})
+    batches = MultipackBatchSampler(range(3), 1, 8, [8, 8, 8], num_replicas=4)
+    with pytest.warns(PackingWarning, match="no-round: 3 documents make 3 batches, fewer than the 4 processes"):
+        assert batches.dropped_documents == len(batches) == 3
+    assert batches_of().num_replicas == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (batches_of().num_replicas, batches_of(num_replicas=2).num_replicas) == (4, 2)
+
+
+class Embed(torch.nn.Module):
+    """A model for Trainer; its collator keeps the document numbers of the batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, input_ids, **boundaries):
+        return {"loss": self.weight[input_ids % 8].mean()}
+
+
+def trained(folder, resume=None):
+    """The documents of the batches of a Trainer that takes a batch sampler from `_get_train_sampler`, as axolotl's."""
+    transformers, seen = pytest.importorskip("transformers"), []
+    pytest.importorskip("accelerate")
+
+    class BatchSamplerTrainer(transformers.Trainer):
+        def _get_train_sampler(self, train_dataset=None):
+            return batches_of(RandomSampler(train_dataset), batch_size=30)
+
+        def _get_dataloader(self, dataset, description, batch_size, sampler_fn=None, is_training=False, **rest):
+            self.accelerator.even_batches = False
+            loader = DataLoader(dataset, batch_sampler=sampler_fn(dataset), collate_fn=self.data_collator)
+            return self.accelerator.prepare(loader)
+
+    def collate(bins):
+        documents = list(chain.from_iterable(bins))
+        seen.append([document["number"] for document in documents])
+        return PackingCollator()([{"input_ids": document["input_ids"]} for document in documents])
+
+    documents = [{"input_ids": [3] * length, "number": number} for number, length in enumerate(LENGTHS.tolist())]
+    arguments = transformers.TrainingArguments(
+        str(folder), report_to=[], use_cpu=True, save_steps=3, remove_unused_columns=False, num_train_epochs=2, seed=7
+    )
+    trainer = BatchSamplerTrainer(Embed(), arguments, train_dataset=BinDataset(documents), data_collator=collate)
+    trainer.train(resume_from_checkpoint=resume)
+    return seen, trainer.state.global_step
+
+
+@pytest.mark.slow
+def test_trainer_with_batch_sampler(tmp_path):
+    batches, expected = batches_of(batch_size=30, seed=7), []
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        expected += [list(chain.from_iterable(batch)) for batch in batches]
+    assert trained(tmp_path) == (expected, 8)
+    again, _ = trained(tmp_path, str(tmp_path / "checkpoint-6"))  # within the second epoch
+    assert again[-2:] == expected[6:]

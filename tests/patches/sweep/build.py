@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.layoutlmv2 import modeling_layoutlmv2
 
 from tests.patches import zoo
-from tests.patches.sweep import detectron
 from tests.patches.sweep.classes import Case, load
 from tests.patches.zoo import PARTS, part_of, spread
 from tritonpack.patches.interface import use_eager_if_sdpa_differs
@@ -33,7 +38,7 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation
     try:
         config = _fit(_config(case), cls)
         torch.manual_seed(0)  # a few parts draw their constants at construction
-        with zoo.without_timm(), detectron.stand_in(case.model_type):
+        with zoo.without_timm(), without_detectron2():
             model = cls._from_config(config, experts_implementation="eager", attn_implementation=attn_implementation)
     except Exception as error:
         if attn_implementation == "tritonpack" and isinstance(error, ValueError) and "tritonpack" in str(error):
@@ -44,10 +49,37 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation
     return model.to(dtype).eval()
 
 
+class VisualBackbone(nn.Module):
+    """A stand-in for the backbone of LayoutLMv2 in detectron2, which must be built from source.
+
+    Under the weights that the sweep draws, the features of its own 101 layers would be infinite.
+    """
+
+    cfg = SimpleNamespace(MODEL=SimpleNamespace(PIXEL_MEAN=[0.0] * 3, PIXEL_STD=[1.0] * 3))
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 256, 4, stride=4, bias=False)
+        self.pool = nn.AdaptiveAvgPool2d(config.image_feature_pool_shape[:2])
+        for name in ("pixel_mean", "pixel_std"):
+            self.register_buffer(name, torch.zeros(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.pool(self.convolution(images).relu()).flatten(2).mT
+
+
+@contextlib.contextmanager
+def without_detectron2() -> Iterator[None]:
+    replaced = {"LayoutLMv2VisualBackbone": VisualBackbone, "detectron2": mock.MagicMock()}
+    replaced["detectron2"].layers.FrozenBatchNorm2d = nn.BatchNorm2d
+    with mock.patch.multiple(modeling_layoutlmv2, **replaced, requires_backends=mock.DEFAULT, create=True):
+        yield
+
+
 def overrides(case: Case) -> dict[str, Any]:
     """Return the fields that a head requires of its configuration."""
     head = {"num_labels": 2 if any(part in m for m in case.mappings for part in TWO) else LABELS}
-    row = zoo.tiny_row(case.model_type)
+    row = zoo.ROWS.get(case.model_type, {})
     if case.name == "T5GemmaEncoderModel":
         head["is_encoder_decoder"] = False
     if "is_decoder" in row and "CAUSAL_LM" not in case.mappings:

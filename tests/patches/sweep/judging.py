@@ -18,9 +18,8 @@ from torch import Tensor, nn
 import tritonpack
 from tests.patches.comparison import Parts, apart, gradients_of, tolerance
 from tests.patches.sweep import build as building
-from tests.patches.sweep import detectron, forms
+from tests.patches.sweep import forms
 from tests.patches.sweep.classes import Case
-from tests.patches.sweep.draws import ConstantDraws, constant_draws_if_any
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
 from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.outputs import Output, UnlikeError
@@ -35,7 +34,7 @@ NAN_IN_FLOAT64 = ("fsmt", "layoutlmv2", "led", "longformer", "prophetnet")
 
 # Notes on stand-ins for libraries that build parts of a model, by model type.
 STAND_INS = {
-    **dict.fromkeys(detectron.TYPES, detectron.NOTE),
+    "layoutlmv2": "its visual backbone was a stand-in for detectron2's",
     **dict.fromkeys(("pe_audio_video", "pe_video"), "its classifier of frames was a stand-in for timm's"),
 }
 
@@ -81,8 +80,6 @@ class Trial:
                 self.notes = [f"in float32, because in float64 it {error}"[:120]]
         if note := STAND_INS.get(case.model_type):
             self.notes.append(note)
-        if isinstance(self.draws, ConstantDraws):
-            self.notes.append("its random draws were made constant")
         self.limit = tolerance(self.dtype)
         if self.dtype == torch.float32:  # gradients go through the layers twice
             self.limit = max(self.limit, 2 * 8 * self._moved_by_rows())
@@ -104,20 +101,11 @@ class Trial:
 
     def _build(self) -> None:
         self.model = building.build(self.case, dtype=self.dtype)
-        subject = Subject(self.model, stock=True)
-        self.documents = self._draw(subject)
-        try:
-            arguments = subject.arguments(subject.lay_out(forms.alone, self.documents[-1:]))
-            self.draws = constant_draws_if_any(lambda: self.model(**arguments))
-        except Exception as error:  # a model's own code may raise anything
-            raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
-        self.subject = self._subject(self.model)
+        self.subject = Subject(self.model, stock=True)
+        self.documents = self._draw(self.subject)
 
     def _draw(self, subject: Subject) -> list[Tensor]:
         return subject.draw(self.lengths)
-
-    def _subject(self, model: nn.Module, *, stock: bool = True) -> Subject:
-        return Subject(model, stock=stock, draws=self.draws)
 
     def _run_alone(self, with_gradients: bool) -> None:
         self.expected_gradients: list[Tensor | None] | None = None
@@ -166,7 +154,7 @@ class Trial:
     def _error_in(self, dtype: torch.dtype) -> float | None:
         """The error of the model alone in another dtype; None where it doesn't run."""
         try:
-            subject = self._subject(building.build(self.case, dtype=dtype))
+            subject = Subject(building.build(self.case, dtype=dtype), stock=True)
             if self.by_loss:
                 assert self.losses is not None
                 return self.losses.difference(Losses(subject, self.documents, self.limit))
@@ -233,7 +221,7 @@ class Trial:
 
     def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
         """Fill in a row, and return the reason of every form."""
-        subject = self._subject(model, stock=how == "stock")
+        subject = Subject(model, stock=how == "stock")
         subject.expected = self.subject.expected
         reasons = {}
         self.bare: set[str] = set()
@@ -297,8 +285,8 @@ class Trial:
     @torch.no_grad()
     def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
         """Compare all outputs that a model gives on request."""
-        several = self._subject(subject.model, stock=subject.stock)
-        several.expected = self._subject(self.model).alone(self.documents, **OUTPUTS[form])
+        several = Subject(subject.model, stock=subject.stock)
+        several.expected = Subject(self.model, stock=True).alone(self.documents, **OUTPUTS[form])
         got = self._parts(several, form)
         return difference(several.expected, got.parts), got.problems
 
@@ -333,14 +321,14 @@ class Trial:
 
     def _fails_too(self, form: str, error: Exception) -> bool:
         """Whether a model without tritonpack fails in a form in the same way."""
-        plain = self._subject(self.model, stock=False)
+        plain = Subject(self.model)
         plain.expected = self.subject.expected
         try:
             if form in LOSSES or (self.by_loss and form not in LOW):
                 self._loss_apart(plain, forms.laid_out(form))
             elif form in LOW:  # the caches of packed rows are left out
                 with torch.no_grad():
-                    low = self._subject(building.build(self.case, dtype=LOW[form]))
+                    low = Subject(building.build(self.case, dtype=LOW[form]), stock=True)
                     low.alone(self.documents, use_cache=False)
             else:
                 with torch.no_grad():
@@ -411,12 +399,5 @@ def means(handle: Any) -> str:
     report = getattr(handle, "report", None)
     if report is None:
         return ""
-    words = [report.attention] if report.attention == "dense" else []
-    if windows := {window for window in report.windows if window}:
-        words.append(f"window{'s' if len(windows) > 1 else ''}")
-    words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]
-    if report.by_document:
-        words.append("by document")
-    if report.positions:
-        words.append("positions")
-    return ", ".join(words)
+    told = {"dense": report.attention == "dense", "by document": report.by_document, "positions": report.positions}
+    return ", ".join(word for word, is_told in told.items() if is_told)

@@ -96,7 +96,7 @@ class Losses:
 
     def _losses(self, subject: Subject, batch: Batch) -> dict[str, Tensor]:
         given = {**self.switches, **labels(subject, batch)}
-        return losses_in(subject.run(**{**subject.arguments(batch), **given}))
+        return losses_in(subject.model(**{**subject.arguments(batch), **given}))
 
     def _found(self, subject: Subject, losses: dict[str, Tensor]) -> Found:
         detached = {name: value.detach() for name, value in losses.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from tests.patches import zoo
 from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import OF_TOKENS, alone, end_to_end
 from tests.patches.sweep.outputs import Output, UnlikeError, outputs_alone, parts_of
-from tests.patches.zoo import codebooks_of, rows_for_codebooks, side_by_side
-from tests.patches.zoo_rows import DIFFERENTIABLE
+from tests.patches.zoo import DIFFERENTIABLE, codebooks_of, rows_for_codebooks, side_by_side
 from tritonpack.patches.configurations import is_config, special_tokens
 from tritonpack.patches.measuring import Batch, draw
 from tritonpack.patches.parse_inputs import CACHES
@@ -53,14 +51,10 @@ class Subject:
     Args:
         model: in evaluation mode.
         stock: call it only with arguments that it knows; an unpatched model is called as it can be.
-        draws: a context in which the model runs. It makes random draws of the model constant.
     """
 
-    def __init__(
-        self, model: nn.Module, *, stock: bool = False, draws: AbstractContextManager[Any] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, stock: bool = False) -> None:
         self.model, self.stock = model, stock
-        self.draws = draws or nullcontext()
         self.config: Any = model.config
         parameters = inspect.signature(model.forward).parameters
         self.names = frozenset(parameters)
@@ -159,14 +153,9 @@ class Subject:
                 found[name] = torch.cat([value, value[1:] + value[-1]])
         return found
 
-    def run(self, **arguments: Any) -> Any:
-        """Call the model."""
-        with self.draws:
-            return self.model(**arguments)
-
     def call(self, batch: Batch, **more: Any) -> dict[str, Tensor]:
         """Return all floating-point outputs by name, with the rows of codebooks, or of choices, side by side."""
-        output = self.run(**self.arguments(batch), **more)
+        output = self.model(**self.arguments(batch), **more)
         found = dict(_tensors(output))
         columns = 2 if self.choices else self.books
         if columns > 1:

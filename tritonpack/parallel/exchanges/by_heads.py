@@ -1,10 +1,9 @@
 """Exchanges in steps of key heads: the keys of the next step travel while the heads of one step are computed.
 
 A rank has its own keys before anything arrives. So it attends to them while the first message travels, and merges the
-results (merge.py). If there are fewer steps of heads than `STEPS`, the keys of each step travel in several parts. In
-backward a rank computes one half of its own keys while the first keys travel to it, and the other half while the last
-gradients travel back. Keys and values travel again in backward, so that no rank holds all heads of all keys that it
-receives.
+results (merge.py). In backward a rank computes one half of its own keys while the first keys travel to it, and the
+other half while the last gradients travel back. Keys and values travel again in backward, so that no rank holds all
+heads of all keys that it receives.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from tritonpack.parallel.comm import wide
 from tritonpack.parallel.exchanges.call import ALL_HEADS, Call
-from tritonpack.parallel.exchanges.keys import Part, divide, own_halves, own_keys
+from tritonpack.parallel.exchanges.keys import Part, other_keys, own_halves, own_keys
 from tritonpack.parallel.exchanges.merge import merge, merge_sinks
 
-STEPS = 4  # of heads and parts of keys together
+STEPS = 4  # of heads, at most
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,17 @@ class ByHeads:
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
-        steps, parts = self._divide(call, k)
-        own = own_keys(call)
-        keys = _travel(call, k, v, [(ALL_HEADS, own), *product(steps, parts)])
+        own, others, steps = own_keys(call), other_keys(self.name, call), _steps(k)
+        order: list[tuple[slice, Part]] = [(ALL_HEADS, own)]
+        if others is not None:
+            order += [(step, others) for step in steps]
+        keys = _travel(call, k, v, order)
         out, lse = call.forward(q, *next(keys), own.mask)
-        for step in steps if parts or sinks is not None else []:
+        for step in steps if others is not None or sinks is not None else []:
             heads = _queries(step, q, k)
             total, total_lse = out[:, heads].to(lse.dtype), lse[heads]
-            for part in parts:
-                total, total_lse = merge(total, total_lse, *call.forward(q[:, heads], *next(keys), part.mask, heads))
+            if others is not None:
+                total, total_lse = merge(total, total_lse, *call.forward(q[:, heads], *next(keys), others.mask, heads))
             if sinks is not None:
                 total, total_lse = merge_sinks(total, total_lse, sinks[heads])
             out[:, heads], lse[heads] = total, total_lse
@@ -51,9 +51,11 @@ class ByHeads:
         self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's rows."""
-        steps, parts = self._divide(call, k)
-        own: Sequence[Part] = own_halves(call) if parts else [own_keys(call)]
-        order = [*product([ALL_HEADS], own[:1]), *product(steps, parts), *product([ALL_HEADS], own[1:])]
+        others = other_keys(self.name, call)
+        order: list[tuple[slice, Part]] = [(ALL_HEADS, own_keys(call))]
+        if others is not None:
+            first, last = own_halves(call)
+            order = [(ALL_HEADS, first), *((step, others) for step in _steps(k)), (ALL_HEADS, last)]
         dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
         add: Callable[[], None] | None = None
         for (step, part), (ks, vs) in zip(order, _travel(call, k, v, order), strict=True):
@@ -69,22 +71,22 @@ class ByHeads:
             add()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _divide(self, call: Call, k: Tensor) -> tuple[list[slice], Sequence[Part]]:
-        """The key heads of each step, and the parts of the keys that travel in it."""
-        heads = k.shape[1]
-        stride = -(-heads // STEPS)
-        steps = [slice(first, min(first + stride, heads)) for first in range(0, heads, stride)]
-        return steps, divide(self.name, call, max(STEPS // len(steps), 1))
+
+def _steps(k: Tensor) -> list[slice]:
+    """The key heads of each step."""
+    heads, stride = k.shape[1], -(-k.shape[1] // STEPS)
+    return list(map(slice, range(0, heads, stride), range(stride, heads + stride, stride)))
 
 
 def _travel(call: Call, k: Tensor, v: Tensor, order: Sequence[tuple[slice, Part]]) -> Iterator[tuple[Tensor, Tensor]]:
     """The keys and values of each part, of some heads. The next ones travel meanwhile."""
-    coming = [part.send(k[:, heads], v[:, heads], call.ranks) for heads, part in order[:1]]
-    for heads, part in order[1:]:
-        keys = coming.pop()()
-        coming.append(part.send(k[:, heads], v[:, heads], call.ranks))
+    (heads, part), *rest = order
+    coming = part.send(k[:, heads], v[:, heads], call.ranks)
+    for heads, part in rest:
+        keys = coming()
+        coming = part.send(k[:, heads], v[:, heads], call.ranks)
         yield keys
-    yield coming.pop()()
+    yield coming()
 
 
 def _queries(keys: slice, q: Tensor, k: Tensor) -> slice:

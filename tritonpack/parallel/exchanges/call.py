@@ -54,7 +54,7 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice = ALL_HEADS
     ) -> tuple[Tensor, Tensor]:
         """out and lse of some query heads over some keys, without autograd."""
-        options = of_heads(self.options, heads)
+        options = self.options if self.options.alibi_slopes is None else of_heads(self.options, heads)
         return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
 
     def backward(

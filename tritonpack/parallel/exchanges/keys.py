@@ -19,7 +19,7 @@ and an all-gather may bring it once. For R ranks, nodes of G ranks and a longest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.comm import Arrival, Ranks, all_to_all, gather, pad_to, scatter_sum, wide
+from tritonpack.parallel.comm import Ranks, all_to_all, gather, pad_to, scatter_sum, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
 from tritonpack.parallel.layouts import Layout
 
@@ -95,34 +95,39 @@ def own_halves(call: Call) -> tuple[OwnKeys, OwnKeys]:
 
 @dataclass(frozen=True, eq=False)
 class GatheredKeys(Part):
-    """A run of each rank's rows.
+    """The rows of all other ranks.
 
     Attributes:
-        rows: which rows of each shard. Shorter shards are padded.
-        places: (keys,) int64, where the keys lie in the gathered runs, laid end to end, in the order of the batch.
+        length: of the longest shard, to which the others are padded.
+        places: (keys,) int64, where the keys lie in the gathered shards, laid end to end, in the order of the batch.
     """
 
-    rows: slice
+    length: int
     places: Tensor
 
-    @property
-    def length(self) -> int:
-        return self.rows.stop - self.rows.start
+    @classmethod
+    def of(cls, mask: BlockDiagonalMask, layout: Layout, rank: int) -> GatheredKeys | None:
+        """Those of one rank; None if it is the only one."""
+        others, length = [one for one in range(layout.ranks) if one != rank], max(layout.lengths)
+        if not others or not length:
+            return None
+        keys, order = torch.cat([layout.rows[one] for one in others]).sort()
+        places = [torch.arange(layout.lengths[one], device=keys.device) + one * length for one in others]
+        return cls(mask.restrict(layout.rows[rank], keys), length, torch.cat(places)[order])
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
-        coming = gather(pad_to(join(k[self.rows], v[self.rows]), 0, self.length), ranks)
+        coming = gather(pad_to(join(k, v), 0, self.length), ranks)
         return lambda: split(coming().flatten(0, 1).index_select(0, self.places), k, v)
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         gradients = join(dk, dv).to(wide(dk.dtype))
-        runs = gradients.new_zeros(ranks.size * self.length, gradients.shape[1])
-        runs.index_copy_(0, self.places, gradients)
-        coming = scatter_sum(runs.unflatten(0, (ranks.size, self.length)), ranks)
+        shards = gradients.new_zeros(ranks.size * self.length, gradients.shape[1])
+        shards.index_copy_(0, self.places, gradients)
+        coming = scatter_sum(shards.unflatten(0, (ranks.size, self.length)), ranks)
 
         def add(total_dk: Tensor, total_dv: Tensor) -> None:
-            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
-                mine = total[self.rows]
-                mine += part[: mine.shape[0]]
+            for total, shard in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                total += shard[: total.shape[0]]
 
         return add
 
@@ -143,40 +148,59 @@ class CastKeys(Part):
     received_counts: list[int]
     order: Tensor
 
+    @classmethod
+    def of(cls, mask: BlockDiagonalMask, layout: Layout, rank: int) -> CastKeys | None:
+        """Those of one rank; None if no rank needs a row of another. Waits for the mask's device.
+
+        Raises:
+            ValueError: a mask of trees.
+        """
+        rows, seen = layout.rows_on_host, layout.seen_by_ranks(mask)
+        if not any(layout.remote_keys(mask)):
+            return None
+        sent, keys = [], []
+        for other in range(layout.ranks):
+            if other == rank:
+                sent.append(rows[rank][:0])
+                keys.append(rows[rank][:0])
+            else:
+                sent.append(seen[other].among(rows[rank]))
+                keys.append(rows[other][seen[rank].among(rows[other])])
+        every = torch.cat(keys)
+        order = torch.from_numpy(np.argsort(every.numpy(), kind="stable"))  # merges ascending runs
+        device, counts, received = mask.device, list(map(len, sent)), list(map(len, keys))
+        restricted = mask.restrict(layout.rows[rank], every[order].to(device))
+        return cls(restricted, torch.cat(sent).to(device), counts, received, order.to(device))
+
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         message = join(k, v).index_select(0, self.sent)
-        coming = _exchange(message, self.sent_counts, self.received_counts, ranks)
+        coming = all_to_all(message, self.sent_counts, self.received_counts, ranks)
         return lambda: split(coming().index_select(0, self.order), k, v)
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         gradients = join(dk, dv).to(wide(dk.dtype))
         message = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
-        coming = _exchange(message, self.received_counts, self.sent_counts, ranks)
+        coming = all_to_all(message, self.received_counts, self.sent_counts, ranks)
 
         def add(total_dk: Tensor, total_dv: Tensor) -> None:
             places = self.sent.split(self.sent_counts)
-            for total, part in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
-                for some, rows in zip(places, part.split(self.sent_counts), strict=True):
-                    if some.shape[0]:
-                        total.index_add_(0, some, rows)  # no place twice, so the order of additions is fixed
+            for total, arrived in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                for rows, part in zip(places, arrived.split(self.sent_counts), strict=True):
+                    if rows.shape[0]:
+                        total.index_add_(0, rows, part)  # no place twice, so the order of additions is fixed
 
         return add
 
 
-def _exchange(message: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
-    """Start to send and receive rows of a message (rows, width)."""
-    width = message.shape[1]
-    coming = all_to_all(message, [n * width for n in sent], [n * width for n in received], ranks)
-    return lambda: coming().view(-1, width)
-
-
-def divide(exchange: str, call: Call, count: int) -> Sequence[Part]:
-    """The keys of other ranks in at most `count` parts, equally many on all ranks; none if no rank needs any."""
+def other_keys(exchange: str, call: Call) -> Part | None:
+    """The keys of other ranks that travel; None on all ranks if no rank needs any."""
     mask, layout, rank = call.mask, call.layout, call.ranks.rank
-    if exchange == "auto":
-        exchange = "group_cast" if few_keys(mask, layout) else "all_gather"
-    make = cast_parts if exchange == "group_cast" else gathered_parts
-    return mask.cached((exchange, layout, rank, count), lambda: make(mask, layout, rank, count))
+
+    def make() -> Part | None:
+        cast = exchange == "group_cast" or (exchange == "auto" and few_keys(mask, layout))
+        return (CastKeys if cast else GatheredKeys).of(mask, layout, rank)
+
+    return mask.cached((exchange, layout, rank), make)
 
 
 def few_keys(mask: BlockDiagonalMask, layout: Layout) -> bool:
@@ -184,47 +208,4 @@ def few_keys(mask: BlockDiagonalMask, layout: Layout) -> bool:
 
     All ranks find the same, because the mask and the layout are. False for masks of trees.
     """
-    if mask.is_tree:
-        return False
-    return mask.cached(("few keys", layout), lambda: max(layout.remote_keys(mask)) <= max(layout.lengths))
-
-
-def gathered_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int) -> tuple[Part, ...]:
-    """The parts of one rank with "all_gather"."""
-    longest, parts = max(layout.lengths), []
-    count = min(count, max(longest, 1)) if layout.ranks > 1 else 0
-    for number in range(count):
-        run = slice(longest * number // count, longest * (number + 1) // count)
-        rows, places = [], []
-        for source, own in enumerate(layout.rows):
-            if source != rank:
-                rows.append(own[run])
-                places.append(torch.arange(rows[-1].shape[0], device=own.device) + source * (run.stop - run.start))
-        keys, order = torch.cat(rows).sort()
-        parts.append(GatheredKeys(mask.restrict(layout.rows[rank], keys), run, torch.cat(places)[order]))
-    return tuple(parts)
-
-
-def cast_parts(mask: BlockDiagonalMask, layout: Layout, rank: int, count: int) -> tuple[Part, ...]:
-    """The parts of one rank with "group_cast"; waits for the mask's device.
-
-    Raises:
-        ValueError: a mask of trees.
-    """
-    rows, seen, device = layout.rows_on_host, layout.seen_by_ranks(mask), mask.device
-    mine, nobody = rows[rank], rows[rank][:0]
-    sent = [nobody if r == rank else seen[r].among(mine) for r in range(layout.ranks)]
-    others = [nobody if r == rank else one[seen[rank].among(one)] for r, one in enumerate(rows)]
-    count, parts = min(count, max(layout.remote_keys(mask))), []
-    for number in range(count):
-        given, received = (
-            [one[one.shape[0] * number // count : one.shape[0] * (number + 1) // count] for one in some]
-            for some in (sent, others)
-        )
-        unordered = torch.cat(received)
-        order = torch.from_numpy(np.argsort(unordered.numpy(), kind="stable"))  # merges ascending runs
-        restricted = mask.restrict(layout.rows[rank], unordered[order].to(device))
-        sent_counts, received_counts = ([one.shape[0] for one in some] for some in (given, received))
-        sent_rows = torch.cat(given).to(device)
-        parts.append(CastKeys(restricted, sent_rows, sent_counts, received_counts, order.to(device)))
-    return tuple(parts)
+    return not mask.is_tree and max(layout.remote_keys(mask)) <= max(layout.lengths)

@@ -9,8 +9,7 @@ Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.options import AttentionOptions
-from tritonpack.parallel.comm import Ranks, all_to_all, wide
+from tritonpack.parallel.comm import Arrival, Ranks, all_to_all, wide
 from tritonpack.parallel.exchanges.call import of_heads
 from tritonpack.parallel.layouts import Layout
 
@@ -32,7 +31,7 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
     return own, tuple(slice(span.start // group, (span.stop - 1) // group + 1) for span in own)
 
 
-def divides_key_heads(heads: int, kv_heads: int, ranks: int) -> bool:
+def has_unlike_groups(heads: int, kv_heads: int, ranks: int) -> bool:
     """Whether a rank has unlike numbers of query heads for its key heads."""
     group = heads // kv_heads
     spans = zip(*divide_heads(heads, kv_heads, ranks), strict=True)
@@ -53,90 +52,67 @@ def attend_to_heads(
         options: of all heads.
     """
     queries, keys = divide_heads(q.shape[1], k.shape[1], ranks.size)
-    trade = Trade(ranks, layout)
     group, own, first = q.shape[1] // k.shape[1], queries[ranks.rank], keys[ranks.rank].start
-    copies = divides_key_heads(q.shape[1], k.shape[1], ranks.size)
-    q, k, v = _ToHeads.apply(trade, (queries, keys, keys), q, k, v)
-    if copies:  # so that each query head has a key head of its own
+    unlike = has_unlike_groups(q.shape[1], k.shape[1], ranks.size)
+    q, k, v = _ToHeads.apply(ranks, layout, (queries, keys, keys), q, k, v)
+    if unlike:  # each query head gets a key head of its own
         places = torch.arange(own.start, own.stop, device=k.device) // group - first
         k, v = k[:, places], v[:, places]
-    return _ToRows.apply(trade, queries, attention(q, k, v, of_heads(options, own)))
+    return _ToRows.apply(ranks, layout, queries, attention(q, k, v, of_heads(options, own)))
 
 
-class Trade:
-    """Trades rows for heads: ranks send rows of the heads that others compute, and get all rows of their own heads.
+def to_heads(ranks: Ranks, layout: Layout, spans: Spans, x: Tensor) -> Arrival:
+    """Start to trade (own rows, all heads, D) for (all rows, own heads, D)."""
+    own, dim = spans[ranks.rank], x.shape[2]
+    pieces = [x[:, span].flatten() for span in spans]
+    received = [rows * (own.stop - own.start) * dim for rows in layout.lengths]
+    coming = all_to_all(torch.cat(pieces), list(map(len, pieces)), received, ranks)
+    return lambda: layout.unshard(coming().view(layout.num_rows, own.stop - own.start, dim))
 
-    Attributes:
-        ranks: the ranks that divide heads.
-        layout: which of their rows each of them owns.
-    """
 
-    def __init__(self, ranks: Ranks, layout: Layout) -> None:
-        self.ranks, self.layout = ranks, layout
+def to_rows(ranks: Ranks, layout: Layout, spans: Spans, x: Tensor) -> Arrival:
+    """Start to trade (all rows, own heads, D) for (own rows, all heads, D). Copies of a head are summed in order of
+    ranks."""
+    rows, (_, heads, dim) = layout.lengths[ranks.rank], x.shape
+    sent = [n * heads * dim for n in layout.lengths]
+    received = [rows * (span.stop - span.start) * dim for span in spans]
+    coming = all_to_all(x.index_select(0, torch.cat(layout.rows)).flatten(), sent, received, ranks)
 
-    def to_heads(self, tensors: Sequence[Tensor], spans: Sequence[Spans]) -> list[Tensor]:
-        """From (own rows, all heads, D) to (all rows, own heads, D), for each tensor and the spans of its heads."""
-        rank = self.ranks.rank
-        pieces = [[x[:, heads[r]] for x, heads in zip(tensors, spans, strict=True)] for r in range(self.ranks.size)]
-        widths = [(x.shape[1], x.shape[2]) for x in pieces[rank]]
-        found = self._exchange(pieces, [[(rows, *width) for width in widths] for rows in self.layout.lengths])
-        return [self.layout.unshard(torch.cat(parts)) for parts in zip(*found, strict=True)]
+    def arrive() -> Tensor:
+        total = x.new_zeros(rows, spans[-1].stop, dim, dtype=wide(x.dtype))
+        for span, part in zip(spans, coming().split(received), strict=True):
+            total[:, span] += part.view(rows, span.stop - span.start, dim)
+        return total.to(x.dtype)
 
-    def to_rows(self, tensors: Sequence[Tensor], spans: Sequence[Spans]) -> list[Tensor]:
-        """From (all rows, own heads, D) to (own rows, all heads, D). Copies of a head are summed in order of ranks."""
-        rows, every = self.layout.lengths[self.ranks.rank], torch.cat(self.layout.rows)
-        laid = [x.index_select(0, every).split(self.layout.lengths) for x in tensors]
-        pieces = [list(parts) for parts in zip(*laid, strict=True)]
-        shapes = [
-            [(rows, heads[r].stop - heads[r].start, x.shape[2]) for x, heads in zip(tensors, spans, strict=True)]
-            for r in range(self.ranks.size)
-        ]
-        sums = [
-            x.new_zeros(rows, heads[-1].stop, x.shape[2], dtype=wide(x.dtype))
-            for x, heads in zip(tensors, spans, strict=True)
-        ]
-        for r, parts in enumerate(self._exchange(pieces, shapes)):
-            for total, part, heads in zip(sums, parts, spans, strict=True):
-                total[:, heads[r]] += part
-        return [total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
-
-    def _exchange(self, pieces: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
-        """Send the tensors pieces[r] to rank r, and receive tensors of shapes[r] from it. The own ones stay here."""
-        rank = self.ranks.rank
-        own, pieces = pieces[rank], [[] if r == rank else some for r, some in enumerate(pieces)]
-        counts = [[] if r == rank else [math.prod(shape) for shape in some] for r, some in enumerate(shapes)]
-        message = torch.cat([own[0].new_empty(0), *(x.flatten() for some in pieces for x in some)])
-        sent = [sum(x.numel() for x in some) for some in pieces]
-        received = all_to_all(message, sent, [sum(some) for some in counts], self.ranks)()
-        flat = iter(received.split([n for some in counts for n in some]))
-        return [own if r == rank else [next(flat).view(shape) for shape in some] for r, some in enumerate(shapes)]
+    return arrive
 
 
 class _ToHeads(torch.autograd.Function):
-    """(trade, spans, *tensors) -> `trade.to_heads(tensors, spans)`."""
+    """(ranks, layout, the spans of each tensor, *tensors) -> the tensors of own heads."""
 
     @staticmethod
-    def forward(ctx: Any, trade: Trade, spans: Sequence[Spans], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.arguments = trade, spans
-        return tuple(trade.to_heads(tensors, spans))
+    def forward(ctx: Any, ranks: Ranks, layout: Layout, spans: tuple[Spans, ...], *tensors: Tensor) -> tuple[Any, ...]:
+        ctx.arguments = ranks, layout, spans
+        coming = [to_heads(ranks, layout, *one) for one in zip(spans, tensors, strict=True)]
+        return tuple(arrive() for arrive in coming)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        trade, spans = ctx.arguments
-        return None, None, *trade.to_rows(gradients, spans)
+        ranks, layout, spans = ctx.arguments
+        coming = [to_rows(ranks, layout, *one) for one in zip(spans, gradients, strict=True)]
+        return None, None, None, *(arrive() for arrive in coming)
 
 
 class _ToRows(torch.autograd.Function):
-    """(trade, spans, x) -> `trade.to_rows` of one tensor."""
+    """(ranks, layout, spans, x) -> x of own rows."""
 
     @staticmethod
-    def forward(ctx: Any, trade: Trade, spans: Spans, x: Tensor) -> Tensor:
-        ctx.arguments = trade, spans
-        return trade.to_rows([x], [spans])[0]
+    def forward(ctx: Any, ranks: Ranks, layout: Layout, spans: Spans, x: Tensor) -> Tensor:
+        ctx.arguments = ranks, layout, spans
+        return to_rows(ranks, layout, spans, x)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        trade, spans = ctx.arguments
-        return None, None, *trade.to_heads(gradients, [spans])
+        return None, None, None, to_heads(*ctx.arguments, gradients[0])()

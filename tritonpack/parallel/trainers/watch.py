@@ -82,13 +82,7 @@ def _shared(trainer: Any) -> Iterator[None]:
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             context.cover_heads()  # `train` puts Liger-Kernel's forward into the model after the context was entered
-            before = context.sharding
-            try:
-                return own_loss(*args, **kwargs)
-            except (ValueError, IndexError, RuntimeError) as error:
-                if context.sharding is not before:  # after the model's forward
-                    context.explain(error)
-                raise
+            return own_loss(*args, **kwargs)
 
         def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
             with ExitStack() as inner:

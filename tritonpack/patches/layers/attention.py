@@ -18,32 +18,20 @@ class FalconAttention(InstanceForward):
     With ALiBi the model adds slopes and mask into one tensor, so that form stays dense.
     """
 
-    def call(
-        self,
-        hidden_states: Tensor,
-        alibi: Tensor | None,
-        attention_mask: Any,
-        position_ids: Tensor | None = None,
-        layer_past: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        module: Any = self.module
-        query, key, value = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+    def call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        module, arguments = self.module, self.bound(args, kwargs)
+        alibi, mask, cache = (arguments.pop(name, None) for name in ("alibi", "attention_mask", "layer_past"))
+        states, rotary = arguments.pop("hidden_states"), arguments.pop("position_embeddings", None)
+        query, key, value = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(states)))
         if alibi is None:
-            assert position_embeddings is not None
-            rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-            query, key = rotate(query, key, *position_embeddings)
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, module.layer_idx)
+            query, key = sys.modules[type(module).__module__].apply_rotary_pos_emb(query, key, *rotary)
+        if cache is not None:
+            key, value = cache.update(key, value, module.layer_idx)
         dropout = module.attention_dropout.p if alibi is not None and module.training else 0.0
-        if isinstance(attention_mask, Tensor):
-            out = dense_attention_forward(query, key, value, attention_mask, None, None, None, dropout, None)
+        if isinstance(mask, Tensor):
+            out = dense_attention_forward(query, key, value, mask, None, None, None, dropout, None)
         else:
-            arguments = {"output_attentions": output_attentions, "position_ids": position_ids, **kwargs}
-            out, _ = interval_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **arguments)
+            out, _ = interval_attention_forward(module, query, key, value, mask, dropout=dropout, **arguments)
         return module.dense(out.flatten(2)), None
 
 
@@ -71,7 +59,8 @@ class DocumentMask(InstanceForward):
 class EncoderAttention(InstanceForward):
     """Attention in encoders that make its mask from the padding mask. It gets the mask of the documents instead."""
 
-    def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.bound(args, kwargs)
         if self.packed_batch is not None:
-            attention_mask = self.packed_batch.document_mask()
-        return self.inner(hidden_states, attention_mask, **kwargs)
+            arguments["attention_mask"] = self.packed_batch.document_mask()
+        return self.inner(**arguments)

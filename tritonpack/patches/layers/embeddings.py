@@ -23,45 +23,32 @@ class EsmEmbeddings(DocumentEmbeddings):
     by the document's.
     """
 
-    def call(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        module: Any = self.module
-        if module.token_dropout and input_ids is not None and isinstance(attention_mask, PackedBatch):
-            embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-            scale = _unmasked_in_row_over_document(input_ids == module.mask_token_id, attention_mask)
-            inputs_embeds = embeddings * scale[..., None].to(embeddings.dtype)
-        return self.inner(input_ids, attention_mask, position_ids, inputs_embeds)
+    def call(self, *args: Any, **kwargs: Any) -> Tensor:
+        module, arguments = self.module, self.bound(args, kwargs)
+        ids, packed_batch = arguments.get("input_ids"), arguments.get("attention_mask")
+        if module.token_dropout and ids is not None and isinstance(packed_batch, PackedBatch):
+            embeddings = arguments.get("inputs_embeds")
+            embeddings = module.word_embeddings(ids) if embeddings is None else embeddings
+            scale = _unmasked_in_row_over_document(ids == module.mask_token_id, packed_batch)
+            arguments["inputs_embeds"] = embeddings * scale[..., None].to(embeddings.dtype)
+        return self.inner(**arguments)
 
 
-class MobileBertEmbeddings(DocumentEmbeddings):
-    """MobileBERT's embeddings, each made of three tokens: neighbours in other documents count as zeros."""
+class Trigrams(DocumentEmbeddings):
+    """The layer of MobileBERT's embeddings that joins three tokens: neighbours in other documents count as zeros."""
 
-    def call(
-        self,
-        input_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        module: Any = self.module
-        packed_batch = self.packed_batch
-        if packed_batch is None or not module.trigram_input:
-            return self.inner(input_ids, token_type_ids, position_ids, inputs_embeds)
-        own = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        first = packed_batch.runs()[0]
-        last = nn.functional.pad(first[:, 1:], (0, 1), value=True)
-        before, after = own.roll(1, 1).masked_fill(first[..., None], 0), own.roll(-1, 1).masked_fill(last[..., None], 0)
-        embeddings = module.embedding_transformation(torch.cat([after, own, before], dim=2))
-        if token_type_ids is None:
-            token_type_ids = torch.zeros(own.shape[:2], dtype=torch.long, device=own.device)
-        places = packed_batch.places() if position_ids is None else position_ids
-        embeddings = embeddings + module.position_embeddings(places) + module.token_type_embeddings(token_type_ids)
-        return module.dropout(module.LayerNorm(embeddings))
+    def __init__(self, module: Any, context: PackingContext) -> None:
+        super().__init__(module.embedding_transformation, context)
+        self.joins = module.trigram_input
+
+    def call(self, embeddings: Tensor) -> Tensor:
+        if self.joins and self.packed_batch is not None:
+            first = self.packed_batch.runs()[0]
+            last = nn.functional.pad(first[:, 1:], (0, 1), value=True)
+            after, own, before = embeddings.chunk(3, dim=2)
+            after, before = after.masked_fill(last[..., None], 0), before.masked_fill(first[..., None], 0)
+            embeddings = torch.cat([after, own, before], dim=2)
+        return self.inner(embeddings)
 
 
 def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) -> Tensor:

@@ -50,19 +50,19 @@ class DocumentByDocument(InstanceForward):
             arguments["use_cache"] = False
         return packed_batch.run_on_documents(self, arguments)
 
-    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """Run rows of whole documents."""
-        tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
-        if tokens is not None and self.takes_boundaries(tokens.shape[-1]):
-            return self._run_once(arguments, packed_batch)
-        batches = batches_of(packed_batch)
-        return _lay_back(batches, [self.inner(**_cut(arguments, batch)) for batch in batches])
-
-    def _run_once(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """Run all rows as one, with the boundaries that transformers' layers pass to their kernels."""
-        row = torch.arange(packed_batch.tokens.numel(), device=packed_batch.device)[None]
-        whole = Documents(packed_batch.tokens, row, torch.ones_like(row, dtype=torch.bool))
-        return _lay_back([whole], [self.inner(**_cut(arguments, whole) | packed_batch.boundary_arguments())])
+    def run(self, arguments: dict[str, Any], packed_batch: PackedBatch, *, once: bool | None = None) -> Any:
+        """Run rows of whole documents: `once`, as one row with the boundaries that transformers' layers pass to their
+        kernels, or in batches of similar lengths."""
+        if once is None:
+            tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
+            once = tokens is not None and self.takes_boundaries(tokens.shape[-1])
+        if once:
+            row = torch.arange(packed_batch.tokens.numel(), device=packed_batch.device)[None]
+            batches = [Documents(packed_batch.tokens, row, torch.ones_like(row, dtype=torch.bool))]
+            boundaries = packed_batch.boundary_arguments()
+        else:
+            batches, boundaries = batches_of(packed_batch), {}
+        return _lay_back(batches, [self.inner(**_cut(arguments, batch) | boundaries) for batch in batches])
 
     def takes_boundaries(self, width: int) -> bool:
         """Whether layers of this class keep documents apart by boundaries, on the device and in the dtype of this one.
@@ -93,7 +93,7 @@ class DocumentByDocument(InstanceForward):
         packed_batch = PackedBatch(None, places, None, torch.Size((1, 12)), weight.device, serving)
 
         def run(*documents: Tensor) -> Sequence[Tensor]:
-            packed = self._run_once(self.bound((torch.cat(documents, dim=1),), {}), packed_batch)
+            packed = self.run(self.bound((torch.cat(documents, dim=1),), {}), packed_batch, once=True)
             return _first(packed).split([5, 7], dim=1)
 
         try:

@@ -1,0 +1,328 @@
+"""`shard`, the stage of a patched model's pipeline in which ranks divide a batch (`patches/pipeline.py`)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from tritonpack.checks import is_int
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.consistency import require_same_batch
+from tritonpack.parallel.fused_head import FUSED_HEAD, OWN_ARGUMENTS, FusedHead
+from tritonpack.parallel.loss import ShardedLoss, computing_loss, fuses_loss, shifts
+from tritonpack.parallel.masks import ShardedBatch, shard_batch
+from tritonpack.parallel.rotary import following_longest, rotary_of_longest
+from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss, with_router_loss
+from tritonpack.parallel.shard_and_gather import Sharding, between_graphs, outside_of_graphs
+from tritonpack.patches.configurations import layer_windows, require_one_rope
+from tritonpack.patches.interface import NO_WEIGHTS, takes_tokens
+from tritonpack.patches.layers.positions import from_padding
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
+from tritonpack.patches.modules import holds
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.parse_inputs import TREE, cache_of, in_form
+from tritonpack.patches.pipeline import Pipeline
+from tritonpack.patches.targets import IGNORED, check_padding_labels
+
+# Arguments that the stage replaces or drops.
+REPLACED = (
+    "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position",
+    "position_ids", "labels", "shift_labels", "logits_to_keep",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's share of a call.
+
+    Attributes:
+        batch: this rank's documents, positions and masks, and how the whole batch is divided.
+        arguments: the model's arguments.
+        loss: the loss function of this call; None without labels.
+        head: TRL's fused head, if this call asks for it; it computes a loss of its own.
+        routers: whether the call asks for the loss of routers.
+    """
+
+    batch: ShardedBatch
+    arguments: dict[str, Any]
+    loss: ShardedLoss | None
+    head: FusedHead | None
+    routers: bool
+
+
+class ShardStage:
+    """Runs a user's call on this rank's rows. It takes the place of the other stages of a `Pipeline`.
+
+    Attributes:
+        context: the `SequenceParallel`.
+        number: of the model among those of the context.
+        specs: the masks of all layers, whose work layouts divide evenly.
+        rotary: the rotary embeddings that follow the longest document.
+        has_routers: whether calls may ask for the loss of routers.
+        fuses_loss: whether the model's forward is Liger-Kernel's.
+    """
+
+    def __init__(self, context: Any, number: int, module: PreTrainedModel) -> None:
+        self.context, self.number = context, number
+        self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
+        self.has_routers = hasattr(module.config.get_text_config(), "output_router_logits")
+        self.fuses_loss = fuses_loss(module)
+        self._last_loss: Any = self  # of the last call, and whether it compares each token with the next label
+        self._shifts = True
+
+    @between_graphs
+    def __call__(self, forward: Pipeline, arguments: dict[str, Any]) -> Any:
+        """The output of this rank's rows, or of the whole batch with `gather_outputs`.
+
+        Raises:
+            ValueError: on every rank, if one of them can't shard its arguments, or if arguments differ between ranks.
+        """
+        module = forward.module
+        shard = self._shard(forward, arguments)
+        wanted = arguments.get("return_dict")
+        wanted = getattr(module.config, "return_dict", True) if wanted is None else wanted
+        as_tuple = not wanted and forward.takes_return_dict
+        if as_tuple:
+            shard.arguments["return_dict"] = True
+        with ExitStack() as stack:
+            stack.callback(shard.batch.forget)
+            if self.rotary:
+                stack.enter_context(following_longest(self.rotary, shard.batch.whole))
+            if shard.loss is not None:
+                stack.enter_context(computing_loss(module, shard.loss))
+            output = forward.run_packed(shard.arguments, shard.batch)
+        if not shard.batch.attended:
+            raise UnsupportedModelError(
+                f"{forward.name} converts attention_mask before attention, so layers saw only this rank's tokens. "
+                "Train it without SequenceParallel."
+            )
+        output = self._finish(module, output, shard)
+        return output.to_tuple() if as_tuple else output
+
+    @outside_of_graphs
+    def _shard(self, forward: Pipeline, arguments: dict[str, Any]) -> Shard:
+        """This rank's share of a call. Every rank calls this with the same full batch."""
+        context, module, error = self.context, forward.module, None
+        try:
+            routers = self.has_routers and wants_router_loss(arguments, module)
+            if forward.path == "":
+                self._require_heads_in_place(module)
+            whole = _read(forward, arguments)
+            if routers:
+                require_known_loss(module)
+            targets = self._targets(arguments, whole.tokens, module)
+        except Exception as problem:
+            error = problem
+        if context.check_batches:
+            device = module.device.type
+            given = arguments | {  # errors name what decides exchanges, beside the arguments, by these words
+                "the model that is called": self.number,
+                "gradient checkpointing": module.is_gradient_checkpointing,
+                "autocast": str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off",
+            }
+            require_same_batch(context.ranks, error, given, context.compared.next())
+        elif error is not None:
+            raise error
+        batch = shard_batch(whole, self.specs, context)
+        sharding = context.sharding = batch.sharding
+        sharded: dict[str, Any] = {}
+        for name, x in arguments.items():
+            if name not in REPLACED:
+                sharded[name] = _own_rows(x, sharding)
+        if whole.position_ids is not None:
+            sharded["position_ids"] = batch.position_ids
+        if forward.base.takes_cache or "use_cache" in forward.names:
+            sharded["use_cache"] = False
+        loss = head = None
+        if targets is not None:
+            own = sharding.shard(targets, fill=arguments.get("ignore_index", IGNORED))
+            if arguments.get(FUSED_HEAD):
+                head = FusedHead(sharding, arguments)
+                sharded = {name: x for name, x in sharded.items() if name not in OWN_ARGUMENTS}
+                sharded |= {FUSED_HEAD: True, "shift_labels": own}
+            else:
+                loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, targets)
+                sharded |= loss.of_fused(arguments) if self.fuses_loss else {"labels": own}
+        return Shard(batch, sharded, loss, head, routers)
+
+    def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
+        """The target of each token, of the shape `tokens`; None without labels."""
+        labels, targets = arguments.get("labels"), arguments.get("shift_labels")
+        own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
+        if labels is None and (targets is None or not own_head):
+            return None
+        if not own_head and module.loss_function is not self._last_loss:
+            self._shifts, self._last_loss = shifts(module.loss_function), module.loss_function
+        for name, given in (("labels", labels), ("shift_labels", targets)):
+            if given is not None and given.shape != tokens:
+                raise ValueError(
+                    f"{name} must have the shape of the tokens, {tuple(tokens)}; got {tuple(given.shape)}."
+                )
+        if targets is not None or not (own_head or self._shifts):
+            return labels if targets is None else targets
+        ignored = arguments.get("ignore_index", IGNORED)
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
+
+    def _require_heads_in_place(self, module: PreTrainedModel) -> None:
+        """Refuse a call by a forward that has replaced the forward of a head around this module since.
+
+        It would compare this rank's rows with the labels of the whole batch.
+        """
+        for head in self.context.heads:
+            if not head.gone and head.module is not module and not head.in_place and holds(head.module, module):
+                raise UnsupportedModelError(
+                    f"the forward of {head.name} was replaced inside of SequenceParallel, so it would compare the "
+                    "rows of one rank with the labels of all. Replace it before the context is entered: apply "
+                    "Liger-Kernel there, or with Trainer's use_liger_kernel."
+                )
+
+    @outside_of_graphs
+    def _finish(self, module: PreTrainedModel, output: Any, shard: Shard) -> Any:
+        """The output for the whole batch with `gather_outputs`, else for this rank's rows."""
+        if not isinstance(output, ModelOutput):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} returns a {type(output).__name__}; sequence parallelism needs a ModelOutput "
+                "of transformers, whose names say what each output is."
+            )
+        if shard.head is not None:
+            return shard.head.finish(output)
+        if shard.loss is not None:
+            shard.loss.finish(module, output)
+        if shard.routers:
+            loss = None if shard.loss is None else shard.loss.result
+            with_router_loss(output, module, shard.batch.sharding, shard.batch.live(), loss)
+        for name, value in list(output.items()):
+            if name not in ("loss", "aux_loss") and value is not None:
+                output[name] = self._rows(module, name, value, shard.batch.sharding)
+        return output
+
+    def _rows(self, module: PreTrainedModel, name: str, value: Any, sharding: Sharding) -> Any:
+        """One output, gathered with `gather_outputs`; refuses an output without one row per token."""
+        if isinstance(value, tuple):
+            return tuple(self._rows(module, name, one, sharding) for one in value)
+        gathers, rows = self.context.gather_outputs, sharding.rows
+        if isinstance(value, Tensor) and name != "pooler_output":
+            if value.shape[:2] == (1, rows):
+                return sharding.gather(value) if gathers else value
+            if value.ndim and value.shape[0] == rows:  # (rows, ...), such as a router's logits
+                return sharding.gather(value[None]).flatten(0, 1) if gathers else value
+        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UnsupportedModelError(
+            f"{type(module).__name__} returns {name} ({given}) without one row per token, so a rank can't compute it "
+            "from its own tokens. Train it without SequenceParallel."
+        )
+
+
+class Cover(Pipeline):
+    """Shards the calls of a forward that other code has put over the forward of a patch, such as TRL's fused head.
+
+    That forward would compare this rank's rows with the labels of the whole batch.
+
+    Attributes:
+        below: the forward that is covered.
+    """
+
+    def __init__(self, below: Pipeline) -> None:
+        super().__init__(below.module, below.context, below.base)
+        self.below = below
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.installed or not self.shard.context.running or self.context.current.told is not None:
+            return self.inner(*args, **kwargs)
+        return self.shard(self, self.bound(args, kwargs))
+
+
+def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
+    """The documents of a call; refuses arguments that can't be divided into rows of tokens."""
+    in_form(arguments, forward.name, forward.known)
+    base, ids, embeddings = forward.base, arguments.get("input_ids"), arguments.get("inputs_embeds")
+    tokens = embeddings if ids is None else ids
+    if (ids is None) == (embeddings is None) or not isinstance(tokens, Tensor):
+        raise ValueError("pass either input_ids or inputs_embeds, as a tensor of the whole batch.")
+    shape = tokens.shape[:-1] if ids is None else tokens.shape
+    if len(shape) != 2:
+        raise ValueError(f"tokens must be (batch, length); got {tuple(tokens.shape)}.")
+    if not shape.numel():
+        raise ValueError(f"a batch needs at least one token; got tokens of shape {tuple(shape)}.")
+    if arguments.get("output_attentions"):
+        raise UnsupportedModelError(NO_WEIGHTS)
+    if arguments.get("use_cache") or cache_of(arguments) is not None:
+        raise ValueError(
+            "sequence parallelism computes whole sequences without a cache; leave out the cache and use_cache. "
+            "To generate, leave the context, or pause it: `with context.paused(): model.generate(...)`."
+        )
+    if arguments.get(TREE) is not None:
+        raise UnsupportedModelError(
+            f"{TREE} says that sequences share tokens, and sequence parallelism shards documents that lie one after "
+            "the other. Give each sequence all of its tokens."
+        )
+    kept, mask = arguments.get("logits_to_keep"), arguments.get("attention_mask")
+    if kept is not None and not (is_int(kept) and kept == 0):
+        raise ValueError(
+            "logits_to_keep names tokens of whole rows, and each rank computes the logits of its own tokens. Leave it "
+            "out: a rank has only its share of the logits. With gather_outputs=True select rows of the output."
+        )
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be two-dimensional, 0 for padding; got {given}. Mark documents by position_ids, "
+            "cu_seq_lens_q, seq_idx or numbers in the mask."
+        )
+    for name, value in arguments.items():
+        if name in REPLACED or name in ("input_ids", "inputs_embeds"):
+            continue
+        for x in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(x, Tensor) and x.ndim and x.shape[:2] != shape:
+                raise UnsupportedModelError(
+                    f"{name} has shape {tuple(x.shape)}, which doesn't begin with the shape of the tokens, "
+                    f"{tuple(shape)}. Sequence parallelism can only shard arguments with one row per token. For images "
+                    "and sounds, embed all tokens on every rank and pass inputs_embeds."
+                )
+    if base.codebooks != 1:
+        raise UnsupportedModelError(
+            f"{forward.name} adds the embeddings of {base.codebooks} rows for each token; sequence parallelism shards "
+            "arguments with one row per token."
+        )
+    if arguments.get("position_ids") is None and "position_ids" in base.names and not base.gives_positions:
+        raise UnsupportedModelError(
+            f"{forward.name} computes positions from all tokens of a batch. Pass position_ids, such as its "
+            "get_rope_index returns."
+        )
+    whole = base.read(arguments, forward)
+    starts, _ = whole.runs()  # raises for padding inside a document
+    if forward.mixed_loss and arguments.get("labels") is not None:
+        forward.require_no_mixed_loss(whole)
+    if whole.attention_mask is not None:
+        check_padding_labels(forward.module, arguments, whole)
+    for kind, limit in base.rope_limits:
+        require_one_rope(whole, kind, limit)
+    if base.padding_place is not None:  # documents may hold padding tokens on other ranks
+        positions = from_padding(whole, arguments.get("input_ids"), base.padding_place)
+        whole = whole.replace(boundaries=starts, position_ids=positions)
+    return whole
+
+
+def _own_rows(x: Any, sharding: Sharding) -> Any:
+    """This rank's rows of a tensor with one row per token, also within a tuple or list; other values unchanged."""
+    if isinstance(x, (tuple, list)):
+        parts = [_own_rows(part, sharding) for part in x]
+        return tuple(parts) if isinstance(x, tuple) else parts
+    return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
+
+
+def layer_specs(module: PreTrainedModel) -> tuple[MaskSpec, ...]:
+    """The masks of all layers, for layouts."""
+    config = module.config.get_text_config()
+    # Only towers that take tokens count: towers of images see both directions in any model.
+    if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
+        return (WHOLE_DOCUMENT,)
+    chunk, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None) or ()
+    if chunk and any("chunk" in kind for kind in kinds):
+        return tuple(MaskSpec.of((-1, 0), chunk if "chunk" in kind else None) for kind in kinds)
+    return tuple(MaskSpec.of((window - 1, 0)) if window else CAUSAL for window in layer_windows(config)) or (CAUSAL,)
