@@ -107,4 +107,4 @@ release-check: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.release_check
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out first-day site .cache .matrix
+	rm -rf $(VENV) build dist *.egg-info demo-out bench-out first-day site .cache .matrix

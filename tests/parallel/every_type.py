@@ -19,8 +19,6 @@ def verdict(name):
     if name == "xlm-roberta":
         ids[0, [1, 8, 12, 20]] = model.config.pad_token_id  # inside documents
     batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
-    if model.config.model_type in ("musicgen", "musicgen_melody", "musicgen_decoder", "musicgen_melody_decoder"):
-        batch["input_ids"] = ids.repeat(2, 1)  # codebooks
     with torch.no_grad():
         with patch(model):
             wanted = model(**batch, use_cache=False).logits

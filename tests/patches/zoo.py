@@ -22,8 +22,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from tritonpack.patches.families import CODEBOOKS
-
 DATA = yaml.safe_load((Path(__file__).parent / "zoo.yaml").read_text())
 VOCAB = 64
 
@@ -234,7 +232,7 @@ def spread(model: nn.Module, generator: torch.Generator) -> None:
 
 def codebooks_of(config: Any) -> int:
     """How many rows of ids a model takes for one row of tokens: several in a few decoders of sound."""
-    return config.num_codebooks if config.model_type in CODEBOOKS else 1
+    return config.num_codebooks if config.model_type in ("musicgen_decoder", "musicgen_melody_decoder") else 1
 
 
 def rows_for_codebooks(ids: Tensor, books: int, size: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.testing import backends
 from tests.testing.backends import WRONG, attention
 from tritonpack import flash_attn
-from tritonpack.testing import conformance, tolerance
+from tritonpack.testing import CASES, check_outputs, conformance, make_inputs, tolerance
 from tritonpack.testing.cases import Inputs
 from tritonpack.testing.conformance.call import VarlenFunction
 
@@ -282,3 +282,12 @@ class TestReport:
         assert chosen == ["slack/zeros", "lse/values", "lse/empty-rows"]
         with pytest.raises(ValueError, match=r"no check matches .*kinds are forward, backward, inputs, empty"):
             conformance.checks(only=["nothing/*"])
+
+
+def test_the_limit_is_about_twice_the_error_of_plain_attention() -> None:
+    inputs = make_inputs(next(case for case in CASES if case.name == "one-document"), torch.bfloat16)
+    found = check_outputs(inputs, tolerance.run_plain(inputs))
+    assert all(2 < found.allowed[name] / error < 15 for name, error in found.plain.items()), found
+    off = {name: x + 2 * found.allowed[name] for name, x in tolerance.run_plain(inputs).items()}
+    with pytest.raises(AssertionError, match="out, lse, dq, dk, dv beyond twice plain attention's error"):
+        check_outputs(inputs, off)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import shutil
 import sys
 import tempfile
 from contextlib import AbstractContextManager
@@ -34,13 +33,15 @@ class Installation(AbstractContextManager["Installation"]):
     """tritonpack's functions under the name `flash_attn`; as a context manager it uninstalls them on leaving."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="tritonpack-"))
         self._replaced = _loaded()
+        self._folder = tempfile.TemporaryDirectory(prefix="tritonpack-")  # which is removed when Python ends, too
+        _INSTALLED.append(self)
         try:
             for name, text in _FILES.items():
-                (self._folder / name).parent.mkdir(exist_ok=True)
-                (self._folder / name).write_text(text)
-            sys.path.insert(0, str(self._folder))
+                path = Path(self._folder.name, name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+            sys.path.insert(0, self._folder.name)
             self._forget()
         except BaseException:
             self.uninstall()
@@ -61,10 +62,11 @@ class Installation(AbstractContextManager["Installation"]):
 
     def uninstall(self) -> None:
         """Restore what `import flash_attn` found before; a second call does nothing."""
-        if not self._folder.exists():
+        if self not in _INSTALLED:
             return
-        sys.path[:] = [path for path in sys.path if path != str(self._folder)]
-        shutil.rmtree(self._folder)
+        _INSTALLED.remove(self)
+        sys.path[:] = [path for path in sys.path if path != self._folder.name]
+        self._folder.cleanup()
         self._forget()
         sys.modules.update(self._replaced)
 
@@ -72,7 +74,10 @@ class Installation(AbstractContextManager["Installation"]):
         self.uninstall()
 
     def __repr__(self) -> str:
-        return f"Installation({NAME} {VERSION}, {'active' if self._folder.exists() else 'uninstalled'})"
+        return f"Installation({NAME} {VERSION}, {'active' if self in _INSTALLED else 'uninstalled'})"
+
+
+_INSTALLED: list[Installation] = []  # at most one, which lives as long as the process unless it is uninstalled
 
 
 def install(*, force: bool = False) -> Installation:
@@ -98,7 +103,7 @@ def install(*, force: bool = False) -> Installation:
     ...     from flash_attn import flash_attn_varlen_func
     """
     check_flag(force, "force")
-    if any(Path(path).name.startswith("tritonpack-") and Path(path, NAME).exists() for path in sys.path):
+    if _INSTALLED:
         raise RuntimeError("tritonpack.flash_attn is installed already; call uninstall() on its handle first.")
     if not force and _loaded():
         raise RuntimeError(

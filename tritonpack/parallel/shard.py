@@ -286,11 +286,6 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
                     f"{tuple(shape)}. Sequence parallelism can only shard arguments with one row per token. For images "
                     "and sounds, embed all tokens on every rank and pass inputs_embeds."
                 )
-    if base.codebooks != 1:
-        raise UnsupportedModelError(
-            f"{forward.name} adds the embeddings of {base.codebooks} rows for each token; sequence parallelism shards "
-            "arguments with one row per token."
-        )
     if arguments.get("position_ids") is None and "position_ids" in base.names and not base.gives_positions:
         raise UnsupportedModelError(
             f"{forward.name} computes positions from all tokens of a batch. Pass position_ids, such as its "

@@ -14,7 +14,7 @@ from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import families, guards
 from tritonpack.patches.compact import move
-from tritonpack.patches.configurations import codebooks_of, is_bidirectional, require_one_rope, rope_limits, text_config
+from tritonpack.patches.configurations import is_bidirectional, require_one_rope, rope_limits, text_config
 from tritonpack.patches.encoder_decoder import cross_attention_mask
 from tritonpack.patches.forwards import takes_dense_mask
 from tritonpack.patches.interface import FUNCTIONS, NAMES
@@ -60,7 +60,6 @@ class BaseForward(Pipeline):
         place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
         self.padding_place = (config.pad_token_id or 0 if place is None else place) if counts else None
         self.padding = config.pad_token_id if self.model_type in families.MASKS_PADDING else None
-        self.codebooks = codebooks_of(module)
         self.rope_limits = rope_limits(text_config(config))
         self.needs_types = self.model_type in families.BOTH_WAYS | families.PROMPT_TYPES and is_bidirectional(config)
         self.checks_begin = bool(self.needs_types or self.rope_limits or "perm_mask" in self.names)
@@ -206,7 +205,7 @@ class BaseForward(Pipeline):
         ids, cache = arguments.get("input_ids"), cache_of(arguments)
         tokens = arguments.get("inputs_embeds") if ids is None else ids
         shape = torch.Size() if tokens is None else tokens.shape if ids is not None else tokens.shape[:-1]
-        if head is not self and len(shape) == 3:  # choices, or columns of codebooks
+        if head is not self and len(shape) == 3:
             if head.has_choices:
                 flat = {name: x.flatten(0, 1) for name, x in arguments.items() if getattr(x, "shape", ())[:3] == shape}
                 if (packed_batch := self.read(arguments | flat, head)) is not None:
@@ -220,7 +219,6 @@ class BaseForward(Pipeline):
             return None
         if tokens is None or len(shape) != 2:
             return mask if isinstance(mask, PackedBatch) else None
-        shape = torch.Size((shape[0] // self.codebooks, shape[1]))
         told = mask if isinstance(mask, PackedBatch) else outer
         if told is not None and told.tells_documents:
             if told.tokens == shape:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from tritonpack.checks import require
-from tritonpack.patches.families import CODEBOOKS
-from tritonpack.patches.modules import models_in
 from tritonpack.patches.packed_batch import PackedBatch
 
 TOKEN_FIELDS = ("_token_id", "_token_ids", "_token_index", "_tokens")  # ends of names of fields that hold token ids
@@ -47,12 +44,6 @@ def pad_token_of(config: Any, side: str) -> int | None:
     parts = [part for name in names if is_config(part := getattr(config, name, None))]
     found = (getattr(part, "pad_token_id", None) for part in (*parts, text_config(config)))
     return next((token for token in found if token is not None), None)
-
-
-def codebooks_of(model: nn.Module) -> int:
-    """Return how many rows of ids stand for one row of the decoder's tokens."""
-    configs = [module.config for module in models_in(model)]
-    return max((config.num_codebooks for config in configs if config.model_type in CODEBOOKS), default=1)
 
 
 def is_bidirectional(config: Any) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.patches.configurations import codebooks_of, pad_token_of
+from tritonpack.patches.configurations import pad_token_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
 from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
@@ -44,7 +44,7 @@ class EncoderDecoderForward(Pipeline):
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, base: Any) -> None:
         super().__init__(module, context, base)
-        self.serving, self.books = base.serving, codebooks_of(module)
+        self.serving = base.serving
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
 
     def run(self, arguments: dict[str, Any]) -> Any:
@@ -108,15 +108,10 @@ class EncoderDecoderForward(Pipeline):
         made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
         if made or all(value is None for value in said.values()):
             return None
-        prefix, books = ("decoder_", self.books) if side == "decoder" else ("", 1)
-        ids = arguments.get(f"{prefix}input_ids")
-        shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
-        if ids is not None and books > 1:  # -1 where the codebooks of a token differ; padding is alike in all
-            of_books = ids.unflatten(0, (-1, books))
-            ids = torch.where((of_books == of_books[:, :1]).all(1), of_books[:, 0], -1)
-        pad = pad_token_of(self.module.config, side)
+        said["input_ids"] = arguments.get("decoder_input_ids" if side == "decoder" else "input_ids")
+        shape, pad = torch.Size(tokens.shape[:2]), pad_token_of(self.module.config, side)
         try:
-            packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
+            packed_batch = make_packed_batch(said, shape, tokens.device, self.serving, pad)
         except ValueError as error:
             raise ValueError(f"documents of the {side}: {error}") from error
         cached = side == "decoder" and cache_of(arguments) is not None

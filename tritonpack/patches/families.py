@@ -29,6 +29,8 @@ REFUSED = {
     "diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "gemma4_assistant": "it drafts tokens from another model's cache",
     "gemma4_unified_assistant": "it drafts tokens from another model's cache",
+    "musicgen_decoder": "its rows of ids are codebooks of sounds, several for a row of tokens",
+    "musicgen_melody_decoder": "its rows of ids are codebooks of sounds, several for a row of tokens",
     "nllb-moe": "its experts take a limited number of tokens of a batch, so documents of a row compete for them",
     "prophetnet": "its decoder makes masks and position buckets of its own for n-grams",
     "switch_transformers": "its experts take the first tokens of a row until they are full",
@@ -81,9 +83,6 @@ BOTH_WAYS = _names("gemma gemma2 gemma3")
 
 # Models around these decoders whose token_type_ids say which tokens see both directions: 0 for image and prompt.
 PROMPT_TYPES = _names("paligemma")
-
-# Decoders whose rows of input_ids are codebooks: `num_codebooks` rows for each row of tokens.
-CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 
 # Attention that makes its own mask: the end of its module's name, its class, and the argument that gets our mask.
 OWN_MASKS = {

@@ -1,7 +1,6 @@
 """MultipackBatchSampler: batches of bins by best-fit or next-fit, axolotl's calls, ranks, accelerate and Trainer."""
 
 import inspect
-import multiprocessing
 from itertools import chain
 
 import numpy as np
@@ -121,25 +120,6 @@ def test_set_epoch():
     assert documents_of(batches) != first, "passed on to a sampler that has set_epoch"
     with pytest.raises(ValueError, match=r"epoch must be an integer of at least 0; got 1.5"):
         batches.set_epoch(1.5)
-
-
-METHODS = [None, *sorted({"fork", "spawn"} & set(multiprocessing.get_all_start_methods()))]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.fast("None", "fork")
-def test_one_row_per_batch(method):
-    batches = batches_of(batch_size=40)
-    loader = DataLoader(
-        BinDataset([{"input_ids": list(range(length))} for length in LENGTHS.tolist()]),
-        batch_sampler=batches,
-        collate_fn=PackingCollator(),
-        num_workers=0 if method is None else 1,
-        multiprocessing_context=method,
-    )
-    lengths = [batch["cu_seq_lens_q"].diff().tolist() for batch in loader]
-    assert lengths == [LENGTHS[list(chain.from_iterable(batch))].tolist() for batch in batches]
-    assert len(loader) == len(lengths)
 
 
 REFUSED = [

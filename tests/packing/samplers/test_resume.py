@@ -394,6 +394,11 @@ def test_resumes_after_any_batch(name, batches):
     fresh = SAMPLERS[name]()
     fresh.set_epoch(1)
     assert list(target) == list(fresh), "another epoch ends a resume"
+    iterator = iter(fresh)
+    first = next(iterator)
+    fresh.set_epoch(3)
+    target.set_epoch(1)
+    assert [first, *iterator] == list(target), "an iterator keeps its epoch"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -88,8 +88,6 @@ class PaddedTrial(Trial):
         if given and computed * mask.numel() <= (self.needed + before) * given:
             return verdict, number, reason
         why = f"ran on {computed} of {given} tokens, and {self.needed} would do"
-        if self.subject.books > 1:
-            why = "it takes several rows of ids for a row of tokens"
         return "as it is", math.nan, f"{form}: {why}"
 
 

@@ -160,14 +160,17 @@ def plan_epoch(
     least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, tail)
     check_flag(shuffle, "shuffle")
-    tokens, squares = (lengths.tokens, lengths.squares) if isinstance(lengths, Units) else (lengths, None)
-    noun = lengths.noun if isinstance(lengths, Units) else "document"
-    tokens = fit_lengths(tokens, capacity, noun=noun).lengths.astype(np.int64)
+    units, given = (lengths, lengths.tokens) if isinstance(lengths, Units) else (None, lengths)
+    noun = "document" if units is None else units.noun
+    remedy = (
+        "leave such units out" if noun == "unit" else "pass the lengths that fit_lengths(..., overlong=...) returns"
+    )
+    tokens = fit_lengths(given, capacity, remedy=remedy, noun=noun).lengths.astype(np.int64)
     numbers = epoch_order(len(tokens), seed, epoch, shuffle, order)
     if order is None:
         check_tail(tokens, capacity, num_ranks, tail)
     together = choose_steps_together(tokens, capacity, num_ranks) if shuffle and order is None else 1
-    squares = squares if squares is None else squares[numbers]
+    squares = None if units is None or noun == "document" else units.squares[numbers]
     return plan_stream(numbers, tokens[numbers], squares, capacity, num_ranks, objective, tail, least_steps, together)
 
 

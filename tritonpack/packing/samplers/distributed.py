@@ -148,7 +148,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             count = f"{len(self.lengths)} {self._noun}s"
             self._lengths_summary = f"{count} with {totals}, digest {digest(*amounts.values())}"
         if can_compare(self._ranks_that_compare):
-            values = {**self._given(), "seed": seed, "the lengths": self._lengths_summary}
+            values = {**self._given(), "the lengths": self._lengths_summary, "the digest of order": None}
+            values["seed"] = self.seed if self._seed_is_given else None
             if order is not None:
                 values["the digest of order"] = digest(epoch_order(len(self.lengths), 0, 0, order=order))
             number = place_among_processes()[1] if self.is_shared else self.rank
@@ -198,8 +199,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         made = self._current()
         return (made.steps_before + made.plan.num_steps) * self._batches_per_step
 
-    def _batch(self, number: int) -> list[int]:
-        made = self._current()
+    def _batch(self, made: Segment, number: int) -> list[int]:
         step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
         return made.plan.row(step - made.steps_before, rank).tolist()
 

@@ -94,8 +94,11 @@ class EpochSampler(EpochCounter, ABC):
         """The exact number of batches of the current epoch, the same on every rank, also after a resume."""
 
     @abstractmethod
-    def _batch(self, number: int) -> list[Any]:
-        """A batch of the current epoch."""
+    def _current(self) -> Any:
+        """What the batches of the current epoch are read from."""
+
+    @abstractmethod
+    def _batch(self, made: Any, number: int) -> list[Any]: ...
 
     def __iter__(self) -> Iterator[list[Any]]:
         self._find_begin()
@@ -122,11 +125,11 @@ class EpochSampler(EpochCounter, ABC):
             )
         self._resumed = False
         self._passes += 1
-        this, batch, batches = (self._passes, self.epoch), self._batch, len(self)
+        this, made, batches = (self._passes, self.epoch), self._current(), len(self)
         for number in range(self._done, batches):
             if this == (self._passes, self._counted_epoch):
                 self._done = number + 1
-            yield batch(number)
+            yield self._batch(made, number)
 
     @property
     def _batches_done(self) -> int:

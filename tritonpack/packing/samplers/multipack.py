@@ -227,8 +227,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             )
         return batches
 
-    def _batch(self, number: int) -> list[list[int]]:
-        made = self._current()
+    def _batch(self, made: _Bins, number: int) -> list[list[int]]:
         ends = made.offsets[number * self.batch_size : (number + 1) * self.batch_size + 1].tolist()
         return [made.items[start:stop].tolist() for start, stop in pairwise(ends)]
 
@@ -272,7 +271,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
     def generate_batches(self, set_stats: bool | None = None) -> list[list[list[int]]]:
         """All batches of this epoch. The position of an iteration doesn't change. `set_stats` has no effect."""
-        return [self._batch(number) for number in range(len(self))]
+        return [self._batch(self._current(), number) for number in range(len(self))]
 
     @property
     def dropped_documents(self) -> int:

@@ -82,7 +82,7 @@ def plan_segment(
     """
     done, steps = np.zeros(len(units), dtype=np.int64), 0
     try:
-        earlier = [(dict(own), int(rows)) for own, rows in json.loads(before or "[]")]
+        earlier = [(dict(own), rows) for own, rows in json.loads(before or "[]")]
     except (TypeError, ValueError, RecursionError):
         raise ValueError(f"before, which holds the earlier settings, is damaged: {before!r:.60}.") from None
     for own, rows in earlier:
