@@ -35,6 +35,6 @@ def test_names_what_loses(rival, changes, expected):
 @pytest.mark.parametrize("name", data_sets(np.full(100, 2048)))
 def test_our_sampler_plans_every_data_set(name):
     capacity, draw = data_sets(np.full(2000, 2048))[name]
-    plan = _ours(capacity, 8).plan(draw(0), capacity, 8, 0, 0)
+    plan = _ours().plan(draw(0), capacity, 8, 0, 0)
     assert plan.num_steps > 2
     assert plan.num_documents > 0.9 * len(draw(0))
