@@ -15,7 +15,7 @@ from tritonpack.parallel.comm import Ranks
 from tritonpack.patches.applied_patch import AppliedPatch
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
-from tritonpack.patches.layers.embeddings import DocumentEmbeddings
+from tritonpack.patches.layers.embeddings import EsmEmbeddings
 
 
 def require_shardable(model: nn.Module, applied: AppliedPatch) -> None:
@@ -41,7 +41,7 @@ def require_shardable(model: nn.Module, applied: AppliedPatch) -> None:
         name, forward = type(layer).__name__, layer.__dict__.get("forward")
         if isinstance(forward, DocumentMask):
             reason = "attends outside of transformers' attention interface"
-        elif isinstance(forward, (DocumentEmbeddings, EncoderAttention)):
+        elif isinstance(forward, (EsmEmbeddings, EncoderAttention)):
             reason = "reads other tokens of a document, or their mask, before attention, and ranks have only some"
         elif name.endswith("ForSequenceClassification"):
             raise UnsupportedModelError(

@@ -15,7 +15,7 @@ from tritonpack.patches.configurations import is_bidirectional
 from tritonpack.patches.forwards import takes_dense_mask, takes_tokens_and_mask
 from tritonpack.patches.interface import takes_sdpa
 from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention, FalconAttention
-from tritonpack.patches.layers.embeddings import EsmEmbeddings, Trigrams
+from tritonpack.patches.layers.embeddings import EsmEmbeddings
 from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.layers.positions import LocalPositions
 from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
@@ -142,7 +142,6 @@ REWRITTEN: dict[str, type[InstanceForward]] = {
     "FalconFlashAttention2": FalconAttention,
     "LayoutLMSelfAttention": EncoderAttention,
     "MarkupLMSelfAttention": EncoderAttention,
-    "MobileBertEmbeddings": Trigrams,
 }
 
 

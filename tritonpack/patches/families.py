@@ -29,6 +29,7 @@ REFUSED = {
     "diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "gemma4_assistant": "it drafts tokens from another model's cache",
     "gemma4_unified_assistant": "it drafts tokens from another model's cache",
+    "mobilebert": "its embeddings are each made of three tokens of the row",
     "musicgen_decoder": "its rows of ids are codebooks of sounds, several for a row of tokens",
     "musicgen_melody_decoder": "its rows of ids are codebooks of sounds, several for a row of tokens",
     "nllb-moe": "its experts take a limited number of tokens of a batch, so documents of a row compete for them",

@@ -12,11 +12,7 @@ from tritonpack.patches.parts import InstanceForward, PackingContext
 from tritonpack.patches.placement import Documents
 
 
-class DocumentEmbeddings(InstanceForward):
-    """Embeddings of a layer that reads other tokens of the document."""
-
-
-class EsmEmbeddings(DocumentEmbeddings):
+class EsmEmbeddings(InstanceForward):
     """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others are scaled up to make up for them.
 
     The layer divides by the share of unmasked tokens in the row. So its input is multiplied by that share, and divided
@@ -32,23 +28,6 @@ class EsmEmbeddings(DocumentEmbeddings):
             scale = _unmasked_in_row_over_document(ids == module.mask_token_id, packed_batch)
             arguments["inputs_embeds"] = embeddings * scale[..., None].to(embeddings.dtype)
         return self.inner(**arguments)
-
-
-class Trigrams(DocumentEmbeddings):
-    """The layer of MobileBERT's embeddings that joins three tokens: neighbours in other documents count as zeros."""
-
-    def __init__(self, module: Any, context: PackingContext) -> None:
-        super().__init__(module.embedding_transformation, context)
-        self.joins = module.trigram_input
-
-    def call(self, embeddings: Tensor) -> Tensor:
-        if self.joins and self.packed_batch is not None:
-            first = self.packed_batch.runs()[0]
-            last = nn.functional.pad(first[:, 1:], (0, 1), value=True)
-            after, own, before = embeddings.chunk(3, dim=2)
-            after, before = after.masked_fill(last[..., None], 0), before.masked_fill(first[..., None], 0)
-            embeddings = torch.cat([after, own, before], dim=2)
-        return self.inner(embeddings)
 
 
 def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) -> Tensor:
