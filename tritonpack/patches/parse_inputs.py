@@ -225,7 +225,8 @@ def make_packed_batch(
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
     starts = next(iter(told.values()), None)
-    packed_batch = PackedBatch(mask, position_ids, starts, tokens, device, serving, filler=filler, causal=reads_pairs)
+    packed_batch = PackedBatch(mask, position_ids, starts, tokens, device, serving)
+    packed_batch.filler, packed_batch.causal = filler, reads_pairs
     if (mask is not None) + (position_ids is not None) + len(told) > 1:
         _require_agreement(packed_batch, told)
     return packed_batch

@@ -64,12 +64,12 @@ class PackingContext:
 
     def run(self, call: Call, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function in a call."""
-        outer = self.current
-        self.call = self._of_thread.call = call
+        outer, of_thread = self.current, self._of_thread
+        self.call = of_thread.call = call
         try:
             return function(*args, **kwargs)
         finally:
-            self.call = self._of_thread.call = outer
+            self.call = of_thread.call = outer
 
     def require_in_force(self) -> None:
         """Refuse the recomputation of a layer whose patch isn't on the model any more: documents would mix."""
