@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.masks.pairs import REMEDY
 from tritonpack.patches import families, guards
 from tritonpack.patches.compact import move
 from tritonpack.patches.configurations import is_bidirectional, require_one_rope, rope_limits, text_config
@@ -22,7 +23,6 @@ from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.layers.positions import METHOD, from_padding, leave_positions_to_model
 from tritonpack.patches.modules import holds, modules_in
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.pair_masks import REMEDY
 from tritonpack.patches.parse_inputs import COUNTED, OpenMask, cache_of, make_packed_batch, require_depths, tokens_of
 from tritonpack.patches.parts import Call, Checkpoints, InstanceForward
 from tritonpack.patches.pipeline import Pipeline

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import sys
+from collections.abc import Collection
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -81,7 +82,7 @@ def foreign_modules(model: nn.Module) -> list[nn.Module]:
     kinds = {type(one) for one in every}
     homes = {home for home in {kind.__module__ for kind in kinds} if _makes_own_masks(home)}
     genuine = {kind for kind in kinds if kind.__module__ in homes and _is_genuine(kind)}
-    return [one for one in every if type(one) not in genuine or not _is_wrapper(one.__dict__.get("forward"))]
+    return [one for one in every if type(one) not in genuine or not is_of(one.__dict__.get("forward"))]
 
 
 def is_own(module: nn.Module, instance: Any = None) -> bool:
@@ -89,7 +90,7 @@ def is_own(module: nn.Module, instance: Any = None) -> bool:
 
     `instance` is the forward that the module itself had before a patch; by default the one that it has.
     """
-    return _is_wrapper(instance or module.__dict__.get("forward")) and _is_genuine(type(module))
+    return is_of(instance or module.__dict__.get("forward")) and _is_genuine(type(module))
 
 
 def has_known_loss(model: Any) -> bool:
@@ -111,17 +112,17 @@ def _makes_own_masks(home: str) -> bool:
 def _is_genuine(kind: Any) -> bool:
     """Whether the forward of a class is the one in its definition, in one of `WRAPPERS`."""
     innermost = inspect.unwrap(kind.forward)
-    if not _is_wrapper(kind.forward) or package_of(innermost) != "transformers":
-        return _is_wrapper(kind.forward)
+    if not is_of(kind.forward) or package_of(innermost) != "transformers":
+        return is_of(kind.forward)
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     home, _, _ = innermost.__qualname__.rpartition(".")  # another class if its forward was put here
     return "<locals>" in home or home in {base.__qualname__ for base in owner.__mro__}
 
 
-def _is_wrapper(forward: Any) -> bool:
-    """Whether a function, and all functions that it wraps, or replaces by a patch (`own`), are of `WRAPPERS`."""
+def is_of(forward: Any, packages: Collection[str] = WRAPPERS) -> bool:
+    """Whether a function, and all functions that it wraps, or replaces by a patch (`own`), are of some packages."""
     while forward is not None:
-        if package_of(forward) not in WRAPPERS:
+        if package_of(forward) not in packages:
             return False
         forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
     return True

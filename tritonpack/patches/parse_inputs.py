@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers, mask_as_numbers, require
 from tritonpack.masks.block_diagonal import changes, document_starts
+from tritonpack.masks.pairs import REMEDY, number_documents
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
-from tritonpack.patches.pair_masks import REMEDY, number_documents
 from tritonpack.patches.tensor_like import TensorLike
 
 # The arguments that tell documents apart.

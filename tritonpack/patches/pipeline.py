@@ -23,6 +23,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.compact import lay_back_head
 from tritonpack.patches.configurations import text_config
 from tritonpack.patches.families import OF_DOCUMENTS, OF_OTHERS, ONE_DOCUMENT_A_ROW, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.forwards import is_of
 from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import METHOD, leave_positions_to_model
 from tritonpack.patches.modules import holds
@@ -169,7 +170,7 @@ class Pipeline(InstanceForward):
             if part._forward_hooks:  # of users, which see the batch
                 return False
         function, own = getattr(self.inner, "__func__", self.inner), type(self.module).forward
-        if inspect.unwrap(function) is not inspect.unwrap(own) or not _is_harmless(function):
+        if inspect.unwrap(function) is not inspect.unwrap(own) or not is_of(function, HARMLESS):
             return False
         if "." in self.path and any(OF_OTHERS.fullmatch(name) and arguments[name] is not None for name in arguments):
             return False
@@ -282,14 +283,3 @@ def _needs_logits(model: nn.Module) -> bool:
     group = getattr(state(), "_fsdp_param_group", None) if state is not None else None
     resharded = state is not None and getattr(group, "post_forward_mesh_info", "unknown") is not None
     return resharded or (ddp is not None and ddp.static_graph)
-
-
-def _is_harmless(forward: Any) -> bool:
-    """Whether the code that runs in a forward, and in each of its wrappers, is of `HARMLESS` packages."""
-    while forward is not None:
-        forward = getattr(forward, "__func__", forward)
-        home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-        if home.partition(".")[0] not in HARMLESS:
-            return False
-        forward = getattr(forward, "__wrapped__", None)
-    return True
