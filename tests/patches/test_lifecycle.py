@@ -15,27 +15,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    LlamaForTokenClassification,
-    LlamaModel,
-    MambaConfig,
-    PreTrainedModel,
+    AutoModelForCausalLM, LlamaForCausalLM, LlamaForTokenClassification, LlamaModel, MambaConfig, PreTrainedModel,
 )  # fmt: skip
 
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import (
-    EXACT,
-    alike,
-    alone,
-    call_of,
-    documents,
-    in_threads,
-    is_patched,
-    packed,
-    require_exact,
-    state,
+    EXACT, alike, alone, call_of, documents, in_threads, is_patched, packed, require_exact, state,
 )  # fmt: skip
 from tests.patches.comparison import apart
 from tests.patches.models import tiny_model
