@@ -15,13 +15,27 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM, LlamaForCausalLM, LlamaForTokenClassification, LlamaModel, MambaConfig, PreTrainedModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    LlamaModel,
+    MambaConfig,
+    PreTrainedModel,
 )  # fmt: skip
 
 import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import (
-    EXACT, alike, alone, call_of, documents, in_threads, is_patched, packed, require_exact, state,
+    EXACT,
+    alike,
+    alone,
+    call_of,
+    documents,
+    in_threads,
+    is_patched,
+    packed,
+    require_exact,
+    state,
 )  # fmt: skip
 from tests.patches.comparison import apart
 from tests.patches.models import tiny_model
@@ -107,10 +121,9 @@ def test_the_later_patch_is_in_force() -> None:
 
 
 def test_leaving_a_suspended_patch_changes_nothing() -> None:
-    model = zoo.tiny_model("llama", dtype=torch.float64)
-    before = state(model)
-    outer, middle = tritonpack.patch(model), tritonpack.patch(model, backend="reference")
-    inner = tritonpack.patch(model, attention="sdpa")
+    before = state(model := build("llama"))
+    options: Any = ({}, {"backend": "reference"}, {"attention": "sdpa"})
+    outer, middle, inner = (tritonpack.patch(model, **one) for one in options)
     during = state(model)
     middle.unpatch()
     assert state(model) == during
@@ -248,8 +261,7 @@ def test_a_saved_model_has_no_trace_of_the_patch(tmp_path: Any) -> None:
 
 
 def test_report() -> None:
-    handle = tritonpack.patch(tiny_model("qwen2"), backend="reference")
-    report = handle.report
+    report = (handle := tritonpack.patch(tiny_model("qwen2"), backend="reference")).report
     assert (report.model_type, report.by_document, report.left) == ("qwen2", (), ())
     assert str(report) == "qwen2: backend reference, in place of sdpa"
     assert str(report) in repr(handle)
@@ -270,11 +282,10 @@ def test_report() -> None:
 
 def test_replicas_of_data_parallel_are_refused() -> None:
     """Their layers would run with the weights of the original. torch makes replicas by this method of each module."""
-    model = build("mamba")
-    with tritonpack.patch(model):
-        for module in (model, model.backbone):
+    with tritonpack.patch(model := build("mamba")):
+        for one in (model, model.backbone):
             with pytest.raises(UnsupportedModelError, match=r"replica of torch\.nn\.DataParallel"):
-                module._replicate_for_data_parallel()
+                one._replicate_for_data_parallel()
     assert model._replicate_for_data_parallel()._is_replica
 
 
@@ -466,22 +477,18 @@ def test_a_head_around_a_patched_model_is_refused(by_name: bool) -> None:
     assert state(model) == before
 
 
-class Wrapper(nn.Module):
+class Wrapper(nn.ModuleDict):
     """As FSDP and others put it around parts of a model."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+        return self["inner"](*args, **kwargs)
 
 
 def test_a_replaced_part_is_refused_and_a_wrapped_one_is_not() -> None:
     model = llama()
     old, new, expected = model.model, llama(LlamaModel), alone(model, gradients=False)
     with tritonpack.patch(model):
-        model.model = Wrapper(old)
+        model.model = Wrapper({"inner": old})
         require_exact(model, expected)
         for arguments in (call_of(), call_of("offsets_alone"), {"input_ids": call_of()["input_ids"]}):
             model.model = new
@@ -490,6 +497,4 @@ def test_a_replaced_part_is_refused_and_a_wrapped_one_is_not() -> None:
             model.model = old
             model(**arguments)
         model.model = new
-    assert not is_patched(model)
-    assert not is_patched(old)
-    assert old.config._attn_implementation == "sdpa"
+    assert (is_patched(model), is_patched(old), old.config._attn_implementation) == (False, False, "sdpa")
