@@ -47,6 +47,7 @@ WRONG = [
     ("plan a.json --capacity 5 --overlong drop", "--overlong drop leaves nothing"),
     ("plan a.json --capacity 5", "60 of 60 documents are longer than the --capacity of 5 tokens"),
     ("plan a.json --capacity 20 --column n", "a.json has no columns, but --column n was asked for"),
+    ("plan a.json --capacity 20 --json /proc/nowhere.json", "--json /proc/nowhere.json can't be written"),
     ("plan a.json --capacity 20 --json link.json", "--json link.json can't be written: the command reads a.json"),
     ("plan a.json --capacity 8 --lookahead 1", "tritonpack plan --lookahead was removed: a step is offered 1% more"),
     ("pack lines.jsonl --out b --capacity 8 --jobs 0", "Invalid value for '--jobs'"),
