@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import Any, Literal
 
@@ -261,7 +262,8 @@ def dataloader(
         elif not callable(collate_fn):
             raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
         elif packing != PackingCollator():
-            raise ValueError(f"collate_fn comes in place of {packing}: give these options to the collator itself.")
+            given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(PackingCollator(), f.name)]
+            raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:
             raise ValueError(

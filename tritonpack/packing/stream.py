@@ -187,7 +187,13 @@ class PackedStream(EpochCounter, IterableDataset):
             if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
-            values.load_state_dict(this["source"])
+            try:
+                values.load_state_dict(this["source"])
+            except Exception as error:  # the documents' own
+                raise ValueError(
+                    f"these documents can't take the state's 'source' ({type(error).__name__}: {error}). Load the "
+                    "state over the documents that it was saved with, or begin the pass anew."
+                ) from error
         return values, this
 
     def _windows(self, values: Any, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any], bool]]:

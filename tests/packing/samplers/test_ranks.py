@@ -158,7 +158,8 @@ def rank_0_says_what_changed(rank):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         one.load_state_dict(before.state_dict(batches_done=3))
-    changes = [str(warning.message) for warning in found if "num_ranks was 2 and is 3" in str(warning.message)]
+    messages = [str(warning.message) for warning in found]
+    changes = [message for message in messages if "the number of ranks was 2 and is 3" in message]
     assert on_all_ranks(len(changes)) == [1, 0, 0]
     documents = [document for part in on_all_ranks(list(one)) for batch in part for document in batch]
     done = before.plan.items[: before.plan.offsets[6]].tolist()

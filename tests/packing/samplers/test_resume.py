@@ -239,11 +239,11 @@ SAME = {
     "more processes": (bins, {}, {"num_replicas": 2}),
 }
 OTHER = {
-    "rows": (distributed, {}, {"capacity": 300}, "tokens_per_row was 256 and is 300. "),
-    "ranks": (distributed, {}, {"num_replicas": 2}, "num_ranks was 1 and is 2. "),
+    "rows": (distributed, {}, {"capacity": 300}, "the tokens of a row was 256 and is 300. "),
+    "ranks": (distributed, {}, {"num_replicas": 2}, "the number of ranks was 1 and is 2. "),
     "tail": (distributed, {}, {"tail": "drop"}, "tail was 'spread' and is 'drop'. "),
     "shuffle": (distributed, {}, {"shuffle": False}, "shuffle was True and is False. "),
-    "rows of a loader": (loader, {}, {"tokens": 300}, "tokens_per_row was 256 and is 300. "),
+    "rows of a loader": (loader, {}, {"tokens": 300}, "the tokens of a row was 256 and is 300. "),
 }
 REFUSED = {
     "seed": (distributed, {}, {"seed": 3}, "its seed was 0 and is 3. Pass that seed, or none"),

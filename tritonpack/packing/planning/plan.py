@@ -15,7 +15,7 @@ from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.planning.order import Order, epoch_order
 from tritonpack.packing.planning.tail import Tail, check_tail, is_full, spread, whole_steps
 from tritonpack.packing.units import Units
-from tritonpack.removed import refuse_removed
+from tritonpack.removed import OPTIONS, refuse_removed
 
 Objective = Literal["quadratic", "linear"]
 
@@ -247,6 +247,6 @@ def choose_steps_together(tokens: NDArray[np.int64], capacity: int, num_ranks: i
 def check_options(objective: str, tail: str) -> None:
     """ValueError for a wrong option of `plan_epoch`."""
     if objective == "cost":
-        refuse_removed(["cost_model"], "objective='cost'")
+        raise ValueError(f"objective='cost' was removed: {OPTIONS['cost_model']}.")
     check_choice(objective, get_args(Objective), "objective")
     check_choice(tail, get_args(Tail), "tail")

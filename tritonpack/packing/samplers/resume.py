@@ -162,11 +162,11 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
-    changes = []
+    changes, words = [], {"tokens_per_row": "the tokens of a row", "num_ranks": "the number of ranks"}
     for name in sorted({*settings, *saved}, key=str):
         was, now = (repr(values[name]) if name in values else "missing" for values in (saved, settings))
         if not (name in saved and name in settings and same(saved[name], settings[name])):
-            changes.append(f"{name} was {was} and is {now}")
+            changes.append(f"{words.get(name, name)} was {was} and is {now}")
     return "; ".join(changes)
 
 

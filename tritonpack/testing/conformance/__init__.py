@@ -184,6 +184,8 @@ def run(
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtypes is None:
         dtypes = (torch.bfloat16,) if target.type == "cuda" else (torch.float32, torch.bfloat16)
+    if isinstance(dtypes, str) or not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
+        raise ValueError(f"dtypes must be a list of torch dtypes, such as [torch.float32]; got {dtypes!r:.100}.")
     called, chosen = VarlenFunction(function), checks(only, skip)
     return Report(called.name, str(target), tuple(check(called, dtype, target) for dtype in dtypes for check in chosen))
 
