@@ -19,7 +19,7 @@ NAMES = {
     "RankFailedError": "if a rank fails, the others end with torch.distributed's error, after their group's time limit",
     "pack_to_disk": _TO_DISK,
     "PackedFolder": _TO_DISK,
-    "CostModel": "costs are those of a Llama of 8 billion parameters",
+    "CostModel": 'use objective="quadratic", which loads ranks nearly as evenly',
     "Mixture": "mix datasets by datasets.interleave_datasets(..., probabilities=), or pass an order of your own",
     "PackedDataset": _OF_TABLES,
     "pack_trees": _TREES,

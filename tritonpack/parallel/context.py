@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.checks import check_choice, check_flag
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
 from tritonpack.parallel.dimensions import dimensions_of
@@ -222,8 +223,7 @@ class SequenceParallel:
             for applied in applied_to(model):
                 if applied.shares_batches:
                     raise ValueError(
-                        f"this {type(model).__name__} is in another SequenceParallel context. Leave that one first, or "
-                        "pause it to run whole batches."
+                        f"this {type(model).__name__} is in another SequenceParallel context. Leave that one first."
                     )
                 applied.proof.settle()
                 require_shardable(model, applied)
@@ -265,7 +265,8 @@ def _explain(error: BaseException, sharding: Sharding) -> None:
     """
     message, rows = str(error), sharding.rows
     named = {rows, rows - 1} & set(map(int, re.findall(r"\d+", message)))  # without the last row if a loss shifts
-    if named and error.args == (message,) and "gather_outputs" not in message:
+    foreign = error.args == (message,) and not isinstance(error, UnsupportedModelError)
+    if named and foreign and "gather_outputs" not in message:
         error.args = (
             f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of "
             f"a batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows "

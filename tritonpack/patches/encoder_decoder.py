@@ -113,7 +113,10 @@ class EncoderDecoderForward(Pipeline):
         try:
             packed_batch = make_packed_batch(said, shape, tokens.device, self.serving, pad)
         except ValueError as error:
-            raise ValueError(f"documents of the {side}: {error}") from error
+            message = str(error)
+            for name, given in names.items():
+                message = message.replace(name, given)
+            raise ValueError(f"documents of the {side}: {message}") from error
         cached = side == "decoder" and cache_of(arguments) is not None
         arguments[names["attention_mask"]] = packed_batch = packed_batch.replace(cached=cached)
         return packed_batch
