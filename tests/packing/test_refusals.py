@@ -154,7 +154,7 @@ REFUSED: dict[str, list[Any]] = {
          r"example 0 has \d+ tokens and \d+ squared tokens, but .* by the argument lengths. .*Units.of_sequences"),
     ],
     "collate_fn": [
-        ({"max_document_length": 5}, "place of PackingCollator.*max_document_length=5.*to the collator itself"),
+        ({"max_document_length": 5}, "so give max_document_length to the collator itself"),
         ({"dataset": [{"text": "a"}]}, "document 0 must be a row of tokens .*; got the keys"),
     ],
     "pack_dataset of a table": [
