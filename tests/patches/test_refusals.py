@@ -372,6 +372,8 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
      "decoder_attention_mask was given without decoder_input_ids"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 15]), "cu_seq_lens_k": OFFSETS},
      "documents of the decoder: .* end with the number of tokens, 17"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 17]), "cu_seq_lens_k": torch.tensor([0, 8, 10, 15, 20])},
+     "documents of the encoder: cu_seq_lens_k must .* end with the number of tokens, 22"),
     ({"attention_mask": torch.ones(1, 9)}, "attention_mask has shape"),
     ({"decoder_attention_mask": None, "decoder_input_ids": None, "labels": ones(1, 17)}, "row 0 has 1 documents in"),
 ]  # fmt: skip
@@ -457,16 +459,16 @@ def test_a_layer_called_outside_of_its_model() -> None:
     assert layer(torch.zeros(1, 3, 32)).shape == (1, 3, 32)
 
 
-class ByPlace(transformers.LlamaForCausalLM):
+class OneName(transformers.LlamaForCausalLM):
     def forward(self, input_ids: Any = None, *args: Any, **more: Any) -> Any:
         return super().forward(input_ids, *args, **more)
 
 
-def test_arguments_by_their_places() -> None:
-    """They are known by the names of the forward. A mask that is passed by its place alone would be lost."""
+def test_positional_arguments() -> None:
+    """They are known by the names of the forward. A mask without a name would be lost."""
     ids, mask = torch.arange(6)[None], torch.tensor([[1, 1, 1, 2, 2, 2]])
     known = tiny_model("llama")
-    unknown = ByPlace(known.config).eval()
+    unknown = OneName(known.config).eval()
     with tritonpack.patch(known), tritonpack.patch(unknown):
         assert torch.equal(known(ids, mask).logits, known(input_ids=ids, attention_mask=mask).logits)
         for model, places, names in ((unknown, (ids, mask), {}), (known, (ids,), {"input_ids": ids})):

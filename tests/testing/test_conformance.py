@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tritonpack
 from tests.testing import backends
 from tests.testing.backends import WRONG, attention
 from tritonpack import flash_attn
@@ -252,6 +253,10 @@ class TestSpellings:
     def test_functions_of_other_signatures_are_refused(self, function: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             VarlenFunction(function)
+
+    def test_names_of_dtypes_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"dtypes must be a list of torch dtypes.*got 'float32'"):
+            conformance.run(tritonpack.varlen_attention, dtypes="float32", device="cpu")  # type: ignore[arg-type]
 
 
 class TestReport:

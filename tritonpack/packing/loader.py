@@ -262,7 +262,8 @@ def dataloader(
         elif not callable(collate_fn):
             raise ValueError(f"collate_fn must be a function of a list of examples; got {collate_fn!r:.100}.")
         elif packing != PackingCollator():
-            given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(PackingCollator(), f.name)]
+            unset = PackingCollator()
+            given = [f.name for f in fields(packing) if getattr(packing, f.name) != getattr(unset, f.name)]
             raise ValueError(f"collate_fn makes the batches, so give {', '.join(given)} to the collator itself.")
         collate = collate_fn if isinstance(collate_fn, PackingCollator) else None
         if collate and collate.pad_to_multiple_of and tokens % collate.pad_to_multiple_of:

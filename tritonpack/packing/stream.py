@@ -191,8 +191,8 @@ class PackedStream(EpochCounter, IterableDataset):
                 values.load_state_dict(this["source"])
             except Exception as error:  # the documents' own
                 raise ValueError(
-                    f"these documents can't take the state's 'source' ({type(error).__name__}: {error}). Load the "
-                    "state over the documents that it was saved with, or begin the pass anew."
+                    f"the state's 'source' doesn't belong to these documents ({type(error).__name__}: {error}). Load "
+                    "the state over the documents that it was saved with, or begin the pass anew."
                 ) from error
         return values, this
 

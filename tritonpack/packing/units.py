@@ -120,9 +120,14 @@ class Units:
         return len(self.tokens)
 
     @cached_property
+    def are_documents(self) -> bool:
+        """Whether each unit is one sequence, so that its tokens tell the squares, too."""
+        return bool((self.squares == self.tokens**2).all())
+
+    @property
     def noun(self) -> str:
-        """What messages call a unit: "document", if each is one, so that its tokens tell all."""
-        return "document" if (self.squares == self.tokens**2).all() else "unit"
+        """What messages call a unit."""
+        return "document" if self.are_documents else "unit"
 
 
 def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
@@ -140,7 +145,7 @@ def fit_for_sampler(
     )
     if overlong not in ("error", "drop"):
         raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. A sampler can't cut: {advice}.")
-    remedy = "pass overlong='drop', which leaves them out" + (f"; {advice}" if units.noun == "document" else "")
+    remedy = "pass overlong='drop', which leaves them out" + (f"; {advice}" if units.are_documents else "")
     report = fit_lengths(units.tokens, capacity, overlong, name=name, remedy=remedy, noun=units.noun).report
     return np.where(units.tokens <= capacity, units.tokens, 0).astype(np.int32), report
 

@@ -88,7 +88,7 @@ def read_mask_spec(
 def overlay_intervals(
     overlay: MaskFunction, rows: Tensor, begin: Tensor, end: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """The keys that a mask function lets each query see. Each pair is asked for, as in stock transformers.
+    """The keys that a mask function lets each query see. It is evaluated for every pair, as in stock transformers.
 
     Args:
         overlay: as transformers composes it, in the coordinates of the row.

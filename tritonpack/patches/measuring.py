@@ -125,7 +125,10 @@ def parts_in(output: Any, batch: Batch) -> dict[str, list[Tensor] | Tensor]:
 
 @contextmanager
 def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> Iterator[list[torch.dtype]]:
-    """Let a model's output embeddings give random logits, of a seed and a size for each document. Collects dtypes."""
+    """Replace the logits of a model's output embeddings by random ones, and yield the dtypes of those replaced.
+
+    Each document has a seed and a size.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found: list[torch.dtype] = []
 

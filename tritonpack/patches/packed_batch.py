@@ -45,8 +45,8 @@ class Serving:
             attention, or "dense" for layers outside of its interface, which take dense masks.
         backend: of the kernels.
         require_in_force: raises after the model was unpatched.
-        checked: the options and the backend of each form of q, k and v that passed the checks. Layers and calls are
-            alike, so few are made.
+        checked: the options and the backend for shapes, dtypes and devices of q, k and v that passed the checks. Layers
+            and calls are alike, so there are few.
     """
 
     attention: str

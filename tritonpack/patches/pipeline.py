@@ -73,7 +73,7 @@ class Pipeline(InstanceForward):
         self.base: Any = base or self  # a BaseForward
         parameters = inspect.signature(module.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.by_place = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.takes_cache, self.takes_mask = (takes_any or x in self.names for x in ("use_cache", "attention_mask"))
         self.untaken = [name for name in PACKING if name == TREE or not (takes_any or name in self.names)]
         self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
@@ -91,9 +91,9 @@ class Pipeline(InstanceForward):
         if not self.installed or (proof.passing is not None and proof.passing == threading.get_ident()):
             return self.inner(*args, **kwargs)
         inside = self.context.current.told is not None  # inside of a call that has read the documents
-        arguments = dict(zip(self.by_place, args, strict=False)) | kwargs
+        arguments = dict(zip(self.positional, args, strict=False)) | kwargs
         if args and len(arguments) != len(args) + len(kwargs):
-            self._refuse_places(len(args))
+            self._refuse_positional(len(args))
         if self.shard is not None and not inside and self.shard.context.running:
             return self.shard(self, arguments)  # which reads on all ranks before it raises on any
         if not inside:
@@ -187,12 +187,12 @@ class Pipeline(InstanceForward):
         fits = isinstance(labels, Tensor) and labels.shape == shape and labels.dtype == torch.int64
         return causal and fits and "ignore_index" not in arguments
 
-    def _refuse_places(self, given: int) -> None:
-        """Refuse arguments by their places that the forward doesn't name, or that were passed by name, too."""
+    def _refuse_positional(self, given: int) -> None:
+        """Refuse positional arguments that the forward doesn't name, or that were passed by name, too."""
         raise ValueError(
-            f"{self.name} got {given} arguments by their places, where its forward takes "
-            f"{', '.join(self.by_place) or 'none'}, each once. Pass the others by name, so that a patched model knows "
-            "what they are."
+            f"{self.name} got {given} positional arguments, and its forward takes "
+            f"{', '.join(self.positional) or 'none'}, each once. Pass the others by name, so that a patched model "
+            "knows what they are."
         )
 
     def _require_part(self) -> None:

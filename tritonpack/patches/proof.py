@@ -266,8 +266,11 @@ class _Trial:
         return patched
 
     def require_close(self, alone: Parts, rows: Parts, found: Parts, form: str, documents: Sequence[Tensor]) -> None:
-        """Require a document's outputs to be those alone, up to 8 times the rounding that rows of their own show, those
-        of `documents`, or in 16 bits twice the rounding that rows with padding show."""
+        """Require the outputs of the document alone.
+
+        They may differ by 8 times as much as beside `documents` in rows of their own, or in 16 bits by twice as much as
+        beside padding.
+        """
         seen, name = _difference(alone, rows, 1)
         if seen > MOST_ROUNDING:
             raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")

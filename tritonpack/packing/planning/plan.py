@@ -170,7 +170,7 @@ def plan_epoch(
     if order is None:
         check_tail(tokens, capacity, num_ranks, tail)
     together = choose_steps_together(tokens, capacity, num_ranks) if shuffle and order is None else 1
-    squares = None if units is None or noun == "document" else units.squares[numbers]
+    squares = None if units is None or units.are_documents else units.squares[numbers]
     return plan_stream(numbers, tokens[numbers], squares, capacity, num_ranks, objective, tail, least_steps, together)
 
 

@@ -143,7 +143,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             self._least_steps: dict[int, int] = {}  # by seed: if several epochs get the same number
             self._made: tuple[int, str, Segment] | None = None  # an epoch, `before`, the segment
             amounts = {"tokens": self._units.tokens}
-            amounts |= {} if self._noun == "document" else {"squares": self._units.squares}
+            amounts |= {} if self._units.are_documents else {"squares": self._units.squares}
             totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
             count = f"{len(self.lengths)} {self._noun}s"
             self._lengths_summary = f"{count} with {totals}, digest {digest(*amounts.values())}"

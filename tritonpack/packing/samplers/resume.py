@@ -96,9 +96,9 @@ def plan_segment(
 
 
 def after(before: str, settings: Mapping[str, Any], rows_done: int) -> str:
-    """The text of earlier segments for a state, after the first rows of a segment.
+    """The earlier segments as JSON, for a state that is saved after `rows_done` rows of a segment.
 
-    Text, because torch.distributed.checkpoint loads a state into one of the same shape.
+    It is text, because torch.distributed.checkpoint loads a state into one of the same shape.
     """
     return json.dumps([*json.loads(before or "[]"), [dict(settings), rows_done]]) if rows_done else before
 
@@ -131,7 +131,7 @@ def _plan_left(
         turn = np.arange(len(numbers)) - np.searchsorted(numbers[by_unit], numbers[by_unit])
         numbers = numbers[np.sort(by_unit[turn >= done[numbers[by_unit]]])]
         options["least_steps"] = 1  # an epoch that changes its ranks can't have the number of steps of other epochs
-    squares = None if units.noun == "document" else units.squares[numbers]
+    squares = None if units.are_documents else units.squares[numbers]
     return plan_stream(numbers, units.tokens[numbers], squares, capacity, num_ranks, **options), len(numbers)
 
 
