@@ -59,7 +59,7 @@ def train(ranks, batches=None):
     assert all(rows), "a rank without a document"
     states = [one.state_dict() for one in ranks]
     assert states == [states[0]] * len(ranks)
-    fillers = max(0, plan.filler_rows + states[0]["rows_done"] - plan.num_steps * plan.num_ranks)
+    fillers = max(0, plan.filler_rows + json.loads(states[0]["segments"])[-1][1] - plan.num_steps * plan.num_ranks)
     return [document for row in rows[: len(rows) - fillers] for document in row], states[0]
 
 
@@ -298,11 +298,15 @@ def test_what_cannot_go_on_is_refused_by_name(case):
 
 
 SAMPLERS = {"distributed": distributed, "bins": bins}
+SETTINGS = {
+    "capacity": 256, "num_ranks": 1, "seed": 0, "objective": "quadratic", "tail": "spread", "shuffle": True,
+    "least_steps": 1,
+}  # fmt: skip
 DAMAGES = [
     (
         "version",
         99,
-        "isn't a state of version 4 of .*: it has version 99.*with the version of tritonpack that saved it",
+        "isn't a state of version 5 of .*: it has version 99.*with the version of tritonpack that saved it",
     ),
     ("version", True, "it has version True"),
     ("version", 3, "it has version 3. Resume with the version of tritonpack that saved it, or begin the epoch anew"),
@@ -319,24 +323,29 @@ DAMAGES_OF = {
     ],
     "distributed": [
         ("lengths", ..., "it lacks 'lengths'"),
-        ("tail", ..., "it lacks 'tail'"),
         *(("lengths", value, "saved with other lengths: they were those of") for value in ("0" * 32, [3, 4])),
         *(("plan", value, "another version of tritonpack or NumPy, which plans other") for value in (None, "0" * 32)),
-        *(("rows_done", value, "rows_done of the state must be an integer of at least 0") for value in (-4, True)),
-        ("rows_done", 10**6, r"rows_done must be an integer from 0 to \d+, the number of rows of"),
-        ("seed", 5, "its seed was 5 and is 0. Pass that seed"),
-        ("seed", False, "seed of the state must be .* got False"),
-        ("num_ranks", 0, "the settings of the state can't be: num_ranks must be .* got 0"),
-        ("tokens_per_row", "512", "can't be: tokens_per_row must be .* got '512'"),
-        ("tokens_per_row", 1, "saved with another order"),
-        ("tail", "all", "can't be: tail must be one of"),
-        ("objective", None, "can't be: objective must be one of"),
-        ("least_steps", 0, "can't be: least_steps must be"),
-        ("shuffle", "no", "can't be: shuffle must be True or False"),
-        ("before", None, "before must be a str; got None"),
         *(
-            ("before", text, "the settings of the state can't be: ")
-            for text in ("abc", "[", "[1]", '{"a": 1}', "[[{}, 1]]", '[[{"tail": "drop"}, 1]]', "[" * 10**5)
+            ("segments", [{**SETTINGS, name: value}, rows], message)
+            for name, value, rows, message in (
+                ("seed", 0, -4, r"rows_done must be an integer from 0 to \d+, the number of rows of"),
+                ("seed", 0, True, "rows_done must be"),
+                ("seed", 0, 10**6, "rows_done must be"),
+                ("seed", 5, 0, "its seed was 5 and is 0. Pass that seed"),
+                ("seed", False, 0, "seed must be .* got False"),
+                ("num_ranks", 0, 0, "its segments, can't be: num_ranks must be .* got 0"),
+                ("capacity", "512", 0, "can't be: capacity must be .* got '512'"),
+                ("capacity", 255, 0, "saved with another order"),
+                ("tail", "all", 0, "can't be: tail must be one of"),
+                ("objective", None, 0, "can't be: objective must be one of"),
+                ("least_steps", 0, 0, "can't be: least_steps must be"),
+                ("shuffle", "no", 0, "can't be: shuffle must be True or False"),
+                ("more", 1, 0, "can't be: they are "),
+            )
+        ),
+        *(
+            ("segments", text, "the settings of the state, its segments, can't be: ")
+            for text in (None, "abc", "[", "[]", "[1]", '{"a": 1}', "[[{}, 1]]", '[[{"tail": "drop"}, 1]]', "[" * 10**5)
         ),
     ],
 }
@@ -350,7 +359,10 @@ def test_damaged_states_are_refused_and_change_nothing(name):
     target.set_epoch(1)
     next(iter(target))
     before = target.state_dict()
-    damaged = [({**state, key: value}, message) for key, value, message in [*DAMAGES, *DAMAGES_OF[name]]]
+    damaged = [
+        ({**state, key: json.dumps([value]) if type(value) is list and key == "segments" else value}, message)
+        for key, value, message in [*DAMAGES, *DAMAGES_OF[name]]
+    ]
     other = SAMPLERS["bins" if name == "distributed" else "distributed"]().state_dict()
     damaged += [
         (None, "must be a mapping.*got None"),
