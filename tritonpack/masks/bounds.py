@@ -302,12 +302,10 @@ def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: 
 
     def message() -> str:
         if not on_host(start):
-            return f"a mask's {rule}. mask.validate() names the first wrong one, on a copy of the bounds in host memory."
-        number = int((~good).nonzero()[0])
-        return (
-            f"{own} {number} of the mask has the {other} [{int(start[number])}, {int(stop[number])}); {rule}. Check the "
-            "offsets, ids or indices that the mask was built from."
-        )
+            return f"a mask's {rule}. mask.validate() names the first wrong one, from a copy in host memory."
+        wrong = int((~good).nonzero()[0])
+        found = f"{own} {wrong} of the mask has the {other} [{int(start[wrong])}, {int(stop[wrong])}); {rule}"
+        return f"{found}. Check the offsets, ids or indices that the mask was built from."
 
     require(good.all(), message)
 

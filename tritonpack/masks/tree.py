@@ -20,16 +20,17 @@ from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
 
-PARENTS_RULE = (
-    "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a tree, or "
-    "-2 for a token outside every tree. Put the tokens into depth-first order, parents first."
+PLACE_RULE = (
+    "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a tree, "
+    "or -2 for a token outside every tree. Put the tokens into depth-first order, parents first."
 )
 ORDER_RULE = (
     "the subtree of this parent has ended before the token, or the parent is outside every tree. Put the tokens into "
     "depth-first order, each subtree in one piece, and count places from the begin of the row."
 )
-ENDS_RULE = (
-    "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every tree."
+END_RULE = (
+    "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every "
+    "tree."
 )
 NESTING_RULE = "a subtree that begins within another one ends after it. Subtrees lie within each other or apart."
 
@@ -65,13 +66,13 @@ def forest_bounds(values: Lengths, kind: Literal["parents", "ends"], reach: Reac
     row_begin = torch.arange(rows.shape[0], device=rows.device)[:, None] * rows.shape[1]
     stream = torch.where(rows < 0, rows, rows + row_begin).flatten()  # places in the stream instead of the row
     if kind == "parents":
-        _require_all((rows >= SLACK) & (rows < place), rows, kind, PARENTS_RULE)
+        _require_all((rows >= SLACK) & (rows < place), rows, kind, PLACE_RULE)
         ends = _ends_of_parents(stream)
         # Tokens are in depth-first order if each subtree ends within its parent's.
         within = (stream < 0) | (ends[stream.clamp(min=0)] >= ends)
         _require_all(within, rows, kind, ORDER_RULE, lambda: _first_out_of_order(stream.tolist()))
         return _bounds(ends, reach)
-    _require_all((rows >= place) & (rows <= rows.shape[1]), rows, kind, ENDS_RULE)
+    _require_all((rows >= place) & (rows <= rows.shape[1]), rows, kind, END_RULE)
     bounds = _bounds(stream, reach)
     depth = bounds.depth.long()
     parents = _ancestors_at(depth - 1, depth, bounds.key_stop > bounds.key_start)
@@ -137,9 +138,7 @@ def _first_out_of_order(parents: list[int]) -> int:
     raise AssertionError("the tokens are in depth-first order")
 
 
-def _require_all(
-    good: Tensor, rows: Tensor, name: str, rule: str, first: Callable[[], int] | None = None
-) -> None:
+def _require_all(good: Tensor, rows: Tensor, name: str, rule: str, first: Callable[[], int] | None = None) -> None:
     """Raise, or assert on the device, that all values of rows are good; the message names the first that isn't."""
 
     def message() -> str:
