@@ -1,13 +1,14 @@
 """TRL's fused head inside of SequenceParallel: it scores this rank's rows, and its numbers per token are gathered.
 
 TRL puts a head into a model (`trl.trainer.utils.add_fused_lm_head`) that returns some numbers per token in place of
-logits. It compares each token with the label of the next one, or with `shift_labels` as they are. So each rank's head
-gets the targets of its own rows. The numbers per token are few, so every rank gets those of the whole batch, as the
-losses of SFTTrainer, DPOTrainer and GRPOTrainer read them.
+logits. It compares each token with the label of the next one, or with `shift_labels`. So each rank's head gets the
+targets of its own rows. Every rank gets the few numbers per token of the whole batch, as the losses of SFTTrainer,
+DPOTrainer and GRPOTrainer read them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +18,29 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.shard_and_gather import Sharding
 
 FUSED_HEAD = "fused_lm_head"  # the argument that asks for TRL's head
-OWN_ARGUMENTS = (FUSED_HEAD, "shift_labels", "num_items_in_batch")
 
 
+@dataclass(frozen=True, eq=False)
 class FusedHead:
-    """One call of a model with TRL's fused head.
+    """The loss of one call of a model with TRL's fused head.
 
     Attributes:
         sharding: how the batch is divided.
-        shifted: whether the caller has shifted the labels, so that the last token of a row has a place in the output.
-        items: what the sum over targets is divided by; None for their number.
+        targets: this rank's targets, (1, rows).
     """
 
-    def __init__(self, sharding: Sharding, arguments: dict[str, Any]) -> None:
-        self.sharding = sharding
-        self.shifted = arguments.get("shift_labels") is not None
-        self.items = arguments.get("num_items_in_batch")
+    sharding: Sharding
+    targets: Tensor
 
-    def finish(self, output: Any) -> Any:
+    def replace(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the head, in place of those that were `given` to the model."""
+        return {"shift_labels": self.targets, "num_items_in_batch": None}
+
+    def finish(self, output: Any, given: dict[str, Any]) -> Any:
         """The output of this rank's rows as the output of the whole batch, on every rank and differentiably."""
-        shape = (1, self.sharding.rows)
         names = [name for name, value in output.items() if value is not None and name != "loss"]
         for name in names:
-            if not isinstance(output[name], Tensor) or output[name].shape != shape:
+            if not isinstance(output[name], Tensor) or output[name].shape != self.targets.shape:
                 raise UnsupportedModelError(
                     f"the fused head returns {name}, which isn't one number per token, so ranks can't gather it. Leave "
                     "it out, or train without SequenceParallel."
@@ -47,9 +48,11 @@ class FusedHead:
         dtypes = {name: output[name].dtype for name in names}
         wide = output["log_probs"].dtype
         whole = self.sharding.gather(torch.stack([output[name].to(wide) for name in names], -1))  # one collective
-        whole = whole if self.shifted else whole[:, :-1]
+        if given.get("shift_labels") is None:  # else the last token of a row has a place in the output
+            whole = whole[:, :-1]
         for name, values in zip(names, whole.unbind(-1), strict=True):
             output[name] = values.to(dtypes[name])
-        items = output["label_mask"].sum().clamp(min=1) if self.items is None else self.items
+        items = given.get("num_items_in_batch")
+        items = output["label_mask"].sum().clamp(min=1) if items is None else items
         output["loss"] = -output["log_probs"].sum() / items
         return output

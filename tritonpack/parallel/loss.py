@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -77,8 +75,10 @@ class ShardedLoss:
         self.sharding, self.targets, self.whole = sharding, targets, whole
         self.result: Tensor | None = None
 
-    def of_fused(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a fused loss, instead of those that were `given` to the model."""
+    def replace(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the loss, in place of those that were `given` to the model."""
+        if not self.fused:
+            return {"labels": self.targets}
         items = self._items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
         return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": items}
 
@@ -119,16 +119,3 @@ class ShardedLoss:
                 "output_router_logits=False, or leave Liger-Kernel out."
             )
         output["loss"] = self.sharding.total(output["loss"])
-
-
-@contextmanager
-def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
-    """Set a model's loss function to `loss` for one forward pass."""
-    before = model.__dict__.get("_loss_function")
-    model.loss_function = loss
-    try:
-        yield
-    finally:
-        del model.__dict__["_loss_function"]
-        if before is not None:
-            model.__dict__["_loss_function"] = before

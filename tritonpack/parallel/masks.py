@@ -170,12 +170,10 @@ def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     """A batch with `columns` tokens of padding at the end of each row: one more document, which no token sees."""
     starts, _ = packed_batch.runs()
     positions = packed_batch.positions() if packed_batch.position_ids is None else packed_batch.position_ids
-    boundaries = pad(starts, [0, columns])
-    boundaries[:, -columns] = True
     return packed_batch.replace(
         attention_mask=pad(packed_batch.to_tensor(), [0, columns]),
         position_ids=pad(positions, [0, columns]),
-        boundaries=boundaries,
+        boundaries=pad(starts, [0, columns]),
         tokens=torch.Size((packed_batch.tokens[0], packed_batch.tokens[1] + columns)),
         filler=None,
     )

@@ -158,14 +158,10 @@ class CastKeys(Part):
         rows, seen = layout.rows_on_host, layout.seen_by_ranks(mask)
         if not any(layout.remote_keys(mask)):
             return None
-        sent, keys = [], []
-        for other in range(layout.ranks):
-            if other == rank:
-                sent.append(rows[rank][:0])
-                keys.append(rows[rank][:0])
-            else:
-                sent.append(seen[other].among(rows[rank]))
-                keys.append(rows[other][seen[rank].among(rows[other])])
+        sent, keys = ([rows[rank][:0]] * layout.ranks for _ in range(2))
+        for other in {*range(layout.ranks)} - {rank}:
+            sent[other] = seen[other].among(rows[rank])
+            keys[other] = rows[other][seen[rank].among(rows[other])]
         every = torch.cat(keys)
         order = torch.from_numpy(np.argsort(every.numpy(), kind="stable"))  # merges ascending runs
         device, counts, received = mask.device, list(map(len, sent)), list(map(len, keys))
@@ -193,19 +189,13 @@ class CastKeys(Part):
 
 
 def other_keys(exchange: str, call: Call) -> Part | None:
-    """The keys of other ranks that travel; None on all ranks if no rank needs any."""
+    """The keys of other ranks that travel; None on all ranks if no rank needs any. "auto" waits for the device."""
     mask, layout, rank = call.mask, call.layout, call.ranks.rank
 
     def make() -> Part | None:
-        cast = exchange == "group_cast" or (exchange == "auto" and few_keys(mask, layout))
-        return (CastKeys if cast else GatheredKeys).of(mask, layout, rank)
+        casts = exchange == "group_cast"
+        if exchange == "auto" and not mask.is_tree:  # all ranks find the same, because the mask and the layout are
+            casts = max(layout.remote_keys(mask)) <= max(layout.lengths)
+        return (CastKeys if casts else GatheredKeys).of(mask, layout, rank)
 
     return mask.cached((exchange, layout, rank), make)
-
-
-def few_keys(mask: BlockDiagonalMask, layout: Layout) -> bool:
-    """Whether no rank sees more keys of others than the longest shard has rows; waits for the mask's device.
-
-    All ranks find the same, because the mask and the layout are. False for masks of trees.
-    """
-    return not mask.is_tree and max(layout.remote_keys(mask)) <= max(layout.lengths)
