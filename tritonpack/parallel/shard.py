@@ -15,8 +15,7 @@ from transformers.utils import ModelOutput
 from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
-from tritonpack.parallel.fused_head import FUSED_HEAD, FusedHead
-from tritonpack.parallel.loss import ShardedLoss, fuses_loss, shifts
+from tritonpack.parallel.loss import FUSED_HEAD, FusedHead, ShardedLoss, fuses_loss, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.replaced import replaced
 from tritonpack.parallel.rotary import follow_longest, rotary_of_longest
@@ -95,7 +94,7 @@ class ShardStage:
                 f"{forward.name} converts attention_mask before attention, so layers saw only this rank's tokens. "
                 "Train it without SequenceParallel."
             )
-        return self._finish(module, output, shard, arguments)
+        return self._finish(module, output, shard)
 
     @outside_of_graphs
     def _shard(self, forward: Pipeline, arguments: dict[str, Any]) -> Shard:
@@ -134,12 +133,14 @@ class ShardStage:
             sharded["use_cache"] = False
         loss: ShardedLoss | FusedHead | None = None
         if targets is not None:
-            own = sharding.shard(targets, fill=arguments.get("ignore_index", IGNORED))
+            ignored, items = arguments.get("ignore_index", IGNORED), arguments.get("num_items_in_batch")
+            own = sharding.shard(targets, fill=ignored)
             if arguments.get(FUSED_HEAD):
-                loss = FusedHead(sharding, own)
+                loss = FusedHead(sharding, own, arguments)
             else:
-                loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, targets)
-            sharded |= loss.replace(arguments)
+                items = (targets != ignored).sum() if items is None else items
+                loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, items)
+            sharded |= loss.arguments()
         return Shard(batch, sharded, loss, routers)
 
     def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
@@ -175,7 +176,7 @@ class ShardStage:
                 )
 
     @outside_of_graphs
-    def _finish(self, module: PreTrainedModel, output: Any, shard: Shard, arguments: dict[str, Any]) -> Any:
+    def _finish(self, module: PreTrainedModel, output: Any, shard: Shard) -> Any:
         """The output for the whole batch with `gather_outputs`, else for this rank's rows."""
         if not isinstance(output, ModelOutput):
             raise UnsupportedModelError(
@@ -183,12 +184,12 @@ class ShardStage:
                 "of transformers, whose names say what each output is."
             )
         if isinstance(shard.loss, FusedHead):
-            return shard.loss.finish(output, arguments)
+            return shard.loss.finish(output)
         if shard.loss is not None:
             shard.loss.finish(module, output)
         if shard.routers:
             loss = None if shard.loss is None else shard.loss.result
-            with_router_loss(output, module, shard.batch.sharding, shard.batch.live(), loss)
+            with_router_loss(output, module, shard.batch, loss)
         for name, value in list(output.items()):
             if name not in ("loss", "aux_loss") and value is not None:
                 output[name] = self._rows(module, name, value, shard.batch.sharding)

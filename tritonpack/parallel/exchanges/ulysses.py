@@ -31,13 +31,6 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
     return own, tuple(slice(span.start // group, (span.stop - 1) // group + 1) for span in own)
 
 
-def has_unlike_groups(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whether a rank has unlike numbers of query heads for its key heads."""
-    group = heads // kv_heads
-    spans = zip(*divide_heads(heads, kv_heads, ranks), strict=True)
-    return any(used.stop - used.start > 1 and (own.start % group or own.stop % group) for own, used in spans)
-
-
 def attend_to_heads(
     attention: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor], ranks: Ranks, layout: Layout, q: Tensor,
     k: Tensor, v: Tensor, options: AttentionOptions,
@@ -53,9 +46,8 @@ def attend_to_heads(
     """
     queries, keys = divide_heads(q.shape[1], k.shape[1], ranks.size)
     group, own, first = q.shape[1] // k.shape[1], queries[ranks.rank], keys[ranks.rank].start
-    unlike = has_unlike_groups(q.shape[1], k.shape[1], ranks.size)
     q, k, v = _Trade.apply(ranks, layout, (queries, keys, keys), True, q, k, v)
-    if unlike:  # each query head gets a key head of its own
+    if k.shape[1] > 1 and (own.start % group or own.stop % group):  # each query head gets a key head of its own
         places = torch.arange(own.start, own.stop, device=k.device) // group - first
         k, v = k[:, places], v[:, places]
     return _Trade.apply(ranks, layout, (queries,), False, attention(q, k, v, of_heads(options, own)))[0]
@@ -99,8 +91,8 @@ class _Trade(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *arguments, there = ctx.arguments
-        return None, None, None, None, *_trade(*arguments, not there, *gradients)
+        ranks, layout, spans, there = ctx.arguments
+        return None, None, None, None, *_trade(ranks, layout, spans, not there, *gradients)
 
 
 def _trade(ranks: Ranks, layout: Layout, spans: tuple[Spans, ...], there: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
