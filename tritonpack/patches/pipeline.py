@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +97,7 @@ class Pipeline(InstanceForward):
         if args and len(arguments) != len(args) + len(kwargs):
             self._refuse_positional(len(args))
         if self.shard is not None and not inside and self.shard.context.running:
-            return self.shard(self, arguments)  # which reads on all ranks before it raises on any
+            return self.with_names(partial(self.shard, self), arguments)  # reads on all ranks before it raises on any
         if not inside:
             in_form(arguments, self.name, self.known)
         compiled = torch.compiler.is_compiling()
@@ -111,10 +113,14 @@ class Pipeline(InstanceForward):
             proof.require(self, arguments, trees)
         if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
             raise UnsupportedModelError(NO_WEIGHTS)
+        return self.with_names(self.run, arguments)
+
+    def with_names(self, run: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+        """The output of `run`, which needs names, as the call wants it: a tuple if `return_dict` is False."""
         wanted = arguments.get("return_dict")  # PEFT passes None
         if not self.takes_return_dict or (self.module.config.return_dict if wanted is None else wanted):
-            return self.run(arguments)
-        return self.run({**arguments, "return_dict": True}).to_tuple()
+            return run(arguments)
+        return run({**arguments, "return_dict": True}).to_tuple()
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call, whose outputs have names."""
