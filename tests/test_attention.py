@@ -219,8 +219,11 @@ class TestIsolation:
                 assert not length or not torch.equal(before[name][rows], after[name][rows]), name
             begin += length
 
-    @AND_TRITON
-    @pytest.mark.parametrize("case", [ISOLATION, TREES["tree-forest"]], ids=str)
+    @pytest.mark.parametrize(
+        ("case", "backend"),
+        [*((case, name) for case in (ISOLATION, TREES["tree-forest"]) for name in ON_CPU),
+         pytest.param(ISOLATION, "triton", marks=pytest.mark.interpreter)],
+    )  # fmt: skip
     @pytest.mark.usefixtures("poisoned_memory")
     def test_slack_is_inert(self, case: Case, backend: str) -> None:
         clean = run(make_inputs(case, slack_value=0.0), backend)
