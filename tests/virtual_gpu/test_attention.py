@@ -195,7 +195,8 @@ def test_memory_of_the_inputs(arch: str, how: str) -> None:
 
     def new_empty(self: Tensor, *size: Any, **options: Any) -> Tensor:
         made = near(self, *size, **options)
-        return _far(made.shape, made.dtype) if how == "far" and made.ndim == 3 else made
+        rows = how == "far" and made.is_floating_point() and made.ndim == 3  # no tables
+        return _far(made.shape, made.dtype) if rows else made
 
     with mock.patch.object(Tensor, "new_empty", new_empty), virtual_gpu(arch, races=how != "far"):
         results = run(replace(inputs, **moved), "triton")
