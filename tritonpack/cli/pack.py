@@ -69,14 +69,14 @@ def examine(
         raise OutputError(error.errno, reason, str(out)) from error
     shutil.rmtree(cache)
     read, kept = choose_columns(names, asked)
-    learned = [name for name in read if name in LEARNED and name not in kept.values()]
+    learned = [name for name in read if name in LEARNED and name not in kept]
     report = packing.report
     found = {
         "options": given, "path": out, "documents": total, "tokens": packing.num_tokens + report.tokens_lost,
         "rows": packing.num_bins, "row_documents": len(packing.items), "row_tokens": packing.num_tokens,
         "capacity": packing.capacity, "lower_bound": packing.lower_bound, "efficiency": packing.efficiency,
         "report": asdict(report), "columns": rows.column_names, "labels_from": learned,
-        "left_out": [name for name in names if name not in (*kept.values(), *learned)],
+        "left_out": [name for name in names if name not in (*kept, *learned)],
     }  # fmt: skip
     share = packing.efficiency
     full = "100%" if share == 1 else f"{min(100 * share, 99.99):.2f}%"  # 100% means all
