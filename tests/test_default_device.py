@@ -36,20 +36,15 @@ def test_masks(meta_by_default: None) -> None:
     assert BlockDiagonalMask.from_tree([-1, 0, 1, 2, 1]).device.type == "cpu"
 
 
-# The options of a patch, for a decoder and for recurrent models.
-PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "sdpa": ("llama", {"attention": "sdpa"}),
-    "unpad": ("llama", {"unpad": True}),
-    "share_prefixes": ("llama", {"share_prefixes": True}),
-    "mamba": ("mamba", {}),
-    "falcon_h1": ("falcon_h1", {}),
-}
+# A family, and options of a patch
+PATCHES: list[tuple[str, dict[str, Any]]] = [
+    *(("llama", options) for options in ({}, {"attention": "sdpa"}, {"unpad": True}, {"share_prefixes": True})),
+    ("falcon_h1", {}),
+]
 
 
-@pytest.mark.parametrize("name", PATCHES)
-def test_calls(name: str, request: pytest.FixtureRequest) -> None:
-    family, options = PATCHES[name]
+@pytest.mark.parametrize(("family", "options"), PATCHES, ids=str)
+def test_calls(family: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     model = tiny_model("llama", dtype=torch.float32) if family == "llama" else zoo.tiny_model(family)
     batch = PackingCollator()(DOCUMENTS) | {"use_cache": False}
     with tritonpack.patch(model, **options):

@@ -29,8 +29,7 @@ def test_every_example_is_tested():
 @pytest.mark.fast("train_packed")
 @pytest.mark.parametrize("name", ["train_packed", "train_with_trainer", "train_dpo_packed"])
 def test_training_lowers_the_loss(name):
-    if name == "train_with_trainer":
-        pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate")
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps=10)
     assert len(losses) == 10
     assert losses[-1] < losses[0]
