@@ -205,23 +205,20 @@ def dataloader(
         tokens: the tokens of a row, from 1 to 2**30.
         lengths: (documents,) integers, the tokens of each document, or `Units`. None counts the `input_ids`; of a
             `datasets.Dataset` it reads no tokens.
-        documents: a function of an example that returns its documents, a list of mappings. It is called to measure
-            examples and again at each loading, and must return the same each time. Workers that are spawned need a
-            function that pickle can send.
-        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below.
-            It takes a list of examples, or of lists of documents, and returns a batch. Where a unit isn't as long as
-            its documents together, as in trees, pass its `lengths`.
+        documents: a function of an example that returns its documents, a list of mappings, the same each time: it is
+            called to measure examples and again at each loading.
+        collate_fn: a collator of your own, such as TreeCollator, in place of PackingCollator with the options below:
+            a function of a list of examples, or of lists of documents. Where a unit isn't as long as its documents
+            together, as in trees, pass its `lengths`.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, tail, shuffle, order: see MultipackDistributedBatchSampler. The default tail "spread" leaves out no
             document.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
-        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
-        group: the ranks that share every row (`SequenceParallel`) and count as one: see
-            MultipackDistributedBatchSampler. It stands in place of `num_replicas` and `rank`.
+        num_replicas, rank, group: see MultipackDistributedBatchSampler.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
             True the rows of this rank. The loader itself yields the rows of this rank either way.
-        epochs: pad this many epochs to the same number of steps, `len(loader)`, the largest of theirs. A training
-            then has `epochs * len(loader)` steps. More than 1 plans all of these epochs once in advance.
+        epochs: pad this many epochs to the same number of steps, the largest of theirs. A training then has
+            `epochs * len(loader)` steps.
         labels: what a label belongs to, the `objective` of PackingCollator.
         per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator; like `labels`, not with
             `collate_fn`.

@@ -172,18 +172,11 @@ class PackedStream(EpochCounter, IterableDataset):
                     "again. Call set_epoch(number) before each pass, on the stream or on the loader that accelerate "
                     f"made. If you want the same order, call set_epoch({self.epoch}) again.",
                 )
-        source = self._place["source"]
-        if source is not None:
+        if self._place["source"] is not None:
             if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state
                 values.__dict__.update(given.__dict__)
-            try:
-                values.load_state_dict(source)
-            except Exception as error:  # the documents' own
-                raise ValueError(
-                    f"the state's 'source' doesn't belong to these documents ({type(error).__name__}: {error}). Load "
-                    "the state over the documents that it was saved with, or begin the pass anew."
-                ) from error
+            values.load_state_dict(self._place["source"])
         return values, self._place
 
     def _windows(self, values: Any, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any], bool]]:
@@ -350,8 +343,7 @@ def pack_stream(
         capacity: tokens per bin, at least 1.
         window: the number of documents (or pieces) that are packed at a time, at least 1.
         overlong, max_items: see `pack`. All columns of a mapping are cut.
-        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed,
-            or from the launcher's WORLD_SIZE and RANK; without them they are 1 and 0.
+        num_replicas, rank: see MultipackDistributedBatchSampler.
         shard: yield the bins of this rank. False yields the bins of all ranks on every rank, for accelerate and
             Trainer, which divide them.
 

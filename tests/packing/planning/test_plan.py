@@ -244,7 +244,7 @@ def test_orders():
     assert plan_epoch([5, 5, 5], 8, 1, order=[1], tail="keep").items.tolist() == [1]
 
 
-ORDER = r"order must be .* with numbers of documents, 0 to 7, or return one; got "
+ORDER = r"order must give numbers of documents, 0 to 7, in a one-dimensional array; got "
 
 
 @pytest.mark.parametrize(

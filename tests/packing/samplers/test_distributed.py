@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
-from tritonpack import BinDataset, MultipackBatchSampler, MultipackDistributedBatchSampler, Units, dataloader
+from tritonpack import BinDataset, MultipackDistributedBatchSampler, Units, dataloader
 from tritonpack.packing import plan_epoch, plan_statistics
 
 LENGTHS = log_normal(700, mean=100, high=512)
@@ -119,11 +119,11 @@ def test_accelerate_divides_batches_and_sets_epochs(even_batches):
 
 
 def test_accelerate_refuses_other_samplers(monkeypatch):
-    with pytest.raises(ValueError, match=r"the batches of rank 1 only, of 4 ranks.*shard=False"):
+    with pytest.raises(ValueError, match=r"the batches of rank 1, of 4 ranks.*shard=False"):
         prepared(1, sampler(1))
     monkeypatch.setenv("WORLD_SIZE", "4")
     for options in ({"num_replicas": 1}, {"num_replicas": 3, "shard": False}):
-        with pytest.raises(ValueError, match=r"plans for num_replicas=\d, and 4 processes can't divide its batches"):
+        with pytest.raises(ValueError, match=r"of \d ranks, which 4 processes can't divide"):
             prepared(1, sampler(0, seed=0, **options))
 
 
@@ -135,14 +135,11 @@ def test_overlong(noun, make):
     lengths[[3, 50]] = [600, 5000]
     with pytest.raises(ValueError, match=f"2 of 700 {noun}s are longer than the row size of 512 tokens") as error:
         sampler(lengths=make(lengths))
-    assert ("lengths=numpy.minimum(lengths, 512)" in str(error.value)) == (noun == "document")
     dropping = sampler(lengths=make(lengths), overlong="drop", tail="keep")
     assert str(dropping.report) == f"2 {noun}s longer than the capacity dropped: 5,600 tokens lost"
     assert dropping.lengths.tolist() == np.where(lengths > 512, 0, lengths).tolist()
     assert dropping.dropped_documents == 0
     assert sorted(dropping.plan.items.tolist()) == [item for item in range(700) if item not in (3, 50)]
-    with pytest.raises(ValueError, match=r"'drop', which leaves .*minimum\(lengths, 8\).*max_document_length=8"):
-        MultipackBatchSampler(range(2), 1, 8, [4, 9])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def test_overlong(noun, make):
         ({"epochs": 0}, "epochs must be an integer from 1"),
         ({"order": np.arange(8), "shuffle": False}, "shuffle=False has no effect on an order of your own"),
         *(
-            ({"overlong": given}, rf"overlong must be 'error' or 'drop'; got '{given}'.*minimum\(lengths, 512\)")
+            ({"overlong": given}, rf"overlong must be 'error' or 'drop'; got '{given}'.*max_document_length")
             for given in ("truncate", "split")
         ),
         *(

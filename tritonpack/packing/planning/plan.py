@@ -160,12 +160,9 @@ def plan_epoch(
     """
     if removed:
         refuse_removed(removed, "plan_epoch()")
-    units, given = (lengths, lengths.tokens) if isinstance(lengths, Units) else (None, lengths)
-    noun = "document" if units is None else units.noun
-    remedy = (
-        "leave such units out" if noun == "unit" else "pass the lengths that fit_lengths(..., overlong=...) returns"
-    )
-    tokens = fit_lengths(given, capacity, remedy=remedy, noun=noun).lengths.astype(np.int64)
+    units = lengths if isinstance(lengths, Units) else None
+    given, noun = (lengths, "document") if units is None else (units.tokens, units.noun)
+    tokens = fit_lengths(given, capacity, noun=noun).lengths.astype(np.int64)
     squares = None if units is None or units.are_documents else units.squares
     return plan_units(
         tokens, squares, None, seed, epoch, order, capacity=capacity,
@@ -272,13 +269,18 @@ def epoch_order(
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds)))
         return generator.permutation(count).astype(np.int32)
     numbers = order(seed, epoch) if callable(order) and not isinstance(order, type) else order
+    return document_numbers(numbers, count, "order")
+
+
+def document_numbers(numbers: Any, count: int, name: str) -> NDArray[np.int32]:
+    """Numbers of `count` documents, a list or an array, as int32; ValueError for others, which has the name."""
     numbers = np.asarray(numbers) if isinstance(numbers, (list, tuple, range)) else numbers
-    rule = f"order must be a one-dimensional array with numbers of documents, 0 to {count - 1}, or return one"
-    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+    rule = f"{name} must give numbers of documents, 0 to {count - 1}, in a one-dimensional array"
+    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise ValueError(f"{rule}; got {numbers!r:.100}.")
     outside = (numbers < 0) | (numbers >= count)
     if outside.any():
-        raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}.")
+        raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}. Are these the lengths of the same dataset?")
     return numbers.astype(np.int32)
 
 

@@ -86,13 +86,12 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     All rows are full. Document 7 has 8 tokens, too few for a third step of two ranks. `tail` decides what happens to
     it.
 
-    Every process of a process group makes this sampler. The constructors compare lengths and settings, and all of them
-    raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group) compares
-    nothing. Compare `state_dict()` there, which is the same on every rank.
+    Every process of a process group makes this sampler, and all of them raise an error if lengths or settings differ. A
+    sampler for some of the processes (`num_replicas` smaller than the group) compares nothing. Compare `state_dict()`
+    there, which is the same on every rank.
 
-    Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
-    epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
-    there.
+    Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch: a second pass over one
+    epoch causes a warning. accelerate divides batches itself: pass `shard=False` there.
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
@@ -106,25 +105,23 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank; or `Units`.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed,
             or from the launcher's WORLD_SIZE and RANK; without them they are 1 and 0.
-        group: the ranks that share every batch (`SequenceParallel`), which count as one: a process group, or a
-            dimension of a DeviceMesh such as `mesh["sp"]`. It stands in place of `num_replicas` and `rank`.
+        group: in place of `num_replicas` and `rank` the ranks that share every batch (`SequenceParallel`) and count as
+            one: a process group, or a dimension of a DeviceMesh such as `mesh["sp"]`.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
         objective, tail: see `plan_epoch`.
         epochs: pad this many epochs to the same number of steps, the largest of theirs. More than 1 plans all of these
             epochs once, at the first use of an epoch.
-        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
-            pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
+        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To load their first
+            tokens, pass `lengths` that are cut, and `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
-        order: the documents of an epoch in an order of your own, such as a curriculum: an array of document numbers, or
-            a function of the seed and the epoch that returns one.
+        order: an order of your own in place of the shuffled one, see `plan_epoch`.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
-        ValueError: lengths that aren't positive integers or don't fit, a rank that doesn't exist or, in a process
-            group of that size, isn't that of this process, a wrong option, too few tokens to fill one step to 95% under
-            `tail="drop"`; lengths, options or seeds that differ between the ranks of a process group; no seed for a
-            sampler that can't ask rank 0 for it.
+        ValueError: a wrong option, lengths that don't fit, a rank that isn't that of this process, too few tokens to
+            fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the ranks of a
+            process group; no seed for a sampler that can't ask rank 0 for it.
         TimeoutError: ranks of the process group that don't make the sampler.
         ImportError: numba can't be imported, at the first use of an epoch.
 
@@ -283,14 +280,13 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         The batches are those of an uninterrupted epoch if the settings plan the same epoch as those of the state, also
         if they aren't the same, such as `epochs`. Otherwise, as with another number of ranks or another
         `batch_max_length`, what is left of the epoch is planned anew, and a warning names the changes. Every document
-        is then trained on once, but for those that `tail` leaves out.
+        is then trained on once, but for those that `tail` leaves out. Without a seed the sampler takes that of the state.
 
         Every rank must call this, with the same state: ranks that share a process group compare it.
 
         Raises:
-            ValueError: a damaged state, one of another class or version, one that was saved with other lengths, or with
-                another seed than was given if the order depends on it, another state on another rank. The sampler is
-                then unchanged.
+            ValueError: a damaged state, one of another class or version, one that was saved with other lengths,
+                another state on another rank. The sampler is then unchanged.
             TimeoutError: ranks that don't load a state.
         """
         made, done, saved = self._find_place(state)
@@ -327,18 +323,12 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
             check_integer(rows_done, "rows_done", 0, len(old.plan.offsets) - 1, "the number of rows of its plan")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the settings of the state, its segments, can't be: {error}") from None
-        seed = saved["seed"] if self._epochs_differ else self.seed
-        if self._seed_is_given and seed != self.seed:
-            raise ValueError(
-                f"the state can't be resumed, because its seed was {seed} and is {self.seed}. Pass that seed, or none: "
-                "the seed of the state is then taken."
-            )
         if old.digest != state["plan"]:
             raise ValueError(
                 "the state was saved with another order, or with another version of tritonpack or NumPy, which plans "
                 "other batches from the same settings. Resume with these, or begin the epoch anew."
             )
-        settings = self._settings(seed)
+        settings = self._settings(self.seed if self._seed_is_given or not self._epochs_differ else saved["seed"])
         begun = self._shard and rows_done % old.plan.num_ranks != 0  # a step, by other processes
         made = old if same(saved, settings) else self._segment(epoch, before, settings)
         if begun or made.digest != old.digest or made.plan.num_ranks != old.plan.num_ranks:
@@ -389,20 +379,13 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         """None, because batches have different numbers of documents. Libraries that divide batches read it.
 
         Raises:
-            ValueError: this sampler yields the batches of one rank of several, which can't be divided again, or a
-                number of batches that the processes can't divide.
+            ValueError: batches of one rank of several, or a number of batches, that the processes can't divide.
         """
-        if self._shard and self.num_replicas > 1:
-            raise ValueError(
-                f"this sampler yields the batches of rank {self.rank} only, of {self.num_replicas} ranks. Dividing "
-                "them among processes again would lose most of them. Pass shard=False to a sampler for "
-                "accelerate or another library that divides batches, or don't let it prepare this DataLoader."
-            )
         processes = place_among_processes()[0]
-        if self.num_replicas % processes:
-            option = "group" if self.is_shared else "num_replicas"
+        if (self._shard and self.num_replicas > 1) or self.num_replicas % processes:
+            whose = "all ranks" if self.rank is None else f"rank {self.rank}"
             raise ValueError(
-                f"this sampler plans for num_replicas={self.num_replicas}, and {processes} processes can't divide its "
-                f"batches without losing or repeating some. Leave out {option} and pass shard=False, or don't let "
-                "accelerate prepare this DataLoader."
+                f"this sampler yields the batches of {whose}, of {self.num_replicas} ranks, which {processes} processes "
+                "can't divide without losing or repeating some. For accelerate or another library that divides batches "
+                "leave out num_replicas, rank and group, and pass shard=False; or don't let it prepare this DataLoader."
             )

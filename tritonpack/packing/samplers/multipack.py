@@ -15,7 +15,7 @@ from tritonpack.checks import check_flag
 from tritonpack.packing.bins import pack
 from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.planning.plan import Plan
+from tritonpack.packing.planning.plan import Plan, document_numbers
 from tritonpack.packing.samplers.epochs import VERSION, EpochSampler, check_state, digest
 from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes
 from tritonpack.packing.units import as_units, fit_for_sampler
@@ -41,8 +41,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
     at most batch_size x batch_max_len tokens.
 
     Every process computes the same batches from the seed and the epoch, so accelerate may divide them. It gives every
-    process the same number of batches and leaves out the rest, which `dropped_documents` counts. accelerate and Trainer
-    call `set_epoch`, which changes the order. A second pass over one epoch causes a warning.
+    process the same number of batches and leaves out the rest, which `dropped_documents` counts. `set_epoch`, which
+    accelerate and Trainer call, changes the order. A second pass over one epoch causes a warning.
 
     Samplers with a `generator` (torch's random ones) get a new generator, seeded by `seed` and the epoch. Samplers
     with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
@@ -152,8 +152,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         documents = documents[self.lengths[documents] > 0]
         if not len(documents):
             raise ValueError(
-                f"overlong='drop' leaves nothing: all documents of the sampler are longer than {self.batch_max_len} "
-                "tokens. Raise batch_max_len."
+                f"the sampler yields no document of at most {self.batch_max_len} tokens. Give it a dataset that isn't "
+                "empty, or raise batch_max_len."
             )
         group_size = len(documents) if self.sequential else self.group_size
         items, sizes = [], []
@@ -192,19 +192,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             seed = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator(device="cpu").manual_seed(int(seed))
-        numbers = np.asarray(list(sampler))
-        if not numbers.size:
-            raise ValueError("the sampler yields no document. Give it a dataset that isn't empty.")
-        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-            raise ValueError(f"the sampler must yield document numbers; got {numbers.dtype} of shape {numbers.shape}.")
-        outside = (numbers < 0) | (numbers >= len(self.lengths))
-        if outside.any():
-            raise ValueError(
-                f"the sampler yields document {numbers[np.argmax(outside)]}, but there are lengths of "
-                f"{len(self.lengths)} documents, numbered from 0. Pass the lengths of the dataset that the sampler is "
-                "for."
-            )
-        return numbers.astype(np.int32)
+        return document_numbers(list(sampler), len(self.lengths), "the sampler")
 
     def __len__(self) -> int:
         return self._current().num_steps
