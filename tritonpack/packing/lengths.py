@@ -22,11 +22,9 @@ class OverlongReport:
     """How documents longer than the capacity were treated.
 
     Attributes:
-        policy: "error", "truncate", "split" or "drop".
-        documents: the number of documents, or units, that are longer than the capacity.
-        tokens_lost: their tokens that were cut off or dropped.
-        pieces: the number of pieces that were made of them.
-        noun: "document" or "unit".
+        policy, noun: "error", "truncate", "split" or "drop"; "document" or "unit".
+        documents, tokens_lost, pieces: the number of documents, or units, that are longer than the capacity, of their
+            tokens that were cut off or dropped, and of the pieces that were made of them.
     """
 
     policy: str
@@ -48,9 +46,7 @@ class OverlongReport:
 
 @dataclass(frozen=True, eq=False)
 class FittedLengths:
-    """Lengths of pieces that fit, and the document of each piece.
-
-    Documents of 5, 12 and 3 tokens, and a capacity of 5:
+    """Lengths of pieces that fit, and the document of each piece. Documents of 5, 12 and 3 tokens, a capacity of 5:
 
     >>> fitted = fit_lengths([5, 12, 3], capacity=5, overlong="split")
     >>> fitted.lengths.tolist(), fitted.documents.tolist(), fitted.starts.tolist()

@@ -155,23 +155,16 @@ class PackedStream(EpochCounter, IterableDataset):
             )
         self._is_read_by_workers, self._was_read, self._worker = get_worker_info() is not None, True, (worker, workers)
         self._go_to(self._place if resumes else _BEGINNING, self.epoch, NEVER)
-        again = worker == 0 and self._begin()
-        self._passes += worker == 0
         values: Any = self._documents if is_iterable(self._documents) else self._documents()
         if not is_iterable(values):
             raise ValueError(
                 f"the function must return an iterable of documents for each pass; it returned {values!r:.100}."
             )
-        if hasattr(values, "set_epoch"):
-            if self._passes_epochs_on:
-                values.set_epoch(self.epoch)
-            if again:
-                say_once(
-                    "same-epoch",
-                    f"a stream begins a second pass over epoch {self.epoch}, so its documents come in the same order "
-                    "again. Call set_epoch(number) before each pass, on the stream or on the loader that accelerate "
-                    f"made. If you want the same order, call set_epoch({self.epoch}) again.",
-                )
+        if worker == 0:
+            self._begin(epochs_differ=hasattr(values, "set_epoch"))
+            self._passes += 1
+        if hasattr(values, "set_epoch") and self._passes_epochs_on:
+            values.set_epoch(self.epoch)
         if self._place["source"] is not None:
             if is_from_datasets(values, "IterableDataset"):  # a copy, or later passes would begin at the state, too
                 given, values = values, object.__new__(type(values))  # copy.copy shares the state

@@ -133,7 +133,7 @@ def test_accelerate_refuses_other_samplers(monkeypatch):
 def test_overlong(noun, make):
     lengths = LENGTHS.astype(np.int64)
     lengths[[3, 50]] = [600, 5000]
-    with pytest.raises(ValueError, match=f"2 of 700 {noun}s are longer than the row size of 512 tokens") as error:
+    with pytest.raises(ValueError, match=f"2 of 700 {noun}s are longer than the row size of 512 tokens"):
         sampler(lengths=make(lengths))
     dropping = sampler(lengths=make(lengths), overlong="drop", tail="keep")
     assert str(dropping.report) == f"2 {noun}s longer than the capacity dropped: 5,600 tokens lost"

@@ -257,7 +257,9 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         Raises:
             ValueError: more batches than the epoch has.
         """
-        done, made = self._count_done(batches_done), self._current()
+        made, done = self._current(), self._done
+        if batches_done is not None:
+            done = check_integer(batches_done, "batches_done", 0, len(self), "the number of batches of the epoch")
         first = made.steps_before * self._batches_per_step
         if done < first:
             raise ValueError(
@@ -280,7 +282,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         The batches are those of an uninterrupted epoch if the settings plan the same epoch as those of the state, also
         if they aren't the same, such as `epochs`. Otherwise, as with another number of ranks or another
         `batch_max_length`, what is left of the epoch is planned anew, and a warning names the changes. Every document
-        is then trained on once, but for those that `tail` leaves out. Without a seed the sampler takes that of the state.
+        is then trained on once, but for those that `tail` leaves out. A sampler without a seed takes that of the state.
 
         Every rank must call this, with the same state: ranks that share a process group compare it.
 
@@ -385,7 +387,8 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         if (self._shard and self.num_replicas > 1) or self.num_replicas % processes:
             whose = "all ranks" if self.rank is None else f"rank {self.rank}"
             raise ValueError(
-                f"this sampler yields the batches of {whose}, of {self.num_replicas} ranks, which {processes} processes "
-                "can't divide without losing or repeating some. For accelerate or another library that divides batches "
-                "leave out num_replicas, rank and group, and pass shard=False; or don't let it prepare this DataLoader."
+                f"this sampler yields the batches of {whose}, of {self.num_replicas} ranks, which {processes} "
+                "processes can't divide without losing or repeating some. For accelerate or another library that "
+                "divides batches leave out num_replicas, rank and group, and pass shard=False; or don't let it prepare "
+                "this DataLoader."
             )

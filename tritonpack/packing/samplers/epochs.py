@@ -50,28 +50,33 @@ class EpochCounter:
         if not _is_number_of_a_pass():
             self.epoch, self._is_chosen = epoch, True
             return
-        self._is_counted = True
         if not self._is_chosen:
-            # A pass that wasn't counted may be this one: torchdata's workers begin to read as their loader is made.
-            self.epoch = max(self.epoch, self._latest + self._was_counted)
+            # torchdata's workers begin a pass as their loader is made, so the first call may come after its pass begins.
+            self.epoch = max(self.epoch, self._latest + (self._was_counted or self._is_counted))
+        self._is_counted = True
 
     def _go_on(self) -> None:
         """Go on to the next epoch if a pass over this one has begun, unless it was chosen again."""
         if self._latest >= self.epoch and not self._is_chosen:
             self.epoch = self._latest + 1
 
-    def _begin(self) -> bool:
-        """Count a pass that begins. Return whether it repeats the epoch of the pass before, which nobody chose."""
+    def _begin(self, epochs_differ: bool) -> None:
+        """Count a pass that begins, and warn if it repeats an epoch in vain."""
         if _is_sharded_stateful_pass():
             say_once(
                 "stateful-loader",
                 "accelerate's use_stateful_dataloader saves no epoch in several processes, so a loader that loads its "
                 "state goes on in epoch 0. Call set_epoch(number) on the prepared loader when you resume.",
             )
-        again = self._latest == self.epoch and not self._is_chosen
+        if epochs_differ and self._latest == self.epoch and not self._is_chosen:
+            say_once(
+                "same-epoch",
+                f"a sampler or a stream begins a second pass over epoch {self.epoch}, so documents come in the same "
+                "order again. Call set_epoch(number) before each pass, on it or on the loader that accelerate made. If "
+                f"you want the same order, call set_epoch({self.epoch}) again.",
+            )
         self._was_counted = self._is_counted
         self._latest, self._is_chosen, self._is_counted = self.epoch, False, False
-        return again
 
 
 class EpochSampler(EpochCounter, ABC):
@@ -131,13 +136,7 @@ class EpochSampler(EpochCounter, ABC):
     def _pass(self) -> Iterator[list[Any]]:
         # A pass begins with its first batch: some loaders make iterators that they don't use, or choose an epoch after.
         self._find_begin()
-        if self._begin() and self._epochs_differ:
-            say_once(
-                "same-epoch",
-                f"a sampler begins a second pass over epoch {self.epoch}, so the documents come in the same order "
-                "again. Call set_epoch(number) on the sampler before each pass over the DataLoader. If you want the "
-                f"same order, call set_epoch({self.epoch}) again.",
-            )
+        self._begin(self._epochs_differ)
         self._waits = False
         self._passes += 1
         this, made = self._passes, self._current()
@@ -145,12 +144,6 @@ class EpochSampler(EpochCounter, ABC):
             if this == self._passes:
                 self._done = number + 1
             yield self._batch(made, number)
-
-    def _count_done(self, batches_done: int | None) -> int:
-        """The batches that a state counts: as given, or those that were yielded."""
-        if batches_done is None:
-            return self._done
-        return check_integer(batches_done, "batches_done", 0, len(self), "the number of batches of the epoch")
 
     @property
     def sampler(self) -> Any:
@@ -183,29 +176,22 @@ def _is_sharded_stateful_pass() -> bool:
 
 def check_state(state: Any, names: set[str], owner: str) -> None:
     """ValueError unless a state has the version of this package and these names."""
-    if not isinstance(state, Mapping):
+    is_ours = isinstance(state, Mapping) and same(state.get("version"), VERSION) and state.keys() == names
+    if not is_ours:
         raise ValueError(
-            f"a state of {owner} must be a mapping, as state_dict() returns it; got {type(state).__name__} "
-            f"{state!r:.60}."
+            f"this isn't a state of version {VERSION} of {owner}, as state_dict() returns it; got {state!r:.300}. "
+            "Resume with the version of tritonpack that saved it, or begin the epoch anew."
         )
-    if "version" in state and not same(state["version"], VERSION):
-        fault = f"it has version {state['version']!r}. Resume with the version of tritonpack that saved it, or begin"
-        fault += " the epoch anew"
-    else:
-        wrong = {"it lacks": names - set(state), "it also has": set(state) - names}
-        fault = "; ".join(f"{has} {', '.join(sorted(map(repr, those)))}" for has, those in wrong.items() if those)
-    if fault:
-        raise ValueError(f"this isn't a state of version {VERSION} of {owner}: {fault}.")
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
-    changes, words = [], {"capacity": "the tokens of a row", "num_ranks": "the number of ranks"}
-    for name in sorted({*settings, *saved}, key=str):
-        was, now = (repr(values[name]) if name in values else "missing" for values in (saved, settings))
-        if not (name in saved and name in settings and same(saved[name], settings[name])):
-            changes.append(f"{words.get(name, name)} was {was} and is {now}")
-    return "; ".join(changes)
+    words = {"capacity": "the tokens of a row", "num_ranks": "the number of ranks"}
+    return "; ".join(
+        f"{words.get(name, name)} was {saved[name]!r} and is {now!r}"
+        for name, now in sorted(settings.items())
+        if not same(saved[name], now)
+    )
 
 
 def digest(*arrays: NDArray[Any]) -> str:

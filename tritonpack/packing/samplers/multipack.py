@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from tritonpack.packing.bins import pack
 from tritonpack.packing.columns import is_iterable
 from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.planning.plan import Plan, document_numbers
-from tritonpack.packing.samplers.epochs import VERSION, EpochSampler, check_state, digest
+from tritonpack.packing.samplers.epochs import EpochSampler, digest
 from tritonpack.packing.samplers.ranks import can_compare, compare, place_among_processes
 from tritonpack.packing.units import as_units, fit_for_sampler
 
@@ -42,7 +42,8 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
     Every process computes the same batches from the seed and the epoch, so accelerate may divide them. It gives every
     process the same number of batches and leaves out the rest, which `dropped_documents` counts. `set_epoch`, which
-    accelerate and Trainer call, changes the order. A second pass over one epoch causes a warning.
+    accelerate and Trainer call, changes the order. A second pass over one epoch causes a warning. To resume, choose the
+    epoch and skip the batches that are done, as Trainer and `accelerate.skip_first_batches` do.
 
     Samplers with a `generator` (torch's random ones) get a new generator, seeded by `seed` and the epoch. Samplers
     with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
@@ -116,7 +117,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         super().__init__(epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))))
         self._sampler = sampler
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
-        self._made: tuple[int, Plan, str] | None = None  # an epoch, its batches as steps, and a digest of them
+        self._made: tuple[int, Plan] | None = None  # an epoch, and its batches as steps
         num_replicas = place_among_processes()[0] if num_replicas is None else num_replicas
         self.num_replicas = check_integer(num_replicas, "num_replicas")
         if seed is None:
@@ -143,12 +144,11 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
 
     def _current(self) -> Plan:
         """The batches of the current epoch as steps, and their bins as rows."""
-        return self._pack(self.epoch)[1]
+        if self._made is None or self._made[0] != self.epoch:
+            self._made = self.epoch, self._pack(self._documents(self.epoch))
+        return self._made[1]
 
-    def _pack(self, epoch: int) -> tuple[int, Plan, str]:
-        if self._made is not None and self._made[0] == epoch:
-            return self._made
-        documents = self._documents(epoch)
+    def _pack(self, documents: NDArray[np.int32]) -> Plan:
         documents = documents[self.lengths[documents] > 0]
         if not len(documents):
             raise ValueError(
@@ -178,10 +178,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
             counts = np.append(counts, np.zeros(-len(counts) % self.batch_size, dtype=np.int64))
         offsets = np.concatenate([[0], np.cumsum(counts)])
         used = found[: offsets[-1]]
-        plan = Plan(used, offsets, self.batch_size, self.batch_max_len, left_out=len(found) - len(used))
-        settings = np.array([self.batch_size, self.drop_last])
-        self._made = epoch, plan, digest(used, offsets, self.lengths[used], settings)
-        return self._made
+        return Plan(used, offsets, self.batch_size, self.batch_max_len, left_out=len(found) - len(used))
 
     def _documents(self, epoch: int) -> NDArray[np.int32]:
         """The document numbers that the given sampler yields in an epoch."""
@@ -204,36 +201,13 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
     def __iter__(self) -> Any:  # yields bins, not documents
         batches = super().__iter__()
         if not self._same_on_all_ranks and can_compare(place_among_processes()[0]):
+            plan = self._current()
             compare(
-                "begun this pass", {"the digest of the order": self._pack(self.epoch)[2]},
+                "begun this pass", {"the digest of the order": digest(plan.items, plan.offsets)},
                 "the samplers of the ranks yield documents in different orders, so documents would be seen twice or "
                 "never", "Pass torch's RandomSampler, or a sampler with the same order on all ranks.",
             )  # fmt: skip
         return batches
-
-    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, as plain numbers and strings; see MultipackDistributedBatchSampler."""
-        done = self._count_done(batches_done)
-        return {"version": VERSION, "epoch": self.epoch, "batches_done": done, "batches": self._pack(self.epoch)[2]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next iteration begins with the batch after the last one that the state counts.
-
-        Raises:
-            ValueError: a damaged state, or one of other batches. The sampler is then unchanged.
-        """
-        check_state(state, {"version", "epoch", "batches_done", "batches"}, type(self).__name__)
-        epoch = check_integer(state["epoch"], "epoch", 0, None)
-        _, plan, own = self._pack(epoch)
-        if state["batches"] != own:
-            raise ValueError(
-                f"the state can't be resumed, because epoch {epoch} has other batches than when it was saved. Pass the "
-                "same lengths, settings and seed, and a sampler whose order depends only on the epoch, such as torch's "
-                "RandomSampler; or begin the epoch anew."
-            )
-        done = check_integer(state["batches_done"], "batches_done", 0, plan.num_steps, "the batches of the epoch")
-        self.set_epoch(epoch)
-        self._go_to(done)
 
     def generate_batches(self, set_stats: bool | None = None) -> list[list[list[int]]]:
         """All batches of this epoch. The position of an iteration doesn't change. `set_stats` has no effect."""
