@@ -63,14 +63,12 @@ class ShardStage:
         number: of the model among those of the context.
         specs: the masks of all layers, whose work layouts divide evenly.
         rotary: the rotary embeddings that follow the longest document.
-        has_routers: whether calls may ask for the loss of routers.
         fuses_loss: whether the model's forward is Liger-Kernel's.
     """
 
     def __init__(self, context: Any, number: int, module: PreTrainedModel) -> None:
         self.context, self.number = context, number
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
-        self.has_routers = hasattr(module.config.get_text_config(), "output_router_logits")
         self.fuses_loss = fuses_loss(module)
 
     @between_graphs
@@ -101,7 +99,7 @@ class ShardStage:
         """This rank's share of a call. Every rank calls this with the same full batch."""
         context, module, error = self.context, forward.module, None
         try:
-            routers = self.has_routers and wants_router_loss(arguments, module)
+            routers = wants_router_loss(arguments, module)
             if forward.path == "":
                 self._require_heads_in_place(module)
             whole = _read(forward, arguments)
