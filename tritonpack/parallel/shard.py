@@ -19,7 +19,7 @@ from tritonpack.parallel.loss import FUSED_HEAD, FusedHead, ShardedLoss, fuses_l
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.replaced import replaced
 from tritonpack.parallel.rotary import follow_longest, rotary_of_longest
-from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss, with_router_loss
+from tritonpack.parallel.router_loss import require_known_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import Sharding, between_graphs, outside_of_graphs
 from tritonpack.patches.configurations import layer_windows, require_one_rope
 from tritonpack.patches.interface import NO_WEIGHTS, takes_tokens
@@ -99,7 +99,9 @@ class ShardStage:
         """This rank's share of a call. Every rank calls this with the same full batch."""
         context, module, error = self.context, forward.module, None
         try:
-            routers = wants_router_loss(arguments, module)
+            routers = arguments.get("output_router_logits")
+            if routers is None:
+                routers = getattr(module.config.get_text_config(), "output_router_logits", False)
             if forward.path == "":
                 self._require_heads_in_place(module)
             whole = _read(forward, arguments)
