@@ -457,20 +457,3 @@ def test_a_layer_called_outside_of_its_model() -> None:
     with tritonpack.patch(model), pytest.raises(ValueError, match="Lfm2ShortConv was called outside"):
         layer(torch.zeros(1, 3, 32))
     assert layer(torch.zeros(1, 3, 32)).shape == (1, 3, 32)
-
-
-class OneName(transformers.LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, *args: Any, **more: Any) -> Any:
-        return super().forward(input_ids, *args, **more)
-
-
-def test_positional_arguments() -> None:
-    """They are known by the names of the forward. A mask without a name would be lost."""
-    ids, mask = torch.arange(6)[None], torch.tensor([[1, 1, 1, 2, 2, 2]])
-    known = tiny_model("llama")
-    unknown = OneName(known.config).eval()
-    with tritonpack.patch(known), tritonpack.patch(unknown):
-        assert torch.equal(known(ids, mask).logits, known(input_ids=ids, attention_mask=mask).logits)
-        for model, places, names in ((unknown, (ids, mask), {}), (known, (ids,), {"input_ids": ids})):
-            with pytest.raises(ValueError, match=r"takes input_ids.*, each once\. Pass the others by name"):
-                model(*places, **names)
