@@ -59,7 +59,7 @@ def speaks() -> bool:
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Say nothing in this thread, and leave each key to a later call: calls of a proof aren't the user's."""
     outer = hasattr(_unheard, "now")
     _unheard.now = True

@@ -313,7 +313,7 @@ def test_documents_that_share_their_beginnings(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tries: list[Any]
 ) -> None:
     """A class that isn't known for that is proven in the first such call."""
-    monkeypatch.setattr(proof, "is_shown", lambda kind, in_trees=False: not in_trees)
+    monkeypatch.setattr(proof, "is_listed", lambda kind, in_trees=False: not in_trees)
     model = zoo.tiny_model(model_type)
     tritonpack.patch(model)
     model(**call_of())

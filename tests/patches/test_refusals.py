@@ -31,7 +31,7 @@ from tests.patches.sweep.classes import cases
 from tests.patches.sweep.subject import Subject
 from tests.patches.zoo import tiny_pair_model
 from tritonpack import UnsupportedModelError
-from tritonpack.patches.parse_inputs import TELLING, meant_by
+from tritonpack.patches.parse_inputs import DOCUMENT_ARGUMENTS, intended_argument
 
 SEGMENTS = told("segments_alone")["attention_mask"]
 OFFSETS = told("offsets_alone")["cu_seq_lens_q"]
@@ -132,7 +132,7 @@ def test_calls(arguments: dict[str, Any], words: str) -> None:
             assert model(IDS, position_ids=PLACES)[0].isfinite().all()
 
 
-MEANT = {
+SIMILAR_NAMES = {
     "cu_seq_lens_q": (
         "cu_seqlens", "cu_seqlens_k", "cu_seq_lens", "cumulative_seqlens", "max_seqlen", "seq_lens", "seq_lengths",
         "document_lengths", "doc_lens", "lengths", "doc_offsets", "Cu_Seqlens", "packed_seq_params", "input_lengths",
@@ -159,10 +159,10 @@ TRAINERS = (
 
 
 def test_names_that_resemble_ours() -> None:
-    assert {name: meant_by(name) for names in MEANT.values() for name in names} == {
-        name: meant for meant, names in MEANT.items() for name in names
+    assert {name: intended_argument(name) for names in SIMILAR_NAMES.values() for name in names} == {
+        name: meant for meant, names in SIMILAR_NAMES.items() for name in names
     }
-    assert not any(meant_by(name) for name in (*TRAINERS, *TELLING))
+    assert not any(intended_argument(name) for name in (*TRAINERS, *DOCUMENT_ARGUMENTS))
 
 
 class Numbered(LlamaForCausalLM):
