@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Model, list[Any], str]] = {
     "images of another size": (LLAVA, [llava(pixel_values=torch.ones(1, 3, 8, 12))],
         r"document 0 has images of \(8, 12\) pixels; this model takes 8 x 8"),
     "a list of images of two shapes": (LLAVA, [llava(2, pixel_values=[torch.ones(3, 8, 8), torch.ones(3, 8, 4)])],
-        r"document 0 has pixel_values of shapes \[\(3, 8, 8\), \(3, 8, 4\)\]; let the processor pad them"),
+        r"document 0 needs an array with the axes \(images, .*\), as return_tensors='pt' makes it, as pixel_values; got"),
     "padding": (LLAVA, [TEXT | {"attention_mask": [0, 1, 1]}], "document 0 has an attention_mask that isn't 1"),
     "no mapping": (LLAVA, [TEXT, 5], "document 1 must be a mapping, as the processor returns it; got int"),
     "images and videos of GLM-4V": (Rotated("glm4v"),
