@@ -281,7 +281,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
      r"packed rows can't use a cache.*Leave the cache out, or.* Documents in each row: \[4\]"),
     ("BertForQuestionAnswering", "bert", {"start_positions": START},
      "start_positions without end_positions; pass both"),
-    ("XLNetForQuestionAnswering", "xlnet", {}, "one for each row.*Pass padded rows"),
+    ("XLNetForQuestionAnswering", "xlnet", {}, "one value for each row.*Pass padded rows"),
     ("XLMForQuestionAnswering", "xlm", ANSWERS, "XLMForQuestionAnswering has a loss of its own.*Pass padded rows"),
     ("BigBirdForQuestionAnswering", "big_bird", {}, "BigBirdForQuestionAnswering gives one result for"),
 ]  # fmt: skip

@@ -110,7 +110,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"segment_ids": SEGMENTS}, "was called with 'segment_ids'.* Pass seq_idx"),
     ({"positions_ids": PLACES}, "was called with 'positions_ids'.* Pass position_ids"),
     ({"cu_seq_lens_k": OFFSETS}, "was called with 'cu_seq_lens_k'.* Pass "),
-    ({"parents": torch.zeros(1, 22)}, "'parents', which nothing reads.*Pass tree_ends"),
+    ({"parents": torch.zeros(1, 22)}, "'parents', which no code reads.*Pass tree_ends"),
 ]  # fmt: skip
 
 
@@ -232,12 +232,12 @@ PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lazily("llama"), {"backend": "cuda"}, "got 'cuda'"),
     (lazily("llama"), {"attention": "flash"}, "got 'flash'"),
     (lazily("llama"), {"unpad": "no"}, "unpad must be True or False; got str 'no'"),
-    (lazily("llama"), {"attention": "sdpa"} | UNPAD, "attention='sdpa' computes all pairs"),
-    (lazily("llama"), {"attention": "eager"} | SHARE, "attention='eager' computes all pairs"),
+    (lazily("llama"), {"attention": "sdpa"} | UNPAD, "attention='sdpa' would compute all pairs"),
+    (lazily("llama"), {"attention": "eager"} | SHARE, "attention='eager' would compute all pairs"),
     (lazily("gemma2"), {"attention": "sdpa"}, r"'gemma2'.* doesn't support sdpa"),
     (sparse, {}, r"set_attention_type\('original_full'\)"),
-    (lambda: decoder("gemma"), {}, r"nothing to be equal to\. Set it to False"),
-    (lambda: decoder("gemma2"), {}, r"nothing to be equal to\. Set it to False"),
+    (lambda: decoder("gemma"), {}, r"packed rows aren't defined\. Set it to False"),
+    (lambda: decoder("gemma2"), {}, r"packed rows aren't defined\. Set it to False"),
     (lazily("bloom"), UNPAD, "takes a dense mask"),
     (lambda: tiny_pair_model("t5"), UNPAD, "an encoder with a decoder"),
     (lazily("mamba2"), SHARE, "on each document by itself"),
@@ -320,8 +320,8 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
      "tree_ends and position_ids contradict each other at token 4 of the flattened rows, 4 for a depth of 2.*diagonal"),
     (lazily("llama"), {}, TREE | {"position_ids": TREE["position_ids"] * 0},
      "contradict each other at token 1 of the flattened rows, 0 for a depth of 1"),
-    (lazily("mamba2"), {}, TREE, "without tree_ends"),
-    (lazily("electra-encoder"), {}, TREE, "without tree_ends"),
+    (lazily("mamba2"), {}, TREE, "Leave tree_ends and share_prefixes out"),
+    (lazily("electra-encoder"), {}, TREE, "Leave tree_ends and share_prefixes out"),
     (classifier, {}, TREE, "for several documents in"),
 ]  # fmt: skip
 
@@ -360,16 +360,16 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_attention_mask": None}, f"row 0 has 1 {BOTH}"),
     ({"attention_mask": None}, "row 0 has 4 documents in the decoder and 1 in the encoder. Tell documents apart on"),
     ({"decoder_attention_mask": torch.tensor([[1] * 5 + [2] * 2 + [4] * 6 + [5] * 4])},
-     "document 4 of the decoder's mask would meet document 3 of the encoder's"),
+     "document 4 of the decoder's mask would see document 3 of the encoder's"),
     ({"decoder_attention_mask": torch.tensor([[1] * 7 + [2] * 6 + [3] * 4])}, "row 0 has 3 documents in the decoder"),
     ({"attention_mask": None, "decoder_attention_mask": None, "seq_idx": torch.tensor([[0] * 11 + [1] * 11])},
      "row 0 has 1 documents in the decoder and 2 in the encoder"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 17]), "cu_seq_lens_k": torch.tensor([0, 11, 22])},
      "lists 4 documents of the decoder and cu_seq_lens_k 2 of the encoder"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 17]), "cu_seq_lens_k": torch.tensor([0, 8, 22, 22])},
-     "a document is empty by cu_seq_lens_q and not by cu_seq_lens_k"),
+     "a document is empty in only one of cu_seq_lens_q and cu_seq_lens_k"),
     ({"cu_seq_lens_q": torch.tensor([0, 17]), "decoder_input_ids": None},
-     "decoder_attention_mask was given without decoder_input_ids"),
+     "decoder_attention_mask was passed without decoder_input_ids"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 15]), "cu_seq_lens_k": OFFSETS},
      "documents of the decoder: .* end with the number of tokens, 17"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 17]), "cu_seq_lens_k": torch.tensor([0, 8, 10, 15, 20])},
@@ -416,14 +416,14 @@ def test_models_by_name(kind: str) -> None:
     """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
     model = zoo.tiny_model(kind, attention="tritonpack")
     for call in (model, model.forward, model.base_model):
-        with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*was given attn_implementation"):
+        with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*It has attn_implementation"):
             call(torch.arange(6, 10)[None])
 
 
 def test_a_name_that_is_written_into_a_configuration() -> None:
     model = tiny_model("llama")
     model.config._attn_implementation = "tritonpack"
-    with pytest.raises(ValueError, match=r"isn't patched.*patch this model, too, with tritonpack\.patch"):
+    with pytest.raises(ValueError, match=r"isn't patched.*tritonpack\.patch\(model\) for this model, too"):
         model(**call_of())
 
 

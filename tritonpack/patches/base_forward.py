@@ -23,14 +23,7 @@ from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.layers.positions import ROPE_INDEX, from_padding, leave_positions_to_model
 from tritonpack.patches.modules import holds, modules_in
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.parse_inputs import (
-    COUNTED,
-    PendingMask,
-    cache_of,
-    make_packed_batch,
-    require_depths,
-    tokens_of,
-)
+from tritonpack.patches.parse_inputs import COUNTED, LazyMask, cache_of, make_packed_batch, require_depths, tokens_of
 from tritonpack.patches.parts import Call, Checkpoints, InstanceForward
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.placement import Placement, require_one_document_a_row
@@ -68,9 +61,7 @@ class BaseForward(Pipeline):
         self.padding_index = (config.pad_token_id or 0 if index is None else index) if counts else None
         self.padding = config.pad_token_id if self.model_type in families.MASKS_PADDING else None
         self.rope_limits = rope_limits(text_config(config))
-        self.needs_types = self.model_type in families.BIDIRECTIONAL | families.PROMPT_TYPES and is_bidirectional(
-            config
-        )
+        self.needs_types = self.model_type in families.BOTH_WAYS | families.PROMPT_TYPES and is_bidirectional(config)
         self.checks_begin = bool(self.needs_types or self.rope_limits or "perm_mask" in self.names)
         # A multimodal model makes positions itself: they depend on its images, too.
         multimodal = any(hasattr(type(inner), ROPE_INDEX) for inner in modules_in(module))
@@ -118,8 +109,7 @@ class BaseForward(Pipeline):
             if packed_batch.tree_ends is not None and row is None:
                 if arguments.get("use_cache"):
                     raise ValueError(
-                        "use_cache=True was passed with tree_ends, but no sequence can continue the cache of a tree. "
-                        "Leave use_cache out."
+                        "use_cache=True was passed, but no sequence can continue a tree's cache. Leave use_cache out."
                     )
                 if self.outermost:
                     require_depths(packed_batch)
@@ -148,14 +138,13 @@ class BaseForward(Pipeline):
             mask = cross_attention_mask(arguments, layer_batch, self.names, self.serving)
             arguments["encoder_attention_mask"] = mask
         if self.checkpoints is not None:
-            self.checkpoints.hold()
+            self.checkpoints.wrap()
         return packed_batch, layer_batch, placements
 
     def _compact_rows(
         self, packed_batch: PackedBatch, arguments: dict[str, Any]
     ) -> tuple[PackedBatch, list[Placement]]:
-        """Replace a batch by a row without padding and common beginnings, unless a head has already removed the
-        padding."""
+        """Replace a batch by a row without padding and common beginnings, unless a head has removed the padding."""
         if not self.outermost:  # such as OPT's decoder, which its head calls
             around = next(head for head in self.heads if isinstance(head, BaseForward) and head.outermost)
             raise UnsupportedModelError(
@@ -272,11 +261,10 @@ class BaseForward(Pipeline):
         return packed_batch
 
     def _resolve_mask(self, mask: Any, arguments: dict[str, Any]) -> Any:
-        """Return the mask of a call whose mask generate() made before the call; a dict has one for each kind of
-        layers."""
+        """Resolve a mask that generate() made before the call, or a dict of them for the kinds of layers."""
         if isinstance(mask, dict):
             return {kind: self._resolve_mask(value, arguments) for kind, value in mask.items()}
-        if isinstance(mask, PendingMask):
+        if isinstance(mask, LazyMask):
             resolved = mask.resolve(arguments, self.serving)
             return resolved.dense(torch.float32) if self.serving.attention == "dense" else resolved
         if isinstance(mask, Tensor) and mask.ndim > 2 and self.outermost:
@@ -287,8 +275,7 @@ class BaseForward(Pipeline):
         return mask
 
     def _begin(self, packed_batch: PackedBatch, arguments: dict[str, Any], compiled: bool) -> None:
-        """Check a call that covers whole rows, because nothing is cached yet, and add arguments that its layers
-        need."""
+        """Check a call that covers whole rows, because nothing is cached yet, and add what its layers need."""
         if self.needs_types and arguments.get("token_type_ids") is None:
             raise ValueError(
                 f"{self.name} with use_bidirectional_attention sees both directions in a batch without padding and one "

@@ -72,7 +72,7 @@ def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], o
             f"{ON_PADDED_ROWS.rstrip('.')}, or patch its decoder alone."
         )
     typed = any(other.config.model_type in families.PROMPT_TYPES and holds(other, module) for other in modules)
-    if module.config.model_type in families.BIDIRECTIONAL and is_bidirectional(module.config) and not typed:
+    if module.config.model_type in families.BOTH_WAYS and is_bidirectional(module.config) and not typed:
         raise UnsupportedModelError(
             f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without padding "
             "and one direction in a batch with padding, so results of packed rows aren't defined. Set it to False, or "

@@ -196,8 +196,7 @@ def lay_back_head(output: Any, row: Row, later: bool) -> Any:
 
 
 class LazyLogits(TensorLike):
-    """The logits (B, K, vocabulary) of a head that ran on a row. They are laid back into the batch when they are
-    read."""
+    """The logits (B, K, vocabulary) of a head that ran on a row; they are laid back when they are read."""
 
     ndim = 3
 
@@ -219,10 +218,8 @@ class LazyLogits(TensorLike):
 
 
 class _LazyLogitsOutput:
-    """Methods added to the class of an output, which lay back its logits when they are read.
-
-    `items()` and `values()` don't, because accelerate and DDP iterate over them in each call.
-    """
+    """Methods added to the class of an output, which lay back its logits when they are read. `items()` and `values()`
+    don't, because accelerate and DDP iterate over them in each call."""
 
     @property
     def logits(self) -> Tensor:
@@ -297,10 +294,8 @@ def _to_device(device: torch.device, array: NDArray[np.int64]) -> Tensor:
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:
-    """Return numbers (B, T) that must be equal for two tokens to be shared; none if tokens can't be compared.
-
-    Tokens can't be compared in a call with embeddings, with images, or with numbers that aren't integers.
-    """
+    """Return numbers (B, T) that must be equal for two tokens to be shared; none for a call with embeddings, images, or
+    numbers that aren't integers, in which tokens aren't compared."""
     if arguments.get("input_ids") is None:
         return []
     channels, tokens = [], packed_batch.tokens

@@ -24,7 +24,7 @@ from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import DECODER, ENCODER, OFFSETS, cache_of, make_packed_batch, tokens_of
 from tritonpack.patches.parts import PackingContext
 from tritonpack.patches.pipeline import Pipeline
-from tritonpack.patches.targets import IGNORED, check_padding_labels, take_span_targets
+from tritonpack.patches.targets import IGNORED, check_padding_labels, take_spans
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -79,7 +79,7 @@ class EncoderDecoderForward(Pipeline):
         check_padding_labels(self.module, arguments, decoder)
         if self.mixed_loss and arguments.get("labels") is not None:
             self.require_no_mixed_loss(decoder)
-        add_loss = take_span_targets(arguments, decoder, self)
+        add_loss = take_spans(arguments, decoder, self)
         output = self.inner(**arguments)
         return output if add_loss is None else add_loss(output)
 

@@ -80,7 +80,7 @@ MASKS_PADDING = _names("t5_gemma_module")
 
 # Decoders with use_bidirectional_attention=True that see both directions without a mask, and one direction with a
 # causal mask.
-BIDIRECTIONAL = _names("gemma gemma2 gemma3")
+BOTH_WAYS = _names("gemma gemma2 gemma3")
 
 # Models around these decoders whose token_type_ids mark the tokens that see both directions: 0 for image and prompt.
 PROMPT_TYPES = _names("paligemma")
@@ -133,7 +133,7 @@ ONE_DOCUMENT_A_ROW = re.compile(
 ONE_LOGIT_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 
 # Arguments that hold one target for each document.
-DOCUMENT_TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
+TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
 
 # Arguments and outputs of images and sounds. They have no value for each token of a row, even if their shape fits.
 MEDIA_NAMES = re.compile(

@@ -27,7 +27,7 @@ from tritonpack.patches.layers.positions import TEMPERATURES, temperature
 from tritonpack.patches.mask_spec import CAUSAL, read_mask_spec
 from tritonpack.patches.modules import models_in
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, as_addend
-from tritonpack.patches.parse_inputs import NOT_PATCHED, PendingMask, PendingMaskError
+from tritonpack.patches.parse_inputs import NOT_PATCHED, LazyMask, LazyMaskError
 
 NO_WEIGHTS = "output_attentions=True: tritonpack's attention returns no weights; unpatch the model to get them."
 
@@ -60,8 +60,8 @@ def make_mask(
     dtype: torch.dtype = torch.float32, config: Any = None, device: torch.device | str = "cpu", **flags: Any,
 ) -> Any:  # fmt: skip
     """Make the `attention_mask` of all layers of one kind; called by transformers as its mask function."""
-    mask: PackedBatch | IntervalMask | PendingMask | Tensor | None = attention_mask
-    if isinstance(mask, PendingMask):
+    mask: PackedBatch | IntervalMask | LazyMask | Tensor | None = attention_mask
+    if isinstance(mask, LazyMask):
         return mask
     if not isinstance(mask, IntervalMask):
         plain = mask_function is causal_mask_function
@@ -70,7 +70,7 @@ def make_mask(
             shape = torch.Size((batch_size, 1, q_length, kv_length))
             # A static cache changes its offset in place before layers claim the mask.
             offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
-            return PendingMask(mask, shape, offset, kv_offset, spec, torch.device(device))
+            return LazyMask(mask, shape, offset, kv_offset, spec, torch.device(device))
         mask = mask.interval_mask(kv_length, q_offset, kv_offset, spec)
     return mask.dense(dtype) if mask.serving.attention == "dense" else mask
 
@@ -211,7 +211,7 @@ def _interval_mask_for(module: nn.Module, mask: Any, key: Tensor, arguments: dic
     """
     if isinstance(mask, IntervalMask):
         found = mask.for_keys(key.shape[2])
-    elif not isinstance(mask, PendingMask):
+    elif not isinstance(mask, LazyMask):
         require_masks_kept(module)
         got = "no mask" if mask is None else f"a {type(mask).__name__}"
         raise ValueError(
@@ -220,7 +220,7 @@ def _interval_mask_for(module: nn.Module, mask: Any, key: Tensor, arguments: dic
             "and call the model, not its layers."
         )
     elif takes_tokens(module) and mask.resolved is None:
-        raise PendingMaskError(f"the attention of {type(module).__name__} {NOT_PATCHED}")
+        raise LazyMaskError(f"the attention of {type(module).__name__} {NOT_PATCHED}")
     else:
         found = mask.resolve(arguments, Serving("tritonpack", "auto"))
     if found.shape[3] != key.shape[2]:

@@ -298,10 +298,7 @@ class PackedBatch(TensorLike):
         return mask if mask.device == self.device else mask.to(self.device)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
-        """Return (B, T) bool twice: the starts of documents and of runs of padding, and the tokens that aren't padding.
-
-        The second is None if there is no padding.
-        """
+        """Return (B, T) bool: starts of documents and of runs of padding, and tokens without padding (None: all)."""
         if self._kept_runs is not None:
             return self._kept_runs
         starts, live = self.boundaries, None

@@ -147,12 +147,12 @@ NOT_PATCHED = (
 )
 
 
-class PendingMaskError(ValueError):
+class LazyMaskError(ValueError):
     """A mask was used before its documents were known."""
 
 
 @dataclass(eq=False)
-class PendingMask(TensorLike):
+class LazyMask(TensorLike):
     """A mask that transformers made outside of a patched model's forward pass, so its documents aren't known yet.
 
     generate() makes such masks before it calls the model. A model that has the name and isn't patched gets one, too.
@@ -169,11 +169,11 @@ class PendingMask(TensorLike):
     dtype: torch.dtype = torch.bool
     resolved: IntervalMask | None = None
 
-    def to(self, *_: Any, **__: Any) -> PendingMask:
+    def to(self, *_: Any, **__: Any) -> LazyMask:
         return self
 
     def to_tensor(self) -> Tensor:
-        raise PendingMaskError(f"this model's attention {NOT_PATCHED}")
+        raise LazyMaskError(f"this model's attention {NOT_PATCHED}")
 
     def resolve(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
         """Return the mask of a call with these arguments. It is made once for all layers."""

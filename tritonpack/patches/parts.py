@@ -268,7 +268,7 @@ _parts_by_config: dict[int, weakref.WeakSet[AttentionName]] = {}
 # Attributes with a module's checkpointing function: in transformers' layers, and in torch's CheckpointWrapper, which
 # FSDP and accelerate put around layers.
 FUNCTION_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
-CHECKPOINTED = {"gradient_checkpointing", "checkpoint_fn"}  # of modules that have, or may get, such a function
+MARKERS = {"gradient_checkpointing", "checkpoint_fn"}  # of modules that have, or may get, such a function
 
 
 class Checkpoint:
@@ -318,8 +318,5 @@ class Checkpoints(Part):
                     module.__dict__[attribute] = function.own
 
     def _find(self) -> list[nn.Module]:
-        return [
-            m
-            for m in modules_in(self.module)
-            if hasattr(type(m), "gradient_checkpointing") or not CHECKPOINTED.isdisjoint(m.__dict__)
-        ]
+        modules = modules_in(self.module)
+        return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not MARKERS.isdisjoint(m.__dict__)]

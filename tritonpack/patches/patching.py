@@ -51,10 +51,9 @@ class Patch:
         return None if compaction is None else compaction.saved
 
     def prove(self) -> None:
-        """Prove now, and not in the first call, that the model keeps documents apart.
+        """Prove now, and not in the first call, that the model keeps documents apart, unless it is trusted.
 
-        A trusted model needs no proof. Call it before torch.compile, and on every rank of FSDP. A second call does
-        nothing.
+        Call it before torch.compile, and on every rank of FSDP. A second call does nothing.
 
         Raises:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried; the message says why.
@@ -128,8 +127,7 @@ def patch(
     Raises:
         UnsupportedModelError: (a ValueError) the model can't be packed exactly, or not with these options; the message
             says why.
-        ValueError: an option that was removed, an argument that isn't a model, or a part of a model that is patched
-            with other options.
+        ValueError: an option that was removed, no model, or a part of a model that is patched with other options.
     """
     refuse_removed(removed, "patch()")
     check_choice(attention, ATTENTIONS, "attention")

@@ -24,28 +24,16 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.compact import lay_back_head
 from tritonpack.patches.configurations import text_config
-from tritonpack.patches.families import (
-    DOCUMENT_OUTPUTS,
-    DOCUMENT_TARGETS,
-    MEDIA_NAMES,
-    ONE_DOCUMENT_A_ROW,
-    ONE_LOGIT_A_TOKEN,
-)
+from tritonpack.patches.families import DOCUMENT_OUTPUTS, MEDIA_NAMES, ONE_DOCUMENT_A_ROW, ONE_LOGIT_A_TOKEN, TARGETS
 from tritonpack.patches.forwards import comes_from
 from tritonpack.patches.interface import NO_WEIGHTS
 from tritonpack.patches.layers.positions import ROPE_INDEX, leave_positions_to_model
 from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import PACKING_ARGUMENTS, TREE, PendingMaskError, check_arguments, tokens_of
+from tritonpack.patches.parse_inputs import PACKING_ARGUMENTS, TREE, LazyMaskError, check_arguments, tokens_of
 from tritonpack.patches.parts import Call, InstanceForward, PackingContext
 from tritonpack.patches.placement import Documents, require_one_document_a_row
-from tritonpack.patches.targets import (
-    SPAN_ARGUMENTS,
-    check_labels,
-    check_padding_labels,
-    shifts_labels,
-    take_span_targets,
-)
+from tritonpack.patches.targets import SPANS, check_labels, check_padding_labels, shifts_labels, take_spans
 
 if TYPE_CHECKING:
     from tritonpack.patches.proof import Proof
@@ -146,9 +134,7 @@ class Pipeline(InstanceForward):
                 check_labels(self.module, arguments, packed_batch)
                 if self.mixed_loss:
                     self.require_no_mixed_loss(packed_batch)
-            add_loss = (
-                take_span_targets(arguments, packed_batch, self) if {*SPAN_ARGUMENTS} & arguments.keys() else None
-            )
+            add_loss = take_spans(arguments, packed_batch, self) if {*SPANS} & arguments.keys() else None
             row, within = packed_batch, arguments
             if self.base.compaction is not None:
                 labels = arguments.get("shift_labels")
@@ -245,10 +231,10 @@ class Pipeline(InstanceForward):
         if torch.compiler.is_compiling():
             return
         _, tokens = tokens_of(arguments)
-        known = (*PACKING_ARGUMENTS, *DOCUMENT_TARGETS, "input_ids", "inputs_embeds")
+        known = (*PACKING_ARGUMENTS, *TARGETS, "input_ids", "inputs_embeds")
         shapes = {name: x.shape for name, x in arguments.items() if isinstance(x, Tensor) and name not in known}
         others = [name for name, shape in shapes.items() if shape[:2] != tokens[:2]]  # of images, for example
-        appended = others if isinstance(error, PendingMaskError) else []
+        appended = others if isinstance(error, LazyMaskError) else []
         if not appended and packed_batch is not None and not packed_batch.cached:
             labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
             labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared

@@ -204,8 +204,7 @@ class _Trial:
         return documents
 
     def lay(self, form: str, documents: Sequence[Tensor]) -> measuring.Batch:
-        """Lay out documents in a form. Encoder documents are two tokens longer, drawn with a seed from the
-        decoder's."""
+        """Lay out documents in a form. The encoder's are two tokens longer, with a seed from the decoder's."""
         batch = lay_out(form, documents)
         if not self.both:
             return batch
@@ -232,12 +231,10 @@ class _Trial:
         return measuring.parts_in(self.call(batch), batch)
 
     def require_rows(self) -> Parts:
-        """Try packed rows, or padded rows in a head with one result for each row. Return the outputs of a document
-        alone.
+        """Try packed rows, or padded rows in a head with one result for each row. Return a document's outputs alone.
 
-        Code that reads all tokens of a call, such as the scale of a quantized layer or a mixture of experts, may change
-        outputs if other tokens change, as much as in separate rows. Such code sees the same tokens if documents are
-        exchanged.
+        Code that reads all tokens of a call, such as a scale of a quantized layer or a mixture of experts, may change
+        outputs as much as in separate rows if other tokens change. Exchanged documents keep the same tokens.
         """
         a, c, other_a, other_c, b, x, y = self.draw(*[SHORT] * 4, *[self.long] * 3)
         alone, rows = self.alone(b), self.parts("rows", [x, b, y])
@@ -286,8 +283,7 @@ class _Trial:
             raise LeakError(f"{name} of a document{FORMS[form]} differs by {size:.0e} from the document alone")
 
     def require_unmoved(self, form: str, documents: Any, found: Parts, changed: Any, *, exchanged: bool) -> None:
-        """Require that the outputs of the second document keep their bits if the other documents are `exchanged` or
-        changed.
+        """Require that the outputs of the second document keep their bits if the others are `exchanged` or changed.
 
         They may move by rounding in float32, because the products of an expert depend on the order of its tokens. They
         may also move as much as the outputs of the document in its own row. In a mixture of experts that depends on the
@@ -305,18 +301,14 @@ class _Trial:
             if moved <= 4 * _difference(was, moves, 1, 1)[0]:
                 return
         layer = measuring.first_moved(self.model, self.call, before, after, [1]) or "no single layer"
-        raise LeakError(
-            f"{name} of a document{FORMS[form]} moves by {moved:.0e} with another document, first in {layer}"
-        )
+        raise LeakError(f"{name} of a document{FORMS[form]} moves by {moved:.0e} with another one, first in {layer}")
 
     def why_loss_mixes(self, alone: Parts) -> str:
-        """Compare the model's own loss of packed documents with its loss of the same documents in rows. Return the
-        difference in words; empty if there is none.
+        """Return why the model's own loss of packed documents differs from its loss of rows; empty if it doesn't.
 
         `alone` are the outputs of a document, whose shape shows the labels that the model takes. Logits are drawn,
         because small logits hardly change a loss. The second document has a large loss and labels in one half, so a
-        mean of rows differs from a mean of tokens. If only this document has labels, the other logits may not change
-        the loss.
+        mean of rows differs from a mean of tokens. If only it has labels, other logits may not change the loss.
         """
         documents, main = self.draw(*[self.long] * 3), alone.get("logits", next(iter(alone.values())))[0]
         try:

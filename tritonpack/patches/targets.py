@@ -144,13 +144,13 @@ def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     return "loss_function" in names and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
-SPAN_ARGUMENTS = ("start_positions", "end_positions")
+SPANS = ("start_positions", "end_positions")
 
 # Arguments of heads with another loss, which searches a row for the best spans, or for the tokens of questions.
 SEARCH_ARGUMENTS = frozenset({"cls_index", "question_positions"})
 
 
-def take_span_targets(
+def take_spans(
     arguments: dict[str, Any], packed_batch: PackedBatch, forward: InstanceForward
 ) -> Callable[[Any], Any] | None:
     """Take start_positions and end_positions out of the arguments of a call whose rows hold several documents, or
@@ -167,7 +167,7 @@ def take_span_targets(
         A function that adds the loss to the output: the mean of the losses of all documents. None if the head computes
         the loss: the call has no positions, its rows hold one document each and no padding, or the loss isn't known.
     """
-    spans = {name: x for name in SPAN_ARGUMENTS if (x := arguments.get(name)) is not None}
+    spans = {name: x for name in SPANS if (x := arguments.get(name)) is not None}
     head, name = forward.module, forward.name
     if not spans:
         return None
@@ -194,7 +194,7 @@ def take_span_targets(
             f"{name} has a loss of its own, which may search all documents of a row for start_positions. Pass padded "
             "rows, with one document in each."
         )
-    for missing in {*SPAN_ARGUMENTS} - {*spans}:
+    for missing in {*SPANS} - {*spans}:
         raise ValueError(f"{name} got {', '.join(spans)} without {missing}; pass both or neither.")
     count = len(documents) if documents.packed else packed_batch.tokens[0]
     lengths, longest = documents.inside.sum(1), documents.inside.shape[1]
