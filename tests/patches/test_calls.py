@@ -26,7 +26,7 @@ from tests.patches.calls import (
 )  # fmt: skip
 from tests.patches.comparison import tolerance
 from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, tiny_model
-from tests.patches.sweep.build import build
+from tests.patches.sweep.classes import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import difference as differences
 from tests.patches.sweep.subject import Subject

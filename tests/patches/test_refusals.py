@@ -26,7 +26,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.calls import FORMS, call_of, documents, relative, told
 from tests.patches.models import COMMON, VOCAB, tiny_model
-from tests.patches.sweep.build import build
+from tests.patches.sweep.classes import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.subject import Subject
 from tests.patches.zoo import tiny_pair_model

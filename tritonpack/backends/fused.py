@@ -101,7 +101,7 @@ def documents_of(mask: BlockDiagonalMask) -> list[Run]:
     others = other_steps[lasts] - other_steps[begins]
     columns = (begins, lasts, start[begins], stop[begins], start[lasts], stop[lasts], others)
     runs = []
-    for row, last, key, first_stop, last_start, key_end, other in zip(*(x.tolist() for x in columns), strict=True):
+    for row, last, key, first_stop, last_start, key_end, other in zip(*map(Tensor.tolist, columns), strict=True):
         rows, keys = last + 1 - row, key_end - key
         if first_stop <= key:
             continue

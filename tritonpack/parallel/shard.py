@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -228,7 +227,7 @@ class Cover(Pipeline):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.installed or not self.shard.context.running or self.context.current.outer_batch is not None:
             return self.inner(*args, **kwargs)
-        return self.with_names(partial(self.shard, self), self.bound(args, kwargs))
+        return super().__call__(*args, **kwargs)
 
 
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
