@@ -445,7 +445,7 @@ def test_a_shared_configuration_is_refused_with_a_remedy(family: str) -> None:
     assert policy.config._attn_implementation == stock._attn_implementation
 
 
-ON_A_PATCHED_PART = r"LlamaModel.*belongs to LlamaForCausalLM, which is patched.*unpatch.*build.*patch the whole"
+ON_A_PATCHED_PART = r"LlamaModel.*belongs to LlamaForCausalLM, which is patched.*unpatch.*build.*patch the model"
 
 
 def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, config: Any = None) -> PreTrainedModel:

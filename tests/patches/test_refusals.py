@@ -241,7 +241,7 @@ PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lazily("bloom"), UNPAD, "takes a dense mask"),
     (lambda: tiny_pair_model("t5"), UNPAD, "an encoder with a decoder"),
     (lazily("mamba2"), SHARE, "on each document by itself"),
-    (lazily("opt"), SHARE, "passes by the OPTModel around it"),
+    (lazily("opt"), SHARE, "doesn't go through the OPTModel around it"),
     # Whether a proof finds it depends on the machine: on some, the best keys of its few tokens are the same.
     (lazily("doge"), SHARE, r"\(DogeAttention\) isn't exact where documents share .* best of"),
 ]
@@ -295,7 +295,7 @@ NAMES = "entity_ids and entity_position_ids"
 # what makes a model, options of patch(), a call, words
 OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] = [
     (lazily("gpt2"), UNPAD, padded() | {"output_attentions": True}, "no weights"),
-    (lazily("opt"), UNPAD, padded(), "OPTDecoder passes by the OPTModel around it"),
+    (lazily("opt"), UNPAD, padded(), "OPTDecoder doesn't go through the OPTModel around it"),
     (lazily("electra-encoder"), SHARE, {"input_ids": IDS[:, :9].expand(4, -1)}, "also sees the tokens after it"),
     (lazily("llama"), UNPAD, padded() | {"labels": padded()["input_ids"]},
      r"the label 0 in row 0 would be predicted at token 7, .* to -100"),
@@ -312,8 +312,8 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
     (lazily("llama"), {}, TREE | {"tree_ends": torch.zeros(SHAPE)}, "tree_ends must be an integer tensor.*got"),
     (lazily("llama"), {}, TREE | {"tree_ends": ones(1, 3)}, r"tree_ends has shape \(1, 3\)"),
     (lazily("llama"), {}, TREE | {"tree_ends": 99 * ones(*SHAPE)}, r"ends\[0\] is 99"),
-    (lazily("llama"), {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both say"),
-    (lazily("llama"), {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both say"),
+    (lazily("llama"), {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both describe"),
+    (lazily("llama"), {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both describe"),
     (lazily("llama"), {}, TREE | {"labels": TREE["input_ids"]}, r"other branches.*shift_labels"),
     (lazily("llama"), {}, TREE | {"use_cache": True}, "Leave use_cache out"),
     (lazily("llama"), {}, TREE | {"position_ids": torch.arange(SHAPE[1])[None]},
@@ -354,11 +354,11 @@ def test_errors_of_the_model_stay_as_they_are() -> None:
 
 # Encoders with decoders
 
-BOTH = "documents in the decoder and 4 in the encoder. Tell documents apart on both sides"
+BOTH = "documents in the decoder and 4 in the encoder. Mark documents on both sides"
 # Changes of a call in which masks number the documents of both sides: of 7, 1, 3 and 11 tokens, and of 5, 2, 6 and 4.
 PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_attention_mask": None}, f"row 0 has 1 {BOTH}"),
-    ({"attention_mask": None}, "row 0 has 4 documents in the decoder and 1 in the encoder. Tell documents apart on"),
+    ({"attention_mask": None}, "row 0 has 4 documents in the decoder and 1 in the encoder. Mark documents on"),
     ({"decoder_attention_mask": torch.tensor([[1] * 5 + [2] * 2 + [4] * 6 + [5] * 4])},
      "document 4 of the decoder's mask would see document 3 of the encoder's"),
     ({"decoder_attention_mask": torch.tensor([[1] * 7 + [2] * 6 + [3] * 4])}, "row 0 has 3 documents in the decoder"),
@@ -431,7 +431,7 @@ def test_an_implementation_that_is_set_after_the_patch() -> None:
     model = tiny_model("llama")
     with tritonpack.patch(model):
         model.set_attn_implementation("eager")
-        with pytest.raises(ValueError, match="'eager' since this model was patched"):
+        with pytest.raises(ValueError, match="'eager' after this model was patched"):
             model(**call_of())
     assert model.config._attn_implementation == "sdpa"
 
@@ -446,7 +446,7 @@ def test_layers_that_write_twice_to_a_cache(attention: str) -> None:
     config = transformers.DoryConfig(vocab_size=VOCAB, layer_types=["full_attention"] * 2, num_hidden_layers=2, **sizes)
     model = transformers.DoryForCausalLM(config).eval()
     with tritonpack.patch(model, attention=attention), warnings.catch_warnings():
-        with pytest.raises(ValueError, match=r"DoryAttention changes its keys .* pass use_cache=False"):
+        with pytest.raises(ValueError, match=r"DoryAttention changes the number of keys .* pass use_cache=False"):
             model(**call_of())
         assert model(**call_of(use_cache=False)).logits.isfinite().all()
 
