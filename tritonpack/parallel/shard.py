@@ -26,7 +26,7 @@ from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
 from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import TREE, cache_of, in_form
+from tritonpack.patches.parse_inputs import TREE, cache_of, check_arguments
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.targets import IGNORED, check_padding_labels
 
@@ -225,14 +225,14 @@ class Cover(Pipeline):
         self.below = below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed or not self.shard.context.running or self.context.current.told is not None:
+        if not self.installed or not self.shard.context.running or self.context.current.outer_batch is not None:
             return self.inner(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
     """The documents of a call; refuses arguments that can't be divided into rows of tokens."""
-    in_form(arguments, forward.name, forward.known)
+    check_arguments(arguments, forward.name, forward.known)
     base, ids, embeddings = forward.base, arguments.get("input_ids"), arguments.get("inputs_embeds")
     tokens = embeddings if ids is None else ids
     if (ids is None) == (embeddings is None) or not isinstance(tokens, Tensor):
