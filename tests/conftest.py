@@ -29,7 +29,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
-    parser.addoption("--meta", action="store_true", help="run collators and calls with meta as the default device")
     parser.addoption("--one-process", action="store_true", help="run GPU tests in this process, without time limits")
 
 
@@ -129,12 +128,6 @@ def meta_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, "__call__", under_meta(owner.__call__))
     for name in [name for name in vars(BlockDiagonalMask) if name.startswith("from_")]:
         monkeypatch.setattr(BlockDiagonalMask, name, staticmethod(under_meta(getattr(BlockDiagonalMask, name))))
-
-
-@pytest.fixture(autouse=True)
-def _default_device(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--meta"):
-        request.getfixturevalue("meta_by_default")
 
 
 @pytest.fixture(scope="session")
