@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -103,31 +102,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: poison(_original(*a, **k)))
-
-
-@pytest.fixture
-def meta_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let collators, masks and patched models run with another default device than that of their tensors.
-
-    "meta" stands for a GPU, which users set by `torch.set_default_device`.
-    """
-    from tritonpack.masks.block_diagonal import BlockDiagonalMask
-    from tritonpack.packing.collator import PackingCollator
-    from tritonpack.packing.trees.tree_batch import TreeCollator
-    from tritonpack.packing.vision.collator import VisionPackingCollator
-
-    def under_meta(function: Any) -> Any:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.device("meta"):
-                return function(*args, **kwargs)
-
-        return call
-
-    for owner in (PackingCollator, TreeCollator, VisionPackingCollator, torch.nn.Module):
-        monkeypatch.setattr(owner, "__call__", under_meta(owner.__call__))
-    for name in [name for name in vars(BlockDiagonalMask) if name.startswith("from_")]:
-        monkeypatch.setattr(BlockDiagonalMask, name, staticmethod(under_meta(getattr(BlockDiagonalMask, name))))
 
 
 @pytest.fixture(scope="session")

@@ -201,14 +201,13 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
     return total
 
 
-def check_sound(sound: Tensor, cu: Tensor, size: int, total_name: str, name: str) -> None:
-    """Raise, or assert on the device, that offsets are `sound`."""
-    on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+def check_sound(cu: Tensor, total: int, total_name: str, name: str) -> None:
+    """Raise, or assert on the device, unless offsets begin with 0, never decrease and end at most at the total."""
     require(
-        sound,
+        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total),
         lambda: (
-            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {size}"
-            + (f"; got {cu.tolist()!r:.200}." if on_host else ".")
+            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {total}"
+            + (f"; got {cu.tolist()!r:.200}." if cu.device.type == "cpu" else ".")
         ),
     )
 

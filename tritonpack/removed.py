@@ -57,7 +57,7 @@ COMMANDS = {
     "plan --steps-together": "the lengths decide it",
     "plan --model": "costs are those of a Llama of 8 billion parameters",
     "plan --epochs": "run the command with another --seed for each epoch",
-    "plan --out": "the rows are drawn in the terminal, and --json writes the numbers",
+    "plan --out": "--json writes the numbers",
     "pack --max-items": "use tritonpack.pack_dataset(max_items=...)",
     "pack --shard-mib": "save the rows again with save_to_disk(folder, max_shard_size=...)",
 }

@@ -49,7 +49,6 @@ def saved(folder, cls=transformers.LlamaForCausalLM, kind="llama", **values):
         ("llama", "LlamaForSequenceClassification", SCORES, 1, "tritonpack +refused: .* gives one result for each row"),
         ("prophetnet", "", {}, 1, r"tritonpack +refused: ProphetNetForCausalLM .* can't be packed exactly: its dec"),
         ("splinter", "SplinterForPreTraining", SMALL, 3, "tritonpack +unknown: .* isn't a model .*--weights proves it"),
-        ("llama", "Nope", {}, 0, "LlamaForCausalLM in float32, in place of Nope *\n"),
     ],
 )  # fmt: skip
 def test_configuration(kind, named, values, code, words, tmp_path, capsys):
@@ -59,7 +58,7 @@ def test_configuration(kind, named, values, code, words, tmp_path, capsys):
     found = json.loads((tmp_path / "findings.json").read_text())
     assert (found["weights"], found["model_type"], found["stock"]) == (False, kind, None)
     assert found["tritonpack"]["verdict"] == {0: "exact", 1: "refused", 3: "unknown"}[code]
-    assert (found["instead_of"] or found["class"]) == (named or found["class"])
+    assert found["class"] == (named or found["class"])
 
 
 def test_weights(tmp_path, capsys, monkeypatch):
@@ -119,6 +118,7 @@ LLAMA = '{{"model_type": "llama", {}}}'.format
         ("", "folder", "the configuration of .* can't be loaded: .*Should have a `model_type` key in its config.json"),
         ("x.json", '{"model_type": "foo"}', "has model type `foo` but Transformers does not recognize"),
         ("x.json", LLAMA('"hidden_size": "many"'), "Field 'hidden_size' expected int, got str"),
+        ("x.json", LLAMA('"architectures": ["Nope"]'), "the model .*json can't be built: .*transformers has no.* Nope"),
         ("x.json", LLAMA('"architectures": 5'), "the model .*json can't be built: TypeError"),
         ("x.json", LLAMA('"hidden_act": "no"'), "the model .*json can't be built: KeyError: 'no'"),
     ],

@@ -57,24 +57,25 @@ def test_reads(tmp_path, name, content, column):
     ("name", "content", "message"),
     [
         ("a.json", "", "can't be read: Expecting value: line 1"),
-        ("a.json", "[]", "holds no document"),
+        ("a.json", "[]", "lengths is empty: there is no document to pack"),
         ("a.json", '{"a": [1], "b": [2]}', 'holds {"a": [1], "b": [2]}, not a list of documents'),
-        *[("a.json", f"[1, {value}]", f"document 1 is {value}, neither a number of tokens from 1 to 2147483647 nor a")
-          for value in ("NaN", "2.0", "true", "null", '"two"', '["Hello"]', "2147483648", '{"n": 3}')],
-        *[("a.json", f"[1, {value}]", f"document 1 has {tokens} tokens; a document has from 1 to")
+        *[("a.json", f"[1, {value}]", f"document 1 is {value}, neither a number of tokens nor a list of")
+          for value in ("NaN", "2.0", "true", "null", '"two"', '["Hello"]', '{"n": 3}')],
+        *[("a.json", f"[1, {value}]", f"document 1 has length {tokens}. Remove empty documents")
           for value, tokens in (("-2", -2), ("[]", 0))],
+        ("a.json", "[1, 2147483648]", "document 1 has 2147483648 tokens; at most 2147483647 are planned"),
         ("a.json", b"\xff\xfe\x00", "can't be read: 'utf-8' codec"),
         ("a.jsonl", "3\n4\n", "a.jsonl can't be read: "),
         ("a.jsonl", '{"a": 1, "b": 2}', "its columns are 'a', 'b'; name the one"),
-        ("a.jsonl", '{"n": 1}\n{"n": 0}', "document 1 has 0 tokens"),
+        ("a.jsonl", '{"n": 1}\n{"n": 0}', "document 1 has length 0"),
         ("a.txt", "3\n4.5\n", "invalid literal for int() with base 10: '4.5'"),
-        ("a.txt", "3\n" + "9" * 20, "document 1 is 99999999999999999999, neither"),
+        ("a.txt", "3\n" + "9" * 20, "too large to convert to C long"),
         ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .npy, "),
         ("a.npy", "[1, 2]", "can't be read"),
         ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read"),
-        ("a.npy", np.array([1.0, 2.0]), "float64 of shape (2,), not a row of integers"),
-        ("a.npy", np.array([4, 0]), "document 1 has 0 tokens"),
-        ("a.npy", np.array([4, 2**63], np.uint64), "document 1 has 9223372036854775808 tokens; a document has"),
+        ("a.npy", np.array([1.0, 2.0]), "lengths must be a row of integers, the tokens of each document; got float64 of shape (2,)"),
+        ("a.npy", np.array([4, 0]), "document 1 has length 0"),
+        ("a.npy", np.array([4, 2**63], np.uint64), "document 1 has length 9223372036854775808"),
         ("a.csv", "length,m\n3,4\n,5\n", "missing values (null)"),
         ("a.csv", "length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
         ("a.csv", "\n3,4\n5,6\n", "its first line is '3,4'; write the names of the columns there, or make it a .txt"),
@@ -82,7 +83,7 @@ def test_reads(tmp_path, name, content, column):
         ("a.parquet", "PAR1 or so", "can't be read"),
         ("a.parquet", {"n": [3, None, 2]}, "column 'n' has missing values (null)"),
         ("a.parquet", {"n": [3.0, 1.0]}, "column 'n' has values of the type double, not integers or lists of token"),
-        ("a.parquet", {"n": [[7], []]}, "document 1 has 0 tokens"),
+        ("a.parquet", {"n": [[7], []]}, "document 1 has length 0"),
         ("a.parquet", {"n": [["a"]]}, "column 'n' has values of the type string"),
     ],
 )  # fmt: skip

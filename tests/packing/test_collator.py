@@ -121,8 +121,6 @@ def test_types_of_columns_which_stay_unchanged(convert):
 COLUMNS: dict[str, Any] = {
     "tokens keep all labels": ("tokens", {"labels": ([2, IGNORED, 0], [1])}, {"labels": [[2, IGNORED, 0, 1]]}),
     "tokens make no labels": ("tokens", {}, {"labels": None}),
-    "name label": ("causal", {"label": ([1, 2, 3], [4])}, {"labels": [[IGNORED, 2, 3, IGNORED]], "label": None}),
-    "name label_ids": ("tokens", {"label_ids": ([1, 2, 3], [4])}, {"labels": [[1, 2, 3, 4]], "label_ids": None}),
     "length": ("causal", {"length": (3, 1)}, {"length": None}),
     "types": ("causal", {"token_type_ids": ([0, 1, 1], [0])}, {"token_type_ids": [[0, 1, 1, 0]]}),
     "per token": ("causal", {"w": ([0.5, 1, 2], np.array([70000.0]))}, {"w": [[0.5, 1, 2, 70000.0]]}),

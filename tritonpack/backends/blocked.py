@@ -254,15 +254,16 @@ def plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list
         fuse: whether the fused kernel computes the documents that it can.
         pack_invariant: whether no tile may hold two documents.
     """
-    found = fused.documents_of(mask)
+    documents = fused.documents_of(mask)
     if not fuse or mask.is_tree:
-        found[:, 4] = fused.OTHER
-    documents = found.tolist()
-    tiles = torch.tensor(_tiles(documents, pack_invariant), dtype=torch.int64, device=mask.key_start.device).view(-1, 2)
-    plan = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
+        documents = [run._replace(seen=fused.OTHER) for run in documents]
+    plan: list[tuple[int, int, int, int, int]] = []
+    if tiles := _tiles(documents, pack_invariant):
+        rows = torch.tensor(tiles, dtype=torch.int64, device=mask.key_start.device)
+        plan += _cut_tree(mask, rows) if mask.is_tree else _cut_tiles(mask, rows)
     for document in documents:
-        if document[4] != fused.OTHER:
-            plan += fused.pieces(fused.Run(*document))
+        if document.seen != fused.OTHER:
+            plan += fused.pieces(document)
     return plan
 
 
@@ -302,7 +303,7 @@ def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, in
     return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1).tolist()
 
 
-def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, int]]:
+def _tiles(documents: list[fused.Run], pack_invariant: bool) -> list[tuple[int, int]]:
     """Rows [first, end) of each tile, for the documents that the fused kernel doesn't compute.
 
     Documents share a tile while they fit, unless results must be `pack_invariant`. A longer document begins a tile, and

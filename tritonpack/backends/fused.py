@@ -48,7 +48,7 @@ class Run(NamedTuple):
     Attributes:
         row, row_end: the rows of its queries.
         key, key_end: the rows of its keys.
-        seen: `ALL` or `CAUSAL`.
+        seen: `ALL` or `CAUSAL`, and `OTHER` of a document that the kernel can't compute.
     """
 
     row: int
@@ -84,27 +84,35 @@ def serves(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
 def _operators() -> tuple[Any, ...]:
     """The kernel and its backward; nothing if torch doesn't have them, or not with the arguments that they get here."""
     packets = [getattr(torch.ops.aten, name, None) for name in (FORWARD, f"{FORWARD}_backward")]
-    operators = tuple(getattr(packet, "default", None) for packet in packets)
+    operators = [getattr(packet, "default", None) for packet in packets]
     wanted = {"dropout_p", "is_causal", "attn_mask", "scale"}
-    known = all(one is not None and wanted <= {x.name for x in one._schema.arguments} for one in operators)
-    return operators if known else ()
+    if any(one is None or not wanted <= {x.name for x in one._schema.arguments} for one in operators):
+        return ()
+    return getattr(torch, FORWARD, operators[0]), operators[1]  # torch's function takes the host less time
 
 
-def documents_of(mask: BlockDiagonalMask) -> Tensor:
-    """(documents, 5) int64: row, row_end, key, key_end and what is seen, of each document that sees a key."""
-    start, stop = mask.key_start.long(), mask.key_stop.long()
+def documents_of(mask: BlockDiagonalMask) -> list[Run]:
+    """A run for each document that sees a key, `OTHER` included."""
+    start, stop = mask.key_start, mask.key_stop
     begins = document_begins(mask)[: len(start)].nonzero().flatten()
-    ends = torch.cat([begins, begins.new_full((1,), len(start))])[1:]
-    live = start[begins] < stop[begins]
-    begins, ends = begins[live], ends[live]
-    last = ends - 1
-    key, key_end = start[begins], stop[last]
+    lasts = torch.cat([begins, begins.new_full((1,), len(start))])[1:] - 1
     other_steps = pad((stop.diff() != 1).cumsum(0), (1, 0))  # rows so far that see other than one key more
-    causal = other_steps[begins] == other_steps[last]
-    causal &= (key_end - key == ends - begins) | (key_end - key <= MOST_KEYS)
-    seen = torch.where(stop[begins] == key_end, ALL, torch.where(causal, CAUSAL, OTHER))
-    seen = torch.where((key == start[last]) & (key_end - key >= FEWEST_KEYS), seen, OTHER)
-    return torch.stack([begins, ends, key, key_end, seen], 1)
+    # The host does the rest: on few numbers it is faster than a chain of torch's operators.
+    others = other_steps[lasts] - other_steps[begins]
+    columns = (begins, lasts, start[begins], stop[begins], start[lasts], stop[lasts], others)
+    runs = []
+    for row, last, key, first_stop, last_start, key_end, other in zip(*map(Tensor.tolist, columns), strict=True):
+        rows, keys = last + 1 - row, key_end - key
+        if first_stop <= key:
+            continue
+        seen = OTHER
+        if last_start == key and keys >= FEWEST_KEYS:
+            if first_stop == key_end:
+                seen = ALL
+            elif not other and (keys == rows or keys <= MOST_KEYS):
+                seen = CAUSAL
+        runs.append(Run(row, last + 1, key, key_end, seen))
+    return runs
 
 
 def pieces(run: Run) -> list[Run]:

@@ -19,15 +19,15 @@ from tritonpack.removed import COMMANDS
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
 
-def _number(smallest: int, largest: int, *names: str, help: str) -> Any:
-    """An option for an integer. Its message for a number out of range shows the number; typer's doesn't."""
+def _integer(smallest: int, largest: int, *names: str, help: str) -> Any:
+    """An option for an integer. Its message says what was given and what is allowed; typer's doesn't."""
 
-    def check(value: int) -> int:
-        if not smallest <= value <= largest:
-            raise typer.BadParameter(f"must be an integer from {smallest} to {largest}; got {value}.")
-        return value
+    def parse(given: str | int) -> int:
+        if re.fullmatch(r"[+-]?[0-9]+", str(given)) and smallest <= int(given) <= largest:
+            return int(given)
+        raise typer.BadParameter(f"must be an integer from {smallest} to {largest}; got {given}.")
 
-    return Option(*names, help=f"{help} From {smallest} to {largest}.", callback=check)
+    return Option(*names, help=f"{help} From {smallest} to {largest}.", parser=parse, metavar="<int>")
 
 
 # Options that several commands have.
@@ -35,8 +35,8 @@ DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the 
 JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
-CapacityOption = Annotated[int, _number(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
-SeedOption = Annotated[int, _number(0, 2**63 - 1, help="Decides the random order.")]
+CapacityOption = Annotated[int, _integer(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
+SeedOption = Annotated[int, _integer(0, 2**63 - 1, help="Decides the random order.")]
 OverlongOption = Annotated[
     Literal["error", "truncate", "split", "drop"], Option(help="What to do with documents longer than --capacity.")
 ]
@@ -106,9 +106,10 @@ def check(
 
     Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, or unknown.
     """
+    options = locals()
     from tritonpack.cli.check import examine
 
-    raise typer.Exit(examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json))
+    raise typer.Exit(examine(**options))
 
 
 @app.command()
@@ -117,7 +118,7 @@ def plan(
         "document: whole numbers in a .txt or .npy file, or these or lists of token ids in .json, .jsonl, .parquet, "
         ".csv.")],
     capacity: CapacityOption,
-    num_ranks: Annotated[int, _number(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
+    num_ranks: Annotated[int, _integer(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
     seed: SeedOption = 0,
     objective: Annotated[Literal["quadratic", "linear"], Option(help="What the ranks of a step share evenly: "
         "squared lengths (attention's load) or tokens.")] = "quadratic",
@@ -152,7 +153,7 @@ def pack(
                          ] = "best_fit_decreasing",
     seed: SeedOption = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, _number(1, 1024, help="Processes.")] = 1,
+    jobs: Annotated[int, _integer(1, 1024, help="Processes.")] = 1,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.

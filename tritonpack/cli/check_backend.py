@@ -23,16 +23,9 @@ _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "
 def examine(
     function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
 ) -> bool:
-    """Run the checks, print their results as a table, and write them to `path` as JSON.
+    """Run the checks, print their results as a table, and write them as JSON; returns whether one passed, none failed.
 
     The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
-
-    Returns:
-        Whether a check passed and none failed.
-
-    Raises:
-        ValueError: there is no such function or device, the function has other parameters, no check is left, or `path`
-            can't be written.
     """
     require_writable(path)
     where, called, asked = resolve_device(device), resolve(function), [getattr(torch, name) for name in dtypes] or None
@@ -52,8 +45,7 @@ def resolve(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: the module can't be imported, or has no such function.
     """
-    module, _, path = name.partition(":")
-    if not module or not path:
+    if not all(name.partition(":")):
         raise ValueError(f"name the function as module:function, such as flash_attn:flash_attn_func; got {name!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

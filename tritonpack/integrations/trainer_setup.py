@@ -224,7 +224,7 @@ class TrainerSetup:
         trainer, args = self.trainer, self.trainer.args
         packing = dict(self._packing)
         with raise_faults_on_all_ranks("loader", args.world_size):
-            packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
+            packing["labels"] = self._labels = labels_of(trainer, packing.get("labels"))
             own_form = packing.get("documents") is not None or packing.get("collate_fn") is not None
             check_training(trainer, self._labels, own_form)
             if packing.get("collate_fn") is not None:  # which makes labels of its own
@@ -311,7 +311,8 @@ def setup(
     Args:
         trainer: a transformers.Trainer or TRL's SFTTrainer, with an indexed train_dataset of tokenized documents.
         tokens: the tokens of a row, from 1 to 2**30.
-        labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
+        labels: what a label belongs to, the `objective` of PackingCollator, for losses of one's own. None finds it by
+            the model's loss.
         attention, backend, unpad: see `patch`. They take the place of those of an earlier patch of the model.
         options: `lengths`, `documents`, `collate_fn`, `objective`, `tail`, `overlong`, `order`, `per_token`,
             `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`. With

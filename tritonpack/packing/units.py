@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tritonpack.packing.columns import naming, read_sequences
+from tritonpack.packing.columns import TOKENS, naming, read_sequences
 from tritonpack.packing.lengths import MAX_INT32, OverlongReport, fit_lengths, whole_lengths
 from tritonpack.packing.trees.prefixes import sort_sequences
 
@@ -107,8 +107,8 @@ class Units:
         tokens, squares = np.zeros(len(groups), dtype=np.int64), np.zeros(len(groups), dtype=np.int64)
         for number, group in enumerate(groups):
             with naming(f"unit {number}, a list of sequences of token ids:"):
-                rows = read_sequences(group)
-            lengths = np.array([len(row) for row in rows], dtype=np.int64)
+                rows = [columns[TOKENS] for _, columns in read_sequences(group)]
+            lengths = np.array([len(row) for row in rows])
             order, shared = sort_sequences(torch.cat(rows).numpy(), lengths)
             # A sequence adds the tokens that it doesn't share with the one before it. A token at depth d sees d + 1.
             own = lengths[order]

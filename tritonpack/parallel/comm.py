@@ -155,13 +155,6 @@ def first_object(value: Any, ranks: Ranks) -> Any:
     return found[0]
 
 
-def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of every rank's x."""
-    total = x.clone()
-    dist.all_reduce(total, group=ranks.group)
-    return total
-
-
 def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
     """x with zeros at its end along `dim`, because collectives take tensors of one size from all ranks."""
     missing = size - x.shape[dim]

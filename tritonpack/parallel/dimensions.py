@@ -62,10 +62,8 @@ class Dimensions:
         if self.exchange is None or parts == 1:
             return make_layout(name, masks, self.ranks.size)
         ranks = [rank for owners in self.owners for rank in owners]
-        layout = make_layout(name, masks, len(self.owners)).divide(parts)
-        if ranks == sorted(ranks):
-            return layout
-        return Layout(tuple(layout.rows[ranks.index(rank)] for rank in range(len(ranks))))
+        rows = make_layout(name, masks, len(self.owners)).divide(parts).rows
+        return Layout(tuple(rows[ranks.index(rank)] for rank in range(len(ranks))))
 
     def layouts(self, mask: BlockDiagonalMask, layout: Layout) -> tuple[Layout, Layout]:
         """The layout of the batch among the ranks of `keys`, and that of this rank's part among those of `heads`.

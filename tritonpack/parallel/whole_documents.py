@@ -40,7 +40,7 @@ class WholeDocuments:
         """
         begin, length = batch.lengths()
         _require_short(length, ranks.size)
-        document = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
+        document = torch.repeat_interleave(length)
         rows = begin[document] + torch.arange(document.shape[0], device="cpu") - (length.cumsum(0) - length)[document]
         owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64, device="cpu")
         for rank, own in enumerate(layout.rows_on_host):
@@ -59,7 +59,7 @@ class WholeDocuments:
         lengths = length[chosen == ranks.rank].tolist()
         if max(lengths, default=0) < LEAST:
             lengths.append(LEAST)
-        positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(batch.device)
+        positions = torch.cat([torch.arange(n, device=batch.device) for n in lengths])[None]
         self.packed_batch = PackedBatch(
             None, positions, None, positions.shape, batch.device, batch.serving, by_document=True
         )
@@ -109,9 +109,9 @@ def _require_short(length: Tensor, ranks: int) -> None:
     if longest * ranks > LONGEST * total:
         raise ValueError(
             f"a document has {longest} of the batch's {total} tokens, but layers with recurrences or convolutions "
-            f"compute each document whole on one of the {ranks} ranks, so it may have {LONGEST} times a rank's share, "
-            f"{int(LONGEST * total / ranks)} tokens. Put more documents into a batch, share it among fewer ranks, or "
-            "cut documents."
+            f"compute each document whole on one of the {ranks} ranks. At most {LONGEST} times a rank's equal share is "
+            f"allowed, here {int(LONGEST * total / ranks)}. Put more documents into a batch, share it among fewer "
+            "ranks, or cut documents."
         )
 
 

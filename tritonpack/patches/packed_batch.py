@@ -25,7 +25,7 @@ from tritonpack.masks.block_diagonal import (
     changes,
     document_starts,
     mask_from_intervals,
-    mask_from_tree_ends,
+    tree_mask,
 )
 from tritonpack.masks.intervals import from_runs, visible_keys
 from tritonpack.ops import autocast, run_attention
@@ -293,7 +293,7 @@ class PackedBatch(TensorLike):
                 + ("composes a mask of its own" if spec.overlay is not None else "also sees the tokens after it")
                 + ". Give it sequences without common beginnings: without tree_ends, and without share_prefixes."
             )
-        mask = mask_from_tree_ends(ends, spec.reach)
+        mask = tree_mask(ends, "ends", spec.reach)
         return mask if mask.device == self.device else mask.to(self.device)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:

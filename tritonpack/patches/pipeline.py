@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -94,27 +96,29 @@ class Pipeline(InstanceForward):
         arguments = dict(zip(self.positional, args, strict=False)) | kwargs
         if args and len(arguments) != len(args) + len(kwargs):
             self._refuse_positional(len(args))
+        run: Callable[[dict[str, Any]], Any] = self.run
         if self.shard is not None and not inside and self.shard.context.running:
-            return self.shard(self, arguments)  # which reads on all ranks before it raises on any
-        if not inside:
-            in_form(arguments, self.name, self.known)
-        compiled = torch.compiler.is_compiling()
-        if self.path and not compiled and self.part_at_path(self.module) is not self.base._module():
-            self._require_part()
-        if inside:
-            packed_batch = self.base.read(arguments, self)
-            if packed_batch is not None and self.one_result:
-                self.require_result_of_each(packed_batch)
-            return self.run_packed(arguments, packed_batch)
-        trees = proof.shares or arguments.get(TREE) is not None
-        if compiled or not self.proven[trees]:
-            proof.require(self, arguments, trees)
-        if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
-            raise UnsupportedModelError(NO_WEIGHTS)
+            run = partial(self.shard, self)  # which reads on all ranks before it raises on any
+        else:
+            if not inside:
+                in_form(arguments, self.name, self.known)
+            compiled = torch.compiler.is_compiling()
+            if self.path and not compiled and self.part_at_path(self.module) is not self.base._module():
+                self._require_part()
+            if inside:
+                packed_batch = self.base.read(arguments, self)
+                if packed_batch is not None and self.one_result:
+                    self.require_result_of_each(packed_batch)
+                return self.run_packed(arguments, packed_batch)
+            trees = proof.shares or arguments.get(TREE) is not None
+            if compiled or not self.proven[trees]:
+                proof.require(self, arguments, trees)
+            if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
+                raise UnsupportedModelError(NO_WEIGHTS)
         wanted = arguments.get("return_dict")  # PEFT passes None
         if not self.takes_return_dict or (self.module.config.return_dict if wanted is None else wanted):
-            return self.run(arguments)
-        return self.run({**arguments, "return_dict": True}).to_tuple()
+            return run(arguments)
+        return run({**arguments, "return_dict": True}).to_tuple()  # stages need names
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call, whose outputs have names."""

@@ -167,7 +167,7 @@ def test_refused(call, message):
 
 
 @pytest.mark.filterwarnings("ignore:unpatched-tree")
-@pytest.mark.parametrize("columns", ["labels", "label_ids", "completion_mask", "assistant_masks", None])
+@pytest.mark.parametrize("columns", ["labels", "completion_mask", "assistant_masks", None])
 def test_collator_makes_the_batch_of_pack_tree(columns):
     labels = prompt_learned_late(GROUPS, 0 if columns is None else 2)
     features = [{"input_ids": row, "attention_mask": [1] * len(row), "length": len(row)} for row in GROUPS]

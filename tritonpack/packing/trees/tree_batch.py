@@ -20,7 +20,9 @@ from tritonpack.packing.columns import (
     LABELS,
     LEARNED,
     LEFT_OUT,
-    Columns,
+    MASK,
+    TOKENS,
+    Named,
     documents_of,
     join,
     masked_labels,
@@ -30,7 +32,7 @@ from tritonpack.packing.columns import (
 from tritonpack.packing.trees.prefixes import prefix_tree
 from tritonpack.removed import refuse_removed
 
-_TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
+_TAKEN = (TOKENS, LABELS, *LEARNED, MASK, *LEFT_OUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,30 +191,24 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
         ValueError: no sequences, a sequence that is empty, isn't a row of integers, or has a negative token; other
             numbers of labels, or negative ones other than -100. The message names the sequence.
     """
-    rows = read_sequences(sequences)
-    targets = rows if labels is None else read_sequences(labels, "labels")
-    if len(targets) != len(rows):
-        raise ValueError(
-            f"got {len(rows)} sequences but labels for {len(targets)}; give every sequence a row of labels."
-        )
-    for number, (row, own) in enumerate(zip(rows, targets, strict=True)):
-        if len(own) != len(row):
-            raise ValueError(
-                f"sequence {number} has {len(row)} tokens but {len(own)} labels; give every token a label, "
-                f"{IGNORED_LABEL} if it isn't a target."
-            )
-        if (wrong := (own < 0) & (own != IGNORED_LABEL)).any():
-            raise ValueError(
-                f"sequence {number} has the label {int(own[wrong][0])}; labels are token ids, or {IGNORED_LABEL} where "
-                "a token isn't a target."
-            )
-    tokens, lengths = torch.cat(rows).numpy(), np.array([len(row) for row in rows])
+    return _lay(read_sequences(sequences, labels))
+
+
+def _lay(documents: Sequence[Named]) -> TreeBatch:
+    """The batch of documents that are read; ValueError for columns that only some have, and for negative labels."""
+    columns, lengths = join(documents), np.array([len(columns[TOKENS]) for _, columns in documents])
+    tokens, labels = columns[TOKENS].numpy(), masked_labels(columns, lengths)
     starts = np.cumsum(lengths) - lengths
+    if (wrong := (labels < 0) & (labels != IGNORED_LABEL)).any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"{documents[int((starts <= place).sum()) - 1][0]} has the label {labels[place]}; labels are token ids, or "
+            f"{IGNORED_LABEL} where a token isn't a target."
+        )
     tree = prefix_tree(tokens, lengths)
     depth = np.arange(len(tokens)) - np.repeat(starts, lengths)
     position_ids = depth[tree.sources]
-    learned = torch.cat(targets).numpy()
-    targeted = (depth > 0) & (learned != IGNORED_LABEL)
+    targeted = (depth > 0) & (labels != IGNORED_LABEL)
     where = np.flatnonzero(targeted)
     return TreeBatch(
         input_ids=torch.from_numpy(tokens[tree.sources])[None],
@@ -222,7 +218,7 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
         places=torch.from_numpy(tree.places),
         lengths=tuple(lengths.tolist()),
         logits_to_keep=torch.from_numpy(tree.places[where - 1]),
-        targets=torch.from_numpy(learned[where]),
+        targets=torch.from_numpy(labels[where]),
         target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
     )
 
@@ -241,7 +237,7 @@ class TreeCollator:
     >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
     ([1, 1, 3], [[7, 8, 9]])
 
-    A document has `input_ids`. It may have `labels` (or `label_ids`); `completion_mask` and `assistant_masks`, whose
+    A document has `input_ids`. It may have `labels`; `completion_mask` and `assistant_masks`, whose
     zeros mark tokens that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1
     everywhere; and `length`. All other columns are refused by name.
     """
@@ -262,20 +258,21 @@ class TreeCollator:
             ValueError: no features, a column that isn't taken or that some documents don't have, labels that contradict
                 a mask, and what `pack_tree` refuses. The message names the document.
         """
-        whole, names = documents_of(features, "TreeCollator")
-        documents: list[Columns] = []
-        for number, document in zip(names, whole, strict=True):
-            if other := [name for name in document if name not in _TAKEN] if isinstance(document, Mapping) else []:
+        documents: list[Named] = []
+        for name, document in documents_of(features, "TreeCollator"):
+            if (
+                other := [column for column in document if column not in _TAKEN]
+                if isinstance(document, Mapping)
+                else []
+            ):
                 raise ValueError(
-                    f"document {number} has {other[0]!r}, which TreeCollator doesn't take; it takes "
-                    f"{', '.join(_TAKEN)}. Remove columns that the model doesn't need (dataset.remove_columns). If the "
-                    "loss needs a value of a sequence or of its tokens (an advantage, an old log-probability), use "
-                    "pack_tree, with its gather and logprobs."
+                    f"{name} has {other[0]!r}, which TreeCollator doesn't take; it takes {', '.join(_TAKEN)}. Remove "
+                    "columns that the model doesn't need (dataset.remove_columns). If the loss needs a value of a "
+                    "sequence or of its tokens (an advantage, an old log-probability), use pack_tree, with its gather "
+                    "and logprobs."
                 )
-            documents += read_feature(document, number)
-        columns, lengths = join(documents, names), [len(columns["input_ids"]) for columns in documents]
-        labels = columns["labels"] if "labels" in columns else masked_labels(columns, lengths)
-        batch = pack_tree(columns["input_ids"].split(lengths), labels=labels.split(lengths))
+            documents += read_feature(document, name)
+        batch = _lay(documents)
         warn_if_unpatched(
             documents,
             "unpatched-tree",
