@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from tests import invariance
@@ -18,11 +19,12 @@ from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
 
 NAN, INF = float("nan"), float("inf")
 
-DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32, torch.float64],
-    ids=["bf16", "fp16", "fp32", "fp64"],
-)
+
+def slow(value: Any) -> ParameterSet:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), torch.float32, torch.float64], ids=str)
 
 
 def runs_here(backend: Any) -> bool:
@@ -70,12 +72,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 class TestExactness:
     @BACKENDS
     @pytest.mark.parametrize(
-        "dtype",
-        [
-            torch.float32,
-            *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.bfloat16, torch.float16, torch.float64)),
-        ],
-        ids=str,
+        "dtype", [torch.float32, *map(slow, (torch.bfloat16, torch.float16, torch.float64))], ids=str
     )
     @pytest.mark.parametrize("case", CASES + EDGES, ids=str)
     def test_error_within_tolerance(self, case: Case, dtype: torch.dtype, backend: str) -> None:
@@ -196,10 +193,9 @@ class TestReturns:
 
     @BACKENDS
     def test_inputs_are_not_modified(self, backend: str) -> None:
-        inputs, copy = make_inputs(ISOLATION, slack_value=NAN), make_inputs(ISOLATION, slack_value=NAN)
+        inputs, copy = make_inputs(ISOLATION), make_inputs(ISOLATION)
         run(inputs, backend)
-        for name in ("q", "k", "v", "dout", "dlse"):
-            assert torch.equal(getattr(inputs, name).nan_to_num(7.0), getattr(copy, name).nan_to_num(7.0)), name
+        assert all(torch.equal(getattr(inputs, name), getattr(copy, name)) for name in ("q", "k", "v", "dout", "dlse"))
 
 
 class TestIsolation:
@@ -285,12 +281,8 @@ class TestPackInvariance:
     def test_pack_invariant_documents_have_the_same_bits_in_every_pack(self, case: Case, dtype: torch.dtype) -> None:
         longer = replace(case, seqlens=(37, 5, 150, 1, BLOCK, BLOCK + 1, 33))
         assert not invariance.moved_outputs(longer, dtype, "blocked", pack_invariant=True)
-
-    @pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
-    @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-    def test_pack_invariant_contains_nan(self, case: Case, poison: tuple[str, ...]) -> None:
-        longer = replace(case, seqlens=(37, 150, 1, BLOCK + 1, 33))
-        assert not invariance.moved_outputs(longer, torch.float32, "blocked", pack_invariant=True, poison=poison)
+        for poison in invariance.POISONS if dtype == torch.float32 else ():
+            assert not invariance.moved_outputs(longer, dtype, "blocked", pack_invariant=True, poison=poison)
 
     @pytest.mark.parametrize("value", [NAN, INF])
     @pytest.mark.parametrize("backend", ["blocked", "reference", pytest.param("triton", marks=pytest.mark.interpreter)])
@@ -377,7 +369,7 @@ FLAG = "pack_invariant must be True or False; got"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 2, 4, 16)},
      r"q must be a tensor of shape \(tokens, heads, head_dim\); got shape \(1, 2, 4, 16\). Flatten a batch"),
-    ({"k": [1.0]}, r"k must be a torch tensor of shape .*; got list. Make one"),
+    ({"k": [1.0]}, r"k must be a torch tensor of shape .*; got list. Convert it"),
     ({"q": torch.zeros(4, 2, 16).to_sparse()}, r"q must be a dense tensor; got torch.spar"),
     ({"k": torch.zeros(4, 2, 16).half()}, "q, k and v must share .*; got float32, float16, float32. Cast them first"),
     (all_three(4, 2, 16, dtype=torch.int32), "one dtype of bfloat16, float16, float32, float64; got int32, int32, int"),
@@ -410,14 +402,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be .* with 2 heads; got \(3,\) float32"),
     ({"alibi_slopes": torch.zeros(2).half()}, "must be float32; got .*float16"),
     ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, r"no gradient; pass alibi_slopes.detach\(\)"),
-    ({"alibi_slopes": torch.zeros(2), "mask": OF_FOUR.transpose()}, "this one has no diagonal"),
+    ({"alibi_slopes": torch.zeros(2), "mask": OF_FOUR.transpose()}, "this mask has no diagonal"),
     ({"alibi_slopes": torch.zeros(0, 2)}, "alibi_slopes are for 0 documents, but the mask has more"),
     ({"backend": "flash"}, "backend must be one of 'auto', 'triton', 'gluon', 'blocked', 'reference'; got 'flash'"),
     ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
     ({"backend": "reference", "pack_invariant": True},
      "can't be pack_invariant; use backend='blocked' or 'triton'"),
     ({"mask": BlockDiagonalMask.from_tree([-1, 0, 0, 0]), "pack_invariant": True}, "doesn't work in a mask of trees"),
-    ({"mask": BlockDiagonalMask.from_tree([-1]), "q": torch.zeros(1, 2, 16)}, "trees serves neither a cache nor "),
+    ({"mask": BlockDiagonalMask.from_tree([-1]), "q": torch.zeros(1, 2, 16)}, "trees supports neither a cache nor "),
 ]  # fmt: skip
 
 

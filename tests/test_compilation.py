@@ -1,6 +1,5 @@
 """A first use compiles the functions that it needs, each once, and says so in a line; the next process is silent."""
 
-import gc
 import json
 import sys
 from collections import Counter
@@ -65,10 +64,6 @@ def test_no_use_compiles_a_function_twice(fresh: FreshInterpreters, tmp_path: Pa
     assert compiled_by(fresh, tmp_path, USES[use]) == ([], "")
 
 
-def an_event(function: Any) -> Any:
-    return SimpleNamespace(data={"dispatcher": function})
-
-
 def foreign(x: int) -> int:
     return x
 
@@ -81,10 +76,11 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> compilation._Compilations:
 
 def compile_once(listener: compilation._Compilations, *functions: Any) -> None:
     """The events of a function that numba compiles with the functions that it calls."""
-    for function in functions:
-        listener.on_start(an_event(function))
-    for function in reversed(functions):
-        listener.on_end(an_event(function))
+    events: list[Any] = [SimpleNamespace(data={"dispatcher": function}) for function in functions]
+    for event in events:
+        listener.on_start(event)
+    for event in reversed(events):
+        listener.on_end(event)
 
 
 FOREIGN = SimpleNamespace(py_func=foreign)
@@ -117,21 +113,6 @@ def test_bar_on_a_terminal_counts_the_functions(
     printed = capsys.readouterr().err
     assert "compiling: 0 of 3 functions" in printed
     assert printed.endswith("\r")  # the bar is gone
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_afterwards_if_it_was_before(listener: compilation._Compilations, enabled: bool) -> None:
-    if not enabled:
-        gc.disable()
-    try:
-        listener.on_start(an_event(optimiser.plan_steps))
-        listener.on_start(an_event(optimiser._offer))
-        listener.on_end(an_event(optimiser._offer))
-        assert not gc.isenabled()
-        listener.on_end(an_event(optimiser.plan_steps))
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 def test_without_a_folder_for_machine_code_functions_are_compiled_in_each_process(

@@ -1,7 +1,6 @@
 """The site builds without a warning, holds together without a network, and its reference has every public name."""
 
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -9,19 +8,13 @@ import zlib
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ROOT / "docs" / "tools"
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 PUBLIC = ("tritonpack", "tritonpack.flash_attn", "tritonpack.packing", "tritonpack.parallel", "tritonpack.testing")
-
-
-def tool(name: str) -> dict[str, Any]:
-    return runpy.run_path(str(TOOLS / f"{name}.py"))
 
 
 @pytest.fixture(scope="module")
@@ -135,19 +128,6 @@ def test_each_parameter_of_a_shared_line_has_an_entry(site: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span><span class="n">mask</span>' in page  # an example of a docstring
 
 
-def test_docstrings_get_fences_entries_and_sources() -> None:
-    pytest.importorskip("griffe")
-    prepared = tool("docstrings")["prepared"]
-    text = "One.\n\nSee:\n>>> f(1)\n2\n\nArgs:\n    a, b: of both,\n        at once.\n    c: last.\n\n"
-    text += "Source: X,\n    Y.\nEnd."
-    assert prepared(text) == (
-        "One.\n\nSee:\n\n```pycon\n>>> f(1)\n2\n```\n\nArgs:\n    a: of both,\n        at once.\n    b: of both,\n"
-        "        at once.\n    c: last.\n\n*Source*: X,\nY.\nEnd."
-    )
-    text = prepared("One.\n\nArgs:\n    b, ..., d: see f.", ["a", "b", "c", "d", "e"])
-    assert text.endswith("Args:\n    b: see f.\n    c: see f.\n    d: see f.")
-
-
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     pytest.importorskip("zensical")
     pages = tmp_path / "build" / "pages"
@@ -161,22 +141,3 @@ def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     assert re.search(
         "page does not exist.*anchor does not exist.*2 issues found", result.stdout + result.stderr, re.DOTALL
     )
-
-
-# A function of build_site.py -> Markdown before and after
-CHANGED = {
-    "as_page": (
-        "[a](docs/packing.md#bins) ![b](docs/images/x.png) [c](CHANGELOG.md) [d](https://x.org/README.md)",
-        "[a](packing.md#bins) ![b](images/x.png) [c](changelog.md) [d](https://x.org/README.md)",
-    ),
-    "with_linked_pictures": ("a\n![b](images/x.png)\n", "a\n[![b](images/x.png)](images/x.png)\n"),
-    "with_names_of_pages": (
-        "[docs/packing.md](packing.md) [a.md](b.md#c) [x](y.md) `[z.md]`",
-        "[packing](packing.md) [a](b.md#c) [x](y.md) `[z.md]`",
-    ),
-}
-
-
-def test_pages_of_the_repository_become_pages_of_the_site() -> None:
-    for name, (before, after) in CHANGED.items():
-        assert tool("build_site")[name](before) == after

@@ -145,14 +145,13 @@ def test_writes_between_forward_and_backward(written: str, error: str, backend: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_first_call_of_a_process_can_be_compiled(kv_heads: int) -> None:
+def test_the_first_call_of_a_process_can_be_compiled() -> None:
     """The backend is imported while torch.compile traces."""
-    program = f"""
+    program = """
 import torch
 from tritonpack import BlockDiagonalMask, varlen_attention
 mask = BlockDiagonalMask.from_seqlens([17, 40, 20])
-q, k, v = (torch.randn(77, heads, 16) for heads in (4, {kv_heads}, {kv_heads}))
+q, k, v = (torch.randn(77, heads, 16) for heads in (4, 2, 2))
 out = torch.compile(varlen_attention, fullgraph=True, backend="eager")(q, k, v, mask)
 assert torch.equal(out, varlen_attention(q, k, v, mask))
 """

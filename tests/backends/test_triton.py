@@ -4,7 +4,6 @@ tests/test_attention.py asks this backend, too, for what all backends promise.
 """
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,13 @@ from _pytest.mark import ParameterSet
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests import invariance
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.tile_shapes import INTERPRETER_TILE, TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
-from tritonpack.testing.tolerance import ROW_OUTPUTS, run
+from tritonpack.testing.tolerance import run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -132,26 +130,6 @@ def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dt
     assert (base.data_ptr() == x.data_ptr()) == is_aligned
 
 
-POINTERS = {"cross": False, "head-dim-20": False, "head-dim-320": True, "tree-group-of-three": True}  # slow or not
-
-
-@pytest.mark.parametrize("case", [_param(BY_NAME[name], slow=slow) for name, slow in POINTERS.items()])
-@pytest.mark.usefixtures("poisoned_memory")
-def test_loads_through_pointers_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs without TMA, and at large head dimensions.
-
-    The rows of a head lie side by side, so the strides aren't in the usual order.
-    """
-    inputs = make_inputs(case, torch.float32, slack_value=NAN)
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))
-    inputs = replace(inputs, q=q, k=k, v=v)
-    expected = run(inputs, "triton")
-    tile = replace(INTERPRETER_TILE, by_pointers=True)
-    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", tile)
-    got = run(inputs, "triton")
-    assert all(torch.equal(got[name], expected[name]) for name in ROW_OUTPUTS)
-
-
 class Copies(TorchDispatchMode):
     """Counts the copies of tensors of rows, heads and columns, by their numbers of heads and columns."""
 
@@ -228,18 +206,3 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "empty", counting)
     run(inputs, "triton")
     assert sum(allocated) == 2 * 4 * (8 * 128 + INTERPRETER_TILE.block_m)
-
-
-@pytest.mark.parametrize("poison", [(), *invariance.POISONS], ids=lambda names: "-".join(names) or "values")
-@pytest.mark.parametrize("case", invariance.CASES, ids=str)
-@pytest.mark.fast("causal-values", "causal-q-k-v-dout-dlse", "window-v-dout")
-def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case, poison: tuple[str, ...]) -> None:
-    if poison:
-        case = replace(case, seqlens=(21, 40, 9), heads=1, kv_heads=1, head_dim=16)
-    assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True, poison=poison)
-
-
-def test_bits_differ_without_pack_invariant() -> None:
-    case = replace(invariance.CASES[1], seqlens=(21, 5, 64))
-    moved = invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=False)
-    assert moved == {"out", "lse", "dq", "dk", "dv"}
