@@ -77,7 +77,7 @@ class PackedStream(EpochCounter, IterableDataset):
         self.capacity, self.num_replicas, self.rank = (options[name] for name in ("capacity", "num_replicas", "rank"))
         self._settings = options | ({"rank": None} if self.num_replicas == 1 else {})  # of states
         self._shared = torch.zeros(8, dtype=torch.int64, device="cpu").share_memory_()
-        EpochCounter.__init__(self)
+        self._latest = NEVER
         self._was_read = False  # in this process
         self._worker = (0, 1)  # of the latest pass, or of the state that was loaded
         self._go_to(_BEGINNING, NEVER, NEVER)

@@ -293,7 +293,10 @@ def choose_steps_together(tokens: NDArray[np.int64], capacity: int, num_ranks: i
         return 1
     in_row = len(tokens) * float(capacity / tokens.sum())
     units = max(_COMBINED, _OF_FEW / in_row**2)
-    return next((steps for steps in (1, 2, 4, 8, 16, 32) if steps * num_ranks * in_row >= units), 64)
+    steps = 1
+    while steps < 64 and steps * num_ranks * in_row < units:
+        steps *= 2
+    return steps
 
 
 def check_options(objective: str, tail: str) -> None:

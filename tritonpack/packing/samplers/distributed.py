@@ -152,7 +152,7 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         self._seed_is_given = seed is not None
         self.seed = check_integer(torch.initial_seed() if seed is None else seed, "seed", 0, None)
         check_flag(shuffle, "shuffle")
-        super().__init__(epochs_differ=shuffle and (order is None or callable(order)))
+        self._epochs_differ = shuffle and (order is None or callable(order))
         self._units = as_units(lengths)  # with those that are left out, which longer rows have planned
         self.lengths, self.report = fit_for_sampler(self._units, batch_max_length, overlong)
         self._shard = check_flag(shard, "shard")
@@ -168,11 +168,10 @@ class MultipackDistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         self._epochs = check_integer(epochs, "epochs")
         self._least_steps: dict[int, int] = {}  # by seed: if several epochs get the same number
         self._made: Segment | None = None
-        amounts = {"tokens": self._units.tokens}
-        amounts |= {} if self._units.are_documents else {"squares": self._units.squares}
-        totals = ", ".join(f"{amount.sum()} {name}" for name, amount in amounts.items())
+        tokens, squares = self._units.tokens, self._units.squares
         self._lengths_summary = (
-            f"{len(self.lengths)} {self._units.noun}s with {totals}, digest {digest(*amounts.values())}"
+            f"{len(tokens)} {self._units.noun}s with {tokens.sum()} tokens and {squares.sum()} squares, digest "
+            f"{digest(tokens, squares)}"
         )
         processes = place_among_processes()[0]
         self._compares = can_compare(processes if self.is_shared else self.num_replicas)

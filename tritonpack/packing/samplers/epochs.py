@@ -33,12 +33,11 @@ class EpochCounter:
         epoch: the epoch of the next pass, from 0; while a pass is under way its epoch.
     """
 
-    def __init__(self) -> None:
-        self.epoch: int = 0
-        self._latest: int = NEVER  # the epoch of the latest pass that has begun
-        self._is_chosen: int = False  # the epoch, since the latest pass began
-        self._is_counted: int = False  # the next pass, by a loader of accelerate that makes it
-        self._was_counted: int = False  # the latest pass
+    epoch: int = 0
+    _latest: int = NEVER  # the epoch of the latest pass that has begun
+    _is_chosen: int = False  # the epoch, since the latest pass began
+    _is_counted: int = False  # the next pass, by a loader of accelerate that makes it
+    _was_counted: int = False  # the latest pass
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass.
@@ -51,7 +50,7 @@ class EpochCounter:
             self.epoch, self._is_chosen = epoch, True
             return
         if not self._is_chosen:
-            # torchdata's workers begin a pass as their loader is made, so the first call may come after its pass begins.
+            # torchdata's workers begin a pass as their loader is made, so the first call may come after its begin.
             self.epoch = max(self.epoch, self._latest + (self._was_counted or self._is_counted))
         self._is_counted = True
 
@@ -86,16 +85,16 @@ class EpochSampler(EpochCounter, ABC):
         epoch: the epoch of the next iteration, from 0.
     """
 
-    _epoch = NEVER
-    _passes = 0  # only the latest pass counts its batches
+    _epochs_differ: bool  # whether another epoch has another order
     _advances = False  # each pass is over the next epoch, unless one was chosen
-
-    def __init__(self, epochs_differ: bool) -> None:
-        super().__init__()
-        self._epochs_differ = epochs_differ  # whether another epoch has another order
+    _passes = 0  # only the latest pass counts its batches
+    _epoch = 0
+    _done = 0  # batches of the epoch that the latest pass has yielded
+    _before: Sequence[Any] = ()  # what was planned with other settings, see `Segment`
+    _waits = True  # the next pass begins after these batches
 
     @property
-    def epoch(self) -> int:
+    def epoch(self) -> int:  # type: ignore[override]
         return self._epoch
 
     @epoch.setter
@@ -105,7 +104,7 @@ class EpochSampler(EpochCounter, ABC):
             self._go_to(0)
 
     def _go_to(self, done: int, before: Sequence[Any] = ()) -> None:
-        """Let the next pass over this epoch begin after `done` batches; `before` is what other settings planned."""
+        """Let the next pass over this epoch begin after `done` batches."""
         self._done, self._before, self._waits = done, before, True
         self._passes += 1
 

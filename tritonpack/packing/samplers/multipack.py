@@ -114,7 +114,7 @@ class MultipackBatchSampler(EpochSampler, BatchSampler):  # type: ignore[overrid
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
         # DistributedSampler has the attribute `shuffle`.
-        super().__init__(epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))))
+        self._epochs_differ = seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True)))
         self._sampler = sampler
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
         self._made: tuple[int, Plan] | None = None  # an epoch, and its batches as steps

@@ -31,7 +31,7 @@ def place_among_processes() -> tuple[int, int]:
     """
     if has_group():
         return dist.get_world_size(), dist.get_rank()
-    processes, number = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    processes, number = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
     return int(processes) if processes.isdecimal() else 1, int(number) if number.isdecimal() else 0
 
 
