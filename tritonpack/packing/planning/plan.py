@@ -160,10 +160,11 @@ def plan_epoch(
     """
     if removed:
         refuse_removed(removed, "plan_epoch()")
-    units = lengths if isinstance(lengths, Units) else None
-    given, noun = (lengths, "document") if units is None else (units.tokens, units.noun)
+    given: Any = lengths
+    noun, squares = "document", None
+    if isinstance(lengths, Units):
+        given, noun, squares = lengths.tokens, lengths.noun, None if lengths.are_documents else lengths.squares
     tokens = fit_lengths(given, capacity, noun=noun).lengths.astype(np.int64)
-    squares = None if units is None or units.are_documents else units.squares
     return plan_units(
         tokens, squares, None, seed, epoch, order, capacity=capacity,
         num_ranks=num_ranks, objective=objective, tail=tail, least_steps=least_steps, shuffle=shuffle,
