@@ -70,6 +70,7 @@ class ShardStage:
         self.context, self.number = context, number
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
         self.fuses_loss = fuses_loss(module)
+        self._read_loss: tuple[Any, bool] = (self, False)  # the last loss function, and whether it shifts labels
 
     @between_graphs
     def __call__(self, forward: Pipeline, arguments: dict[str, Any]) -> Any:
@@ -149,7 +150,8 @@ class ShardStage:
         own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
         if labels is None and (targets is None or not own_head):
             return None
-        shifted = own_head or shifts(module.loss_function)
+        if not own_head and self._read_loss[0] is not module.loss_function:
+            self._read_loss = module.loss_function, shifts(module.loss_function)
         for name, given in (("labels", labels), ("shift_labels", targets)):
             if given is not None and given.shape != tokens:
                 raise ValueError(
@@ -157,7 +159,7 @@ class ShardStage:
                 )
         if targets is not None:
             return targets
-        if labels is None or not shifted:
+        if labels is None or not (own_head or self._read_loss[1]):
             return labels
         ignored = arguments.get("ignore_index", IGNORED)
         return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
