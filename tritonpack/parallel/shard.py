@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ class ShardStage:
                 items = (targets != ignored).sum() if items is None else items
                 loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, items)
             sharded |= loss.arguments()
-        return Shard(batch, sharded, loss, routers)
+        return Shard(batch, sharded, loss, bool(routers))
 
     def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
         """The target of each token, of the shape `tokens`; None without labels."""
@@ -225,12 +224,11 @@ class Cover(Pipeline):
 
     def __init__(self, below: Pipeline) -> None:
         super().__init__(below.module, below.context, below.base)
-        self.below = below
+        self.below, self.proof = below, below.proof
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed or not self.shard.context.running or self.context.current.told is not None:
-            return self.inner(*args, **kwargs)
-        return self.with_names(partial(self.shard, self), self.bound(args, kwargs))
+        outside = self.shard.context.running and self.context.current.told is None
+        return super().__call__(*args, **kwargs) if outside else self.inner(*args, **kwargs)
 
 
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:

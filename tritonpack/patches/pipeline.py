@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -96,27 +95,26 @@ class Pipeline(InstanceForward):
         arguments = dict(zip(self.positional, args, strict=False)) | kwargs
         if args and len(arguments) != len(args) + len(kwargs):
             self._refuse_positional(len(args))
-        if self.shard is not None and not inside and self.shard.context.running:
-            return self.with_names(partial(self.shard, self), arguments)  # reads on all ranks before it raises on any
-        if not inside:
+        shared = self.shard is not None and not inside and self.shard.context.running
+        if not inside and not shared:
             in_form(arguments, self.name, self.known)
         compiled = torch.compiler.is_compiling()
-        if self.path and not compiled and self.part_at_path(self.module) is not self.base._module():
+        if self.path and not compiled and not shared and self.part_at_path(self.module) is not self.base._module():
             self._require_part()
         if inside:
             packed_batch = self.base.read(arguments, self)
             if packed_batch is not None and self.one_result:
                 self.require_result_of_each(packed_batch)
             return self.run_packed(arguments, packed_batch)
-        trees = proof.shares or arguments.get(TREE) is not None
-        if compiled or not self.proven[trees]:
-            proof.require(self, arguments, trees)
-        if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
-            raise UnsupportedModelError(NO_WEIGHTS)
-        return self.with_names(self.run, arguments)
-
-    def with_names(self, run: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
-        """The output of `run`, which needs names, as the call wants it: a tuple if `return_dict` is False."""
+        run: Any = self.run
+        if shared:
+            run = partial(self.shard, self)  # which reads on all ranks before it raises on any
+        else:
+            trees = proof.shares or arguments.get(TREE) is not None
+            if compiled or not self.proven[trees]:
+                proof.require(self, arguments, trees)
+            if arguments.get("output_attentions") and self.base.serving.attention == "tritonpack":
+                raise UnsupportedModelError(NO_WEIGHTS)
         wanted = arguments.get("return_dict")  # PEFT passes None
         if not self.takes_return_dict or (self.module.config.return_dict if wanted is None else wanted):
             return run(arguments)
