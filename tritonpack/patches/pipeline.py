@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
