@@ -91,6 +91,16 @@ def test_masks(name: str, lengths: str) -> None:
     _compare(lambda: MASKS[name](LENGTHS[lengths]), seed=len(lengths))
 
 
+@pytest.mark.slow
+def test_a_long_tree() -> None:
+    """Thousands of subtrees end in the rows of one program."""
+    parents = torch.tensor(parents_of([(-1, 10), (0, 4090), (0, 50)]))
+    expected = _tensors(BlockDiagonalMask.from_tree(parents))
+    with virtual_gpu("sm_90"):
+        got = _tensors(BlockDiagonalMask.from_tree(parents))
+    assert all(torch.equal(got[name], expected[name]) for name in FIELDS)
+
+
 @pytest.mark.fast("deep-all")
 @pytest.mark.parametrize("window", [-1, 11], ids=["all", "window"])
 @pytest.mark.parametrize("forest", FORESTS)
