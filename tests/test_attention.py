@@ -369,7 +369,7 @@ FLAG = "pack_invariant must be True or False; got"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 2, 4, 16)},
      r"q must be a tensor of shape \(tokens, heads, head_dim\); got shape \(1, 2, 4, 16\). Flatten a batch"),
-    ({"k": [1.0]}, r"k must be a torch tensor of shape .*; got list. Make one"),
+    ({"k": [1.0]}, r"k must be a torch tensor of shape .*; got list. Convert it"),
     ({"q": torch.zeros(4, 2, 16).to_sparse()}, r"q must be a dense tensor; got torch.spar"),
     ({"k": torch.zeros(4, 2, 16).half()}, "q, k and v must share .*; got float32, float16, float32. Cast them first"),
     (all_three(4, 2, 16, dtype=torch.int32), "one dtype of bfloat16, float16, float32, float64; got int32, int32, int"),
@@ -402,14 +402,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes must be .* with 2 heads; got \(3,\) float32"),
     ({"alibi_slopes": torch.zeros(2).half()}, "must be float32; got .*float16"),
     ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, r"no gradient; pass alibi_slopes.detach\(\)"),
-    ({"alibi_slopes": torch.zeros(2), "mask": OF_FOUR.transpose()}, "this one has no diagonal"),
+    ({"alibi_slopes": torch.zeros(2), "mask": OF_FOUR.transpose()}, "this mask has no diagonal"),
     ({"alibi_slopes": torch.zeros(0, 2)}, "alibi_slopes are for 0 documents, but the mask has more"),
     ({"backend": "flash"}, "backend must be one of 'auto', 'triton', 'gluon', 'blocked', 'reference'; got 'flash'"),
     ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
     ({"backend": "reference", "pack_invariant": True},
      "can't be pack_invariant; use backend='blocked' or 'triton'"),
     ({"mask": BlockDiagonalMask.from_tree([-1, 0, 0, 0]), "pack_invariant": True}, "doesn't work in a mask of trees"),
-    ({"mask": BlockDiagonalMask.from_tree([-1]), "q": torch.zeros(1, 2, 16)}, "trees serves neither a cache nor "),
+    ({"mask": BlockDiagonalMask.from_tree([-1]), "q": torch.zeros(1, 2, 16)}, "trees supports neither a cache nor "),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import tritonpack
 
 DOCS = Path(__file__).parents[1] / "docs"
-GUIDES = ("fine-tuning", "backends", "long-context")
+GUIDES = ("fine-tuning", "backends", "long-context", "patching")
 
 
 def blocks(guide: str) -> list[str]:

@@ -50,7 +50,7 @@ ALLOWED = {
 
 # Heavy or optional package -> the rooms that may import it.
 GUESTS = {
-    "accelerate": {"cli"},
+    "accelerate": {"cli", "parallel"},
     "axolotl": {"integrations"},
     "datasets": {"cli", "packing"},
     "matplotlib": {"cli"},

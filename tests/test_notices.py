@@ -45,8 +45,8 @@ def test_one_warning_per_key_names_the_line_and_the_filter_that_silences_it(
 
 def test_nothing_is_said_while_unheard(heard: list[warnings.WarningMessage]) -> None:
     """In this thread alone, and the key is left to a later call."""
-    with notices.unheard():
-        with notices.unheard():
+    with notices.silenced():
+        with notices.silenced():
             pass
         notices.say_once("a-key", "Facts.")
         other = threading.Thread(target=notices.say_once, args=("another-key", "Facts."))

@@ -26,7 +26,7 @@ CASES = (
     Case("mixed", MIXED, slack=9),
     Case("mixed-full", MIXED, causal=False, slack=9),
     Case("pieces", (193, 300, 500), **SMALL),
-    Case("longer-than-pieces", (fused.MOST_KEYS + 1,), **SMALL),
+    Case("longer-than-pieces", (fused.MAX_PIECE_KEYS + 1,), **SMALL),
     Case("long-full", (200, 800), causal=False, **SMALL),
     Case("multi-head", MIXED, kv_heads=4),
     Case("multi-query", MIXED, kv_heads=1),
@@ -179,7 +179,7 @@ class TestPlan:
             (Case("short, window", (20, 30), window=(5, 0)), 0, 1),
             (Case("window", (20, 30, 31, 200), window=(29, 0)), 2, 3),
             (Case("short, sinks", (20, 30), sinks=True), 2, 0),
-            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MOST_KEYS + 1)), 2, 5),
+            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MAX_PIECE_KEYS + 1)), 2, 5),
             (Case("few keys", (200,), (5,), causal=False), 0, 2),
             (Case("wide", (20, 200), head_dim=256, head_dim_v=300), 3, 0),
             (Case("too wide", (20, 200), head_dim=257), 0, 3),
@@ -199,11 +199,11 @@ class TestPlan:
         assert found[0] == runs
         assert found[1] == blocks or pack_invariant
 
-    @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
+    @pytest.mark.parametrize("tokens", [fused.MAX_PIECE_KEYS, fused.MAX_PIECE_KEYS + 1])
     def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
-        read = fused._as_the_kernel_reads(torch.zeros(tokens, 2, 16), 16)
+        read = fused._for_kernel(torch.zeros(tokens, 2, 16), 16)
         assert read.shape == (1, 2, tokens, 16)
-        assert read.is_contiguous() == (tokens > fused.MOST_KEYS)
+        assert read.is_contiguous() == (tokens > fused.MAX_PIECE_KEYS)
 
     def test_pieces_have_whole_vectors_of_keys_and_chunks_are_documents(self) -> None:
         assert plan_of(make_inputs(Case("pieces", (300, 200), (300, 210)))).runs == [

@@ -40,10 +40,10 @@ def test_documents_are_the_same_in_every_run(monkeypatch):
     assert all(np.array_equal(a, b) for x, y in zip(steps, again, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_rows_compare_with_padded():
-    padded, unpadded, naive, packed = training.rows_of(runs(), {"model": "tiny"})
+def test_figures_compare_with_padded():
+    padded, unpadded, naive, packed = training.figures_of(runs()).values()
     assert [row["speed"] for row in (padded, unpadded, naive, packed)] == [1.0, 1.6, 2.0, 2.0]
     assert (padded["memory"], packed["memory"]) == (1.0, 0.5)
     assert (padded["padding"], packed["padding"]) == (0.5, 0.0)
     assert packed["gap_to_padded"] == "0.0e+00"
-    assert set(packed) <= set(training.COLUMNS)
+    assert {*training.PRINTED} <= {*packed}

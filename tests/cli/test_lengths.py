@@ -73,7 +73,7 @@ def test_reads(tmp_path, name, content, column):
         ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .npy, "),
         ("a.npy", "[1, 2]", "can't be read"),
         ("a.npy", b"\x93NUMPY\x01\x00\x03\x00{(\n", "can't be read"),
-        ("a.npy", np.array([1.0, 2.0]), "lengths must be a row of integers, the tokens of each document; got float64 of shape (2,)"),
+        ("a.npy", np.array([1.0, 2.0]), "lengths must be a row of integers"),
         ("a.npy", np.array([4, 0]), "document 1 has length 0"),
         ("a.npy", np.array([4, 2**63], np.uint64), "document 1 has length 9223372036854775808"),
         ("a.csv", "length,m\n3,4\n,5\n", "missing values (null)"),

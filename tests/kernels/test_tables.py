@@ -118,7 +118,7 @@ def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("small_chunks")
 def test_groups_of_tiles_and_parts_of_masks(most: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of neighbours, also of more tiles than a program has, and tiles that fill no group."""
-    monkeypatch.setattr(tile_table, "MOST_ORDERED", most)
+    monkeypatch.setattr(tile_table, "MAX_SORTED", most)
     for mask in (MIXED, *parts()):
         assert_same(mask, *CUTS, whole=whole, monkeypatch=monkeypatch)
 

@@ -38,7 +38,7 @@ def told(form: str = "position_ids", pieces: list[Tensor] | None = None) -> dict
 
 def call_of(form: str = "position_ids", pieces: list[Tensor] | None = None, **more: Any) -> dict[str, Any]:
     """The arguments of a call of a causal model or an encoder."""
-    batch = FORMS[form](pieces or documents())
+    batch = {**FORMS, **forms.PADDED_BATCHES}[form](pieces or documents())
     return {"input_ids": batch.ids, **batch.arguments, **more}
 
 

@@ -332,7 +332,7 @@ CASES = {
     "a subclass": Case(lambda: Unshown(config())),
     "logits mixed by a head": Case(lambda: Mixing(config()), rf"Mixing {UNKNOWN}.*first in the model itself \(Mixing"),
     "logits centred over the row": Case(lambda: Centred(config()), rf"Centred {UNKNOWN}.*\(Centred\)"),
-    "logits with noise": Case(lambda: Noisy(config()), "Noisy isn't a model.*beside rows of others"),
+    "logits with noise": Case(lambda: Noisy(config()), "Noisy isn't a model.*beside other rows"),
     "remote code that uses its mask": Case(lambda: composed("causal", "add")),
     "remote code that ignores its mask": Case(
         lambda: composed("causal", "ignored"), rf"Composed {UNKNOWN}.*the model itself \(Composed\)"

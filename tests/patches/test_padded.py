@@ -390,7 +390,6 @@ READ: dict[str, Callable[[Any], Any]] = {
     "name": lambda x: x["logits"],
     "place": lambda x: x[1],
     "slice": lambda x: x[1:][0],
-    "get": lambda x: x.get("logits"),
     "tuple": lambda x: x.to_tuple()[1],
     "dict": lambda x: {**x}["logits"],
     "values": lambda x: torch.stack([*x.values()][1:2])[0],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ def padded_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0) 
     return Plan(_shuffled(lengths, seed)[: rows * per_row], np.arange(rows + 1) * per_row, num_ranks, capacity)
 
 
-def next_fit_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0) -> Plan:
+def next_fit_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int | Sequence[int] = 0) -> Plan:
     """Rows filled in order; a document that doesn't fit begins a new row. Rows are dealt out to the ranks."""
     order = _shuffled(lengths, seed)
     offsets = pack(lengths[order], capacity, algorithm="next_fit").offsets
@@ -39,7 +39,7 @@ def next_fit_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0
     return Plan(order[: kept[-1]], kept, num_ranks, capacity)
 
 
-def _shuffled(lengths: Lengths, seed: int) -> NDArray[np.int32]:
+def _shuffled(lengths: Lengths, seed: int | Sequence[int]) -> NDArray[np.int32]:
     return np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
 
 

@@ -14,7 +14,7 @@ from tritonpack.packing.reader import fetch
 from tritonpack.packing.vision.families import FAMILIES
 
 # transformers' name for the loss of a model -> what its labels belong to.
-LABELS = {
+LABELS: dict[str | None, str] = {
     "ForCausalLM": "causal",
     "ForConditionalGeneration": "causal",  # of images and text; encoders with decoders are told apart before
     "ForMaskedLM": "tokens",
@@ -63,12 +63,13 @@ def labels_of(trainer: Trainer, asked: str | None) -> str:
             f"the loss of {type(model).__name__} takes labels={known!r}; got labels={asked!r}. Leave it out, or pass a "
             "compute_loss_func for such labels to the trainer."
         )
-    if asked is None and known is None:
+    found = asked or known
+    if found is None:
         raise ValueError(
             f"the loss of {type(model).__name__} doesn't tell what its labels belong to. Pass labels='causal' (the "
             "next token) or 'tokens' (the token itself)."
         )
-    return asked or known
+    return found
 
 
 def check_trainer(trainer: Any) -> None:

@@ -221,7 +221,7 @@ class SequenceParallel:
                     raise ValueError(
                         f"this {type(model).__name__} is in another SequenceParallel context. Leave that one first."
                     )
-                applied.proof.settle()
+                applied.proof.prove_now()
                 require_shardable(model, applied)
                 for head in applied.heads:
                     if not head.gone:

@@ -1,8 +1,7 @@
 """Layouts: which rows of a batch each rank owns.
 
-The cost of attention is the number of keys that rows see. So equal numbers of rows aren't equal work: the end of a
-long document costs much more than many short documents. Every rank's rows ascend, so that the mask between them and any
-keys is again an interval mask (docs/math.md, section 1).
+Equal numbers of rows aren't equal work: the end of a long document sees many more keys than short documents. Every
+rank's rows ascend, so that the mask between them and any keys is again an interval mask (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -171,8 +170,7 @@ class Runs(NamedTuple):
 def host_bounds(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
     """The first key that each row sees, and one past the last one, int64, in host memory; waits for the device once.
 
-    Raises:
-        ValueError: a mask of trees, whose rows don't see all keys between their bounds.
+    Raises ValueError for a mask of trees, whose rows don't see all keys between their bounds.
     """
     if mask.is_tree:
         raise ValueError(
@@ -207,8 +205,7 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
         ranks: the number of ranks.
 
     Raises:
-        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, `ranks` below
-            1.
+        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, no ranks.
     """
     check_layout_name(name)
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]

@@ -24,12 +24,6 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # names, of which a mo
 CLOSE = 1e-2  # in half precision; another loss differs more
 
 
-def wants_router_loss(arguments: dict[str, Any], module: PreTrainedModel) -> bool:
-    """Whether a call asks for the loss of routers."""
-    asked = arguments.get("output_router_logits")
-    return bool(getattr(module.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
-
-
 def require_known_loss(module: PreTrainedModel) -> None:
     """Refuse a model whose load-balancing loss lacks a setting. A model without such a loss passes.
 

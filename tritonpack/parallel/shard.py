@@ -18,7 +18,7 @@ from tritonpack.parallel.loss import FUSED_HEAD, FusedHead, ShardedLoss, fuses_l
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.replaced import replaced
 from tritonpack.parallel.rotary import follow_longest, rotary_of_longest
-from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss, with_router_loss
+from tritonpack.parallel.router_loss import require_known_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import Sharding, between_graphs, outside_of_graphs
 from tritonpack.patches.configurations import layer_windows, require_one_rope
 from tritonpack.patches.interface import NO_WEIGHTS, takes_tokens
@@ -26,7 +26,7 @@ from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
 from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import TREE, cache_of, in_form
+from tritonpack.patches.parse_inputs import TREE, cache_of, check_arguments
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.targets import IGNORED, check_padding_labels
 
@@ -62,14 +62,12 @@ class ShardStage:
         number: of the model among those of the context.
         specs: the masks of all layers, whose work layouts divide evenly.
         rotary: the rotary embeddings that follow the longest document.
-        has_routers: whether calls may ask for the loss of routers.
         fuses_loss: whether the model's forward is Liger-Kernel's.
     """
 
     def __init__(self, context: Any, number: int, module: PreTrainedModel) -> None:
         self.context, self.number = context, number
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
-        self.has_routers = hasattr(module.config.get_text_config(), "output_router_logits")
         self.fuses_loss = fuses_loss(module)
 
     @between_graphs
@@ -100,7 +98,9 @@ class ShardStage:
         """This rank's share of a call. Every rank calls this with the same full batch."""
         context, module, error = self.context, forward.module, None
         try:
-            routers = self.has_routers and wants_router_loss(arguments, module)
+            routers = arguments.get("output_router_logits")
+            if routers is None:
+                routers = getattr(module.config.get_text_config(), "output_router_logits", False)
             if forward.path == "":
                 self._require_heads_in_place(module)
             whole = _read(forward, arguments)
@@ -225,14 +225,14 @@ class Cover(Pipeline):
         self.below = below
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed or not self.shard.context.running or self.context.current.told is not None:
+        if not self.installed or not self.shard.context.running or self.context.current.outer_batch is not None:
             return self.inner(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
     """The documents of a call; refuses arguments that can't be divided into rows of tokens."""
-    in_form(arguments, forward.name, forward.known)
+    check_arguments(arguments, forward.name, forward.known)
     base, ids, embeddings = forward.base, arguments.get("input_ids"), arguments.get("inputs_embeds")
     tokens = embeddings if ids is None else ids
     if (ids is None) == (embeddings is None) or not isinstance(tokens, Tensor):

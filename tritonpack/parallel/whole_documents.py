@@ -1,8 +1,7 @@
 """Layers that mix along the row: documents travel whole to one rank each, and their outputs travel back.
 
 A recurrence or a convolution begins anew with each document, so a rank that has all tokens of a document computes it as
-one process does. Each rank gets about equally many tokens. A document that lies on one rank stays there if it fits. A
-document that is much longer than a rank's share of the batch is refused.
+one process does. Each rank gets about equally many tokens.
 """
 
 from __future__ import annotations
@@ -116,14 +115,10 @@ def _require_short(length: Tensor, ranks: int) -> None:
 
 
 def _divide(length: Tensor, owned: Tensor) -> Tensor:
-    """The rank that computes each document, (documents,) int64.
+    """The rank that computes each document, (documents,) int64, of which each rank has (documents, ranks) `owned` rows.
 
     The longest document is placed first. It goes to the rank that owns most of its rows among those where it fits into
     SLACK times an equal share of all tokens, or else to the rank with the fewest tokens so far.
-
-    Args:
-        length: (documents,) int64.
-        owned: (documents, ranks) int64, how many rows of each document each rank owns.
     """
     ranks = owned.shape[1]
     share = max(math.ceil(SLACK * int(length.sum()) / ranks), int(length.max()) if length.numel() else 0)

@@ -2,15 +2,14 @@
 
 - all-gather: every rank receives the keys and values of all ranks. A reduce-scatter returns their gradients. Shards are
   padded to the length of the longest.
-- group cast: every rank receives the keys and values that its queries see, in all-to-all messages of unequal sizes, and
-  nothing is sent if no rank needs a row of another. Gradients return the same way. The rank that owns a row adds them
-  in the order of ranks, so that the sum is the same in each run. Source: MagiAttention (SandAI, 2025).
+- group cast: every rank receives the keys and values that its queries see, in all-to-all messages of unequal sizes.
+  Gradients return the same way, and the rank that owns a row adds them in the order of ranks, so that the sum is the
+  same in each run. Source: MagiAttention (SandAI, 2025).
 - auto: group cast if no rank sees more keys of others than the longest shard has rows, else all-gather; all-gather for
   masks of trees.
 
 Gradients travel in float32 for half precision. The rule of "auto" is never worse than an all-gather, into a rank or
-into a node, whichever ranks are a node. A group cast brings a key into a node once for each rank there that sees it,
-and an all-gather may bring it once. For R ranks, nodes of G ranks and a longest shard of N rows:
+into a node, whichever ranks are a node. For R ranks, nodes of G ranks and a longest shard of N rows:
 
 - forward: a node receives at most G N keys by group cast, and (R - G) N or more by all-gather.
 - backward: the R - G other ranks send a node at most N gradients each by group cast. By a reduce-scatter, which sums

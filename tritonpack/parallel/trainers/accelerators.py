@@ -60,11 +60,9 @@ class _ReplicaState:
 @contextmanager
 def counted_as_one(accelerator: Any, replica: Replica) -> Iterator[None]:
     """`accelerator.num_processes` is the number of replicas, and `process_index` the number of this one."""
-    own, accelerator.state = accelerator.state, _ReplicaState(accelerator.state, replica)
-    try:
+    with ExitStack() as stack:
+        replaced(stack, accelerator, "state", _ReplicaState(accelerator.state, replica))
         yield
-    finally:
-        accelerator.state = own
 
 
 def share_batches(trainer: Any, replica: Replica, stack: ExitStack) -> None:
