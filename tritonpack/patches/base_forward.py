@@ -73,7 +73,7 @@ class BaseForward(Pipeline):
         reads_lengths = self.mixes or self.compaction is not None
         prepare = self._prepare_outside_of_graphs if compiled and reads_lengths else self._prepare
         arguments = dict(arguments)
-        for name in self.untaken:
+        for name in self.unaccepted:
             arguments.pop(name, None)
         packed_batch, layer_batch, placements = prepare(arguments, packed_batch, compiled)
         outer = self.context.current
