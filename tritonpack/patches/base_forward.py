@@ -96,7 +96,7 @@ class BaseForward(Pipeline):
     def _prepare(
         self, arguments: dict[str, Any], packed_batch: PackedBatch | None, compiled: bool
     ) -> tuple[PackedBatch | None, PackedBatch | None, list[Placement]]:
-        """Change the arguments of a call to those of the module.
+        """Replace the arguments of a call by the arguments of the module.
 
         Returns the packed batch of the call; the packed batch for layers, None if rows continue a cache; and the
         placements of the call's tokens in the row that runs in its place, in the order in which outputs are laid back.

@@ -25,7 +25,7 @@ CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 ULYSSES_SHARDS = (
     "DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {!r} in this process. "
-    "It shards rows without telling a patched model, and drops the mask that keeps documents apart. Leave out sp_size "
+    "It shards rows before attention, and drops the mask that keeps documents apart. Leave out sp_size "
     "and the registration of Ulysses, and share batches with tritonpack.SequenceParallel(model, group, "
     f"exchange='ulysses', layout='contiguous'), also under DeepSpeed's ZeRO. {WHOLE_BATCH}"
 )
