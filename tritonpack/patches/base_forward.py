@@ -77,7 +77,7 @@ class BaseForward(Pipeline):
             arguments.pop(name, None)
         packed_batch, layer_batch, placements = prepare(arguments, packed_batch, compiled)
         outer = self.context.current
-        if outer.running:  # inside of another patched module, whose packing holds
+        if outer.running:  # inside of another patched module, which has set it
             layer_batch = outer.packed_batch
         call = Call(outer.outer_batch if packed_batch is None else packed_batch, True, layer_batch)
         output = self.context.run(call, self.inner, **arguments)

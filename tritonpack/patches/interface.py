@@ -68,7 +68,7 @@ def make_mask(
         spec = CAUSAL if plain else read_mask_spec(mask_function, local_size, config, flags, q_length)
         if not isinstance(mask, PackedBatch):
             shape = torch.Size((batch_size, 1, q_length, kv_length))
-            # A static cache changes its offset in place before layers claim the mask.
+            # A static cache changes its offset in place before layers resolve the mask.
             offset = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
             return LazyMask(mask, shape, offset, kv_offset, spec, torch.device(device))
         mask = mask.interval_mask(kv_length, q_offset, kv_offset, spec)

@@ -118,7 +118,7 @@ class Pipeline(InstanceForward):
         return_dict = arguments.get("return_dict")  # PEFT passes None
         if not self.takes_return_dict or (self.module.config.return_dict if return_dict is None else return_dict):
             return run(arguments)
-        return run({**arguments, "return_dict": True}).to_tuple()  # stages need names
+        return run({**arguments, "return_dict": True}).to_tuple()  # the stages need a mapping
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call. The output is a mapping."""
@@ -148,7 +148,7 @@ class Pipeline(InstanceForward):
             raise
         if row is not packed_batch:
             loss = output.get("loss")
-            trains = isinstance(loss, Tensor) and loss.requires_grad  # nobody reads the logits then
+            trains = isinstance(loss, Tensor) and loss.requires_grad  # then no code reads the logits
             output = lay_back_head(output, row.row, trains and not _needs_logits(self.module))
         if not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
@@ -266,7 +266,7 @@ class Pipeline(InstanceForward):
             of_tokens = value.shape == packed_batch.tokens and ONE_LOGIT_A_TOKEN.fullmatch(self.name) is not None
             if name == "logits" and (chosen or of_tokens):
                 continue
-            # Losses of tokens, such as those of TRL's heads, may lack the last or the first token of a row.
+            # Losses of tokens, such as in TRL's heads, may lack the last or the first token of a row.
             flat, short = value.ndim < 3, value.shape[1:2] not in ((length,), (length - 1,))
             if (flat or short) if DOCUMENT_OUTPUTS.fullmatch(name) else (flat and short):
                 require_one_document_a_row(
