@@ -135,17 +135,15 @@ def as_units(lengths: Sequence[int] | NDArray[Any] | Units) -> Units:
 
 
 def fit_for_sampler(
-    units: Units, capacity: int, overlong: Literal["error", "drop"], name: str
+    units: Units, capacity: int, overlong: Literal["error", "drop"]
 ) -> tuple[NDArray[np.int32], OverlongReport]:
     """The tokens of units, 0 for those that a sampler leaves out; see `fit_lengths`. A sampler can't cut documents."""
-    advice = (
-        f"to truncate pass lengths=numpy.minimum(lengths, {capacity}) and load with "
-        f"PackingCollator(max_document_length={capacity}); to split use pack_dataset"
-    )
     if overlong not in ("error", "drop"):
-        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. A sampler can't cut: {advice}.")
-    remedy = "pass overlong='drop', which leaves them out" + (f"; {advice}" if units.are_documents else "")
-    report = fit_lengths(units.tokens, capacity, overlong, name=name, remedy=remedy, noun=units.noun).report
+        raise ValueError(
+            f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. Documents aren't cut here: pass "
+            "max_document_length, of dataloader and PackingCollator, or split documents first, as pack_dataset does."
+        )
+    report = fit_lengths(units.tokens, capacity, overlong, name="row size", noun=units.noun).report
     return np.where(units.tokens <= capacity, units.tokens, 0).astype(np.int32), report
 
 
