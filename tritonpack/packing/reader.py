@@ -71,7 +71,7 @@ def document_length(name: str, document: Any) -> int:
     A batch of one row, as processors return it with `return_tensors="pt"`, is that row. The name is for messages.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
-    is_row = _is_row(tokens)
+    is_row = (type(tokens) is list and len(tokens) > 0 and type(tokens[0]) is int) or _is_row(tokens)  # most are these
     if not is_row and (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
         tokens = tokens[0]
         is_row = _is_row(tokens)
