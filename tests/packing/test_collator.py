@@ -106,7 +106,7 @@ CONVERSIONS = {
     "uint64 tensor": lambda ids: torch.tensor(ids, dtype=torch.uint64),
     "big-endian": lambda ids: np.array(ids, dtype=">i4"),
     "read-only": read_only,
-    "list of arrays": lambda ids: [np.array(each) for each in ids],
+    "list of numbers": lambda ids: list(np.array(ids)),
 }
 
 
