@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
