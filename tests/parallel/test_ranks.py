@@ -58,6 +58,7 @@ def each_case(size, *modules):
     "agreement: recurrent, mamba2, ring stripe",
     "agreement: recurrent, a long document",
     "agreement: experts, mixtral, padded",
+    "agreement: experts, mixtral, three_tokens",
 )
 def test_two_ranks_agree_with_one_process(run_on, module, name):
     run_on(2, module, name)
