@@ -123,7 +123,7 @@ BAD: dict[str, tuple[Any, str]] = {
         r"row 0 token 8 doesn't see token 0.*Windows and images come from the model",
     ),
     "both directions": (pairs() | pairs().mT, "isn't block-diagonal and causal: in row 0 token 0"),
-    "no begin": (BEGINLESS, "in row 0 token 0 doesn't see token 0, and no token before it sees itself alone"),
+    "no begin": (BEGINLESS, "in row 0 token 0 sees others, and neither it nor a token before it sees itself"),
     "a bias": (
         added(pairs(), torch.float32, -1e4),
         r"addends other than 0 .*, such as -10000\.",
