@@ -35,7 +35,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "lengths whose sum has 65 bits": (lambda: Mask.from_seqlens([2**62] * 4),
      r"seqlens must be at most 2\*\*31 - 1 each; got 4611686018427387904 at index 0"),
     "a device that isn't here": (lambda: Mask.from_seqlens([3], device="cuda:99"),
-     "device must be one that is here, such as 'cpu'; got str 'cuda:99'"),
+     "device must be available on this machine, such as 'cpu'; got str 'cuda:99'"),
     "no such device": (lambda: Mask.from_seqlens([3], device="gpu"),
      "device must be a torch.device, or the name .* got str 'gpu', which torch doesn't know"),
     "a move to no device": (lambda: Mask.from_seqlens([3]).to(torch.float32),

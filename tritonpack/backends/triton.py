@@ -58,7 +58,7 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The tile tables of all kernels; without `backward` only the table of forward."""
+    """Make the tile tables of all kernels; without `backward` only the table of forward."""
     tile = _tiles("forward", max(_padded(q), _padded(v)), q, mask, options)["forward"]
     cut = _cut("forward", tile, q.shape[1] // k.shape[1], mask, options)
     return plan_cuts(q, k, v, mask, options, cut, backward=backward)
@@ -67,9 +67,9 @@ def plan_tiles(
 def plan_cuts(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, forward: Cut, *, backward: bool
 ) -> TileTables:
-    """`plan_tiles` for a forward kernel that cuts the mask in this way.
+    """Do the same as `plan_tiles` for a forward kernel with this cut.
 
-    In a mask of trees the field `keys` has a table for each kernel that computes gradients of keys.
+    With a mask of trees the field `keys` has a table for each kernel that computes gradients of keys.
     """
     cuts, tree = [forward], mask.is_tree
     if backward:
@@ -89,7 +89,7 @@ def plan_cuts(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` from `plan_tiles`."""
+    """Compute out (T_q, H, D_v) in q's dtype and lse (H, T_q) float32; `tiles` are from `plan_tiles`."""
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     if not q.shape[0] or not k.shape[0]:
@@ -115,9 +115,9 @@ def backward(
     options: AttentionOptions,
     tiles: TileTables,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
+    """Compute (dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    It allocates 8 bytes more per query row and head and per row of a block, and with sinks 4 bytes per tile and head.
+    It allocates 8 more bytes per query row and head and per row of a block, and with sinks 4 bytes per tile and head.
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     (num_queries, heads, _), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
@@ -193,11 +193,11 @@ def _common_arguments(
     tile: TileShape, shared: int, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions,
     tiles: TileTables, table: Tensor,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments at run time that all three attention kernels take; None for a feature that isn't used.
+    """Return the run-time arguments of all three attention kernels; None for an unused feature.
 
     Args:
-        shared: how many heads share a tile of queries.
-        table: the tiles of the kernel.
+        shared: the number of heads that share a tile of queries.
+        table: the tile table of the kernel.
     """
     transposed, slopes, seed = mask.transpose(), options.alibi_slopes, options.dropout_seed
     describe = partial(descriptor, by_pointers=tile.by_pointers)
@@ -230,7 +230,7 @@ def _common_arguments(
 
 
 def _constants(q: Tensor, v: Tensor, tile: TileShape) -> dict[str, Any]:
-    """The compile-time constants that all three attention kernels take; none depends on a token count."""
+    """Return the compile-time constants of all three kernels; none depends on a token count."""
     return {
         "HEAD_DIM": q.shape[2],
         "HEAD_DIM_V": v.shape[2],
@@ -242,7 +242,7 @@ def _constants(q: Tensor, v: Tensor, tile: TileShape) -> dict[str, Any]:
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # Triton 3.10 won't by default
+        "enable_fp_fusion": True,  # off by default in Triton 3.10
     }
 
 
@@ -257,7 +257,7 @@ def _tiles(
     direction: Literal["forward", "backward"], block_d: int, q: Tensor, mask: BlockDiagonalMask,
     options: AttentionOptions,
 ) -> dict[Kernel, TileShape]:  # fmt: skip
-    """The tile of each kernel of a direction, in the order of the launches; `block_d` as in `select_tile`."""
+    """Return the tile of each kernel of a direction, in launch order; `block_d` as in `select_tile`."""
     if q.dtype == torch.float32:
         _check_float32(direction, block_d, q.device)
     arch = current_arch(q.device)
@@ -282,8 +282,8 @@ def _check_float32(direction: Literal["forward", "backward"], block_d: int, devi
     if limit is not None and needed > limit:
         fitting = max(row for row, kib in FLOAT32_KIB.items() if kib[direction] <= limit)
         raise BackendUnavailableError(
-            f"backend='triton' in float32 at head dimension {block_d} (a power of two that holds that of queries and "
-            f"values) needs {needed} KiB of shared memory in {direction}; this GPU has {limit}, which are enough for "
+            f"backend='triton' in float32 at head dimension {block_d} (rounded up to a power of two) "
+            f"needs {needed} KiB of shared memory in {direction}, but this GPU has {limit} KiB, enough for "
             f"head dimensions up to {fitting}. Use backend='blocked', or a 16-bit type."
         )
 
@@ -295,11 +295,11 @@ def _padded(x: Tensor) -> int:
 def descriptor(
     x: Tensor, rows: int, *, heads: int = 1, by_pointers: bool = False
 ) -> TensorDescriptor | tuple[Tensor, int, int, int]:
-    """A tensor (T, H, D) from `aligned` as blocks of `rows` rows of `heads` heads, with zeros outside.
+    """Describe a tensor (T, H, D) from `aligned` as blocks of `rows` rows and `heads` heads, with zeros outside.
 
-    On GPUs without TMA, and with `by_pointers`: its pointer, 16 T, and the bytes between heads and between rows. All
-    three numbers are multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are aligned to
-    16 bytes.
+    On GPUs without TMA, and with `by_pointers`, return its pointer, 16 T, and the bytes between heads and between rows.
+    All three numbers are multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are
+    aligned to 16 bytes.
     """
     (tokens, all_heads, width), (stride_t, stride_h, _) = x.shape, x.stride()
     if by_pointers or current_arch(x.device) in WITHOUT_TMA:
@@ -308,17 +308,18 @@ def descriptor(
 
 
 class _Descriptor(TensorDescriptor):
-    """A descriptor without Triton's checks, which take most of its time: `aligned` and the tiles fulfil them."""
+    """A descriptor without Triton's checks, which take most of its time. `aligned` and the tiles make them
+    unnecessary."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A tensor (T, H, D) as descriptors take it: copied if it isn't, so call this once per tensor.
+    """Return a tensor (T, H, D) in the form of descriptors; it may be a copy, so call this once per tensor.
 
-    Its address and its strides are multiples of 16 bytes, none is 0, and the last one is a single element. torch gives
-    the stride of a dimension of size 1 any value, also in contiguous tensors, so such a stride is replaced.
+    Its address and its strides are multiples of 16 bytes, no stride is 0, and the last one is a single element. The
+    stride of a dimension of size 1 may have any value, also in contiguous tensors, so it is replaced.
     """
     unit = 16 // x.element_size()
     (tokens, heads, width), (stride_t, stride_h, stride_d) = x.shape, x.stride()
