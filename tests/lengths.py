@@ -24,9 +24,8 @@ def fill(lengths: np.ndarray, tokens: int) -> list[int]:
     return np.diff(np.append(ends[: np.searchsorted(ends, tokens)], tokens), prepend=0).tolist()
 
 
-def _log_normal(mean: float, sigma: float, low: int, high: int, tokens: int, seed: int) -> list[int]:
-    draws = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, 4 * tokens // low)
-    return fill(np.clip(draws, low, high).astype(np.int64), tokens)
+def _log_normal(mean: float, sigma: float, low: int, high: int, tokens: int) -> list[int]:
+    return fill(np.maximum(log_normal(4 * tokens // low, mean, sigma, high), low), tokens)
 
 
 def distributions(tokens: int) -> dict[str, list[int]]:
@@ -43,9 +42,9 @@ def distributions(tokens: int) -> dict[str, list[int]]:
     return {
         "one": [tokens],
         "skewed": [tokens - short, *fill(np.full(short, 256), short)],
-        "stdlib": _log_normal(700, 1.2, 16, 16384, tokens, seed=0),
-        "flan": _log_normal(*FLAN, 8, 4096, tokens, seed=0),
-        "orca": _log_normal(*ORCA_MATH, 32, 2048, tokens, seed=0),
+        "stdlib": _log_normal(700, 1.2, 16, 16384, tokens),
+        "flan": _log_normal(*FLAN, 8, 4096, tokens),
+        "orca": _log_normal(*ORCA_MATH, 32, 2048, tokens),
         "openchat": fill(np.resize(lookalike(), tokens // 24 + 1), tokens),
         "tiny": fill(np.full(tokens, 20), tokens),
     }

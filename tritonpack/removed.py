@@ -1,4 +1,4 @@
-"""What was removed, and what to use in its place."""
+"""Removed names, options and commands, each with its replacement."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def refuse_removed(names: Iterable[str], caller: str) -> None:
     """Refuse keyword arguments that a function doesn't have.
 
     Raises:
-        ValueError: one that was removed.
-        TypeError: another one.
+        ValueError: the first one was removed.
+        TypeError: the first one never existed.
     """
     for name in names:
         if name in OPTIONS:

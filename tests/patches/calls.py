@@ -38,7 +38,7 @@ def told(form: str = "position_ids", pieces: list[Tensor] | None = None) -> dict
 
 def call_of(form: str = "position_ids", pieces: list[Tensor] | None = None, **more: Any) -> dict[str, Any]:
     """The arguments of a call of a causal model or an encoder."""
-    batch = FORMS[form](pieces or documents())
+    batch = {**FORMS, **forms.PADDED_BATCHES}[form](pieces or documents())
     return {"input_ids": batch.ids, **batch.arguments, **more}
 
 
@@ -69,7 +69,7 @@ def _results(subject: Subject, batches: list[Batch], gradients: bool, **more: An
     with torch.set_grad_enabled(gradients):
         outputs = [subject.call(batch, **more) for batch in batches]
         main = "logits" if "logits" in outputs[0] else next(iter(outputs[0]))
-        values = torch.cat([batch.gather(output[main]) for batch, output in zip(batches, outputs, strict=True)])
+        values = torch.cat([part for output in outputs for part in output[main]])
     return Results(values.detach(), gradients_of(subject.model, values) if gradients else [])
 
 

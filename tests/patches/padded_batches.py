@@ -17,7 +17,6 @@ UNPAD, SHARE = {"unpad": True}, {"share_prefixes": True}
 BOTH_WAYS = pytest.mark.parametrize("options", [UNPAD, SHARE], ids=["unpad", "share"])
 WAYS = pytest.mark.parametrize("options", [pytest.param(UNPAD, marks=pytest.mark.slow), SHARE], ids=["unpad", "share"])
 LIMIT = tolerance(torch.float64)
-FLOAT32 = tolerance(torch.float32)  # transformers' causal loss is in float32
 Batch = dict[str, Any]
 
 # The lengths of the documents of each batch. No two batches have as many rows, columns and tokens.
@@ -37,7 +36,7 @@ def training_model(family: str = "llama", **overrides: Any) -> PreTrainedModel:
     return model
 
 
-def padded_batch(number: int) -> dict[str, Tensor]:
+def padded_batch(number: int = 0) -> dict[str, Tensor]:
     """Documents that begin alike, one in each row: padded on the right in even batches, on the left in odd ones.
 
     Some tokens inside of documents have no label.
@@ -69,21 +68,15 @@ def unlabelled(number: int = 0) -> Batch:
     return {name: x for name, x in padded_batch(number).items() if name != "labels"}
 
 
-def results(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[Any, list[Tensor | None]]:
-    """The output of a call, and the gradients of its loss, or of its first output where tokens aren't padding."""
-    model.zero_grad()
-    output = model(**batch, **more)
-    target = output.loss if "labels" in batch else real(output[0], batch).square().sum()
-    target.backward()
-    return output, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
 def real(values: Tensor, batch: Batch) -> Tensor:
     """Values (B, T, ...), or (B * T, ...) as routers give them, with zeros for padding; other values unchanged."""
-    mask = batch["attention_mask"][..., None]
-    if values.ndim == 3:
-        return values * mask[:, -values.shape[1] :]
-    return values * mask.flatten(0, 1) if values.shape[:1] == (mask.numel(),) else values
+    mask = batch["attention_mask"]
+    if values.shape[:1] == (mask.numel(),):
+        return values * mask.view(-1, 1)
+    if values.ndim < 2 or values.shape[0] != len(mask):
+        return values
+    mask = mask[:, : values.shape[1]]
+    return values * (mask if values.ndim == 2 else mask[..., None])
 
 
 # How users read logits.
@@ -123,13 +116,16 @@ class Step:
 
 
 def read(output: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss of an output, and its logits by each of READS, with zeros for padding."""
-    values = {"loss": output.loss.detach().double()}
-    for name, take in READS.items():
-        logits = take(output.logits).detach()
-        mask = batch["attention_mask"][:, : logits.shape[1]]
-        values[name] = logits * (mask if logits.ndim == 2 else mask[..., None])
-    return values
+    """All values of an output but caches, and its logits by each of READS, with zeros for padding."""
+    values = {}
+    for name in output:
+        parts = output[name] if isinstance(output[name], tuple) else (output[name],)
+        for i, x in enumerate(parts):
+            if isinstance(x, Tensor):
+                values[f"{name} {i}" if i else name] = real(x.detach(), batch)
+    if values["logits"].shape[:2] == batch["input_ids"].shape:
+        values |= {name: real(take(output.logits).detach(), batch) for name, take in READS.items()}
+    return {name: x.double() if name == "loss" else x for name, x in values.items()}
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -154,6 +150,7 @@ def step(
 
 def require_equal_values(want: dict[str, Tensor], got: dict[str, Tensor]) -> None:
     """All that `read` gives is equal, relative to the largest value."""
+    assert want.keys() == got.keys()
     for name, value in want.items():
         assert apart([value], [got[name]]) <= (0 if name == "argmax" else LIMIT), name
 

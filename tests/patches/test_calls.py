@@ -1,11 +1,14 @@
-"""Packed calls beside those of the sweep: continued, under autocast, with arguments that agree, with long rows."""
+"""Packed calls beside those of the sweep: continued, under autocast, with arguments that agree, in trees, long rows."""
 
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
@@ -17,19 +20,51 @@ from tests.patches.calls import (
     LENGTHS,
     alone,
     call_of,
-    difference,
     documents,
-    packed,
     relative,
     require_exact,
     told,
 )  # fmt: skip
-from tests.patches.comparison import tolerance
+from tests.patches.comparison import apart, tolerance
 from tests.patches.models import COMMON, FAMILIES, NAMES_OF_CACHE, tiny_model
-from tests.patches.sweep.build import build
-from tests.patches.sweep.classes import cases
-from tests.patches.sweep.judging import difference as differences
-from tests.patches.sweep.subject import Subject
+from tests.patches.padded_batches import padded_batch, step
+from tests.patches.sweep.classes import build, cases
+from tests.patches.sweep.subject import Subject, difference
+
+
+def of_type(name: str) -> Callable[[], Any]:
+    return functools.partial(zoo.tiny_model, name, dtype=torch.float64)
+
+
+def inside(kind: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**COMMON, num_labels=3)).double().eval().base_model
+
+
+LONG = (90, 30, 80)  # rows longer than the tables of 128 places
+# what makes a model, the lengths of its documents, forms
+MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...]]] = {
+    "a base model": (lambda: inside(LlamaModel), LENGTHS, ("position_ids", "collator", "two_rows")),
+    # Its classifier refuses packed rows.
+    "a model in a classifier": (lambda: inside(LlamaForSequenceClassification), LENGTHS, ("position_ids", "collator")),
+    # In bfloat16 their slopes are rounded, which is inexact beyond place 256.
+    "falcon-alibi": (of_type("falcon-alibi"), (301, 40), ()), "bloom": (of_type("bloom"), (301, 40), ()),
+    **{name: (of_type(name), LONG, ()) for name in ("bart", "trocr", "llama4_text", "roformer")},
+    # Attention among the states of one token, which gets no mask, from the function that layers call with one.
+    "inkling2_text": (lambda: zoo.tiny_model("inkling2_text"), LENGTHS, ()),
+    "inkling2_loop_text": (lambda: zoo.tiny_model("inkling2_loop_text"), LENGTHS, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    make, lengths, tried = MODELS[name]
+    model, pieces = make(), documents(lengths)
+    expected = alone(model, pieces, gradients=lengths == LENGTHS)
+    for attention in ("tritonpack", "eager") if "inkling" in name else ("tritonpack",):
+        with tritonpack.patch(model, attention=attention) as handle:
+            assert handle.report.attention in (attention, "dense")
+            require_exact(model, expected, *tried, pieces=pieces)
 
 
 @pytest.mark.parametrize("name", NAMES_OF_CACHE)
@@ -44,20 +79,10 @@ def test_continuing_from_the_cache_of_a_packed_row(name: str) -> None:
     assert relative(expected, got) < EXACT
 
 
-@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
-def test_inner_model(kind: Any) -> None:
-    """It may be called with packed rows, also in a classifier, which refuses them."""
-    torch.manual_seed(0)
-    model = kind(LlamaConfig(**COMMON, num_labels=3)).double().eval()
-    expected = alone(model.base_model)
-    with tritonpack.patch(model):
-        require_exact(model.base_model, expected, "position_ids", "collator", "two_rows")
-
-
 @pytest.mark.parametrize("name", ["llama", "bloom", "gptj", "mamba", "xlnet"])
 def test_forward_called_without_hooks(name: str) -> None:
     """PEFT calls models so. Some heads pass on only some of their arguments."""
-    model = zoo.tiny_model(name, dtype=torch.float64)
+    model = of_type(name)()
     expected = torch.cat([model(d).logits for d in documents()], dim=1)
     columns = list(inspect.signature(model.forward).parameters)
     with tritonpack.patch(model):
@@ -66,12 +91,24 @@ def test_forward_called_without_hooks(name: str) -> None:
             assert relative(expected, model.forward(**call_of(form)).logits) < EXACT, form
 
 
+class OneName(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, *args: Any, **more: Any) -> Any:
+        return super().forward(input_ids, *args, **more)
+
+
 def test_arguments_by_position() -> None:
+    """They are known by the names of the forward. A mask without a name would be lost."""
     model, call = tiny_model("llama"), call_of()
-    with tritonpack.patch(model):
+    ids, places, mask = call["input_ids"], call["position_ids"], told("segments_alone")["attention_mask"]
+    unknown = OneName(model.config).eval()
+    with tritonpack.patch(model), tritonpack.patch(unknown):
         by_name = model.model(**call)[0]
-        assert torch.equal(model.model(call["input_ids"], None, call["position_ids"])[0], by_name)
-        assert torch.equal(model.model(call["input_ids"], position_ids=call["position_ids"][0])[0], by_name)
+        assert torch.equal(model.model(ids, None, places)[0], by_name)
+        assert torch.equal(model.model(ids, position_ids=places[0])[0], by_name)
+        assert torch.equal(model(ids, mask).logits, model(input_ids=ids, attention_mask=mask).logits)
+        for one, given, names in ((unknown, (ids, mask), {}), (model, (ids,), {"input_ids": ids})):
+            with pytest.raises(ValueError, match=r"takes input_ids.*, each once\. Pass the others by name"):
+                one(*given, **names)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,46 +195,26 @@ def test_padding_between_documents_may_belong_to_either() -> None:
 # Positions that a model counts along the row
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"),
-    [
-        ("falcon-alibi", (301, 40)),  # bfloat16, in which its slopes are rounded, is inexact beyond place 256
-        ("bloom", (301, 40)),
-        ("bart", (90, 30, 80)),  # longer than its table of 128 places
-        ("trocr", (90, 30, 80)),
-        ("llama4_text", (90, 30, 80)),
-        ("roformer", (90, 30, 80)),
-    ],
-)
-def test_long_rows(name: str, lengths: tuple[int, ...]) -> None:
-    model, pieces = zoo.tiny_model(name, dtype=torch.float64), documents(lengths)
-    expected = alone(model, pieces, gradients=False)
-    with tritonpack.patch(model):
-        require_exact(model, expected, pieces=pieces)
-
-
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_rotary_embeddings_that_depend_on_the_longest_document(kind: str) -> None:
     """A long document would change a short one beside it. Documents on one side of the limit are exact."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 8}
-    model = zoo.tiny_model("llama", dtype=torch.float64)
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(zoo.tiny_config("llama"))
     config.rope_parameters, config.max_position_embeddings = rope, 8
-    torch.manual_seed(0)
-    model = type(model)(config).double().eval()
+    model = transformers.LlamaForCausalLM(config).double().eval()
 
-    def differs(lengths: tuple[int, ...]) -> float:
-        expected = alone(model, documents(lengths), gradients=False)
+    def require(lengths: tuple[int, ...]) -> None:
+        expected = alone(model, documents(lengths))
         with tritonpack.patch(model):
-            return difference(expected, packed(model, pieces=documents(lengths), gradients=False))
+            require_exact(model, expected, pieces=documents(lengths))
 
-    assert differs((3, 8, 5)) < EXACT
-    with pytest.raises(ValueError, match=f"'{kind}'.* more than 8 tokens.*calls of their own"):
-        differs((3, 12, 5))
+    require((3, 8, 5))
+    with pytest.raises(ValueError, match=f"'{kind}'.* more than 8 tokens.*in separate calls"):
+        require((3, 12, 5))
     if kind == "longrope":
-        assert differs((9, 12)) < EXACT
+        require((9, 12))
 
 
 @pytest.mark.parametrize("name", ["esm", "layoutlmv3", "luke", "m2m_100", "mpnet", "roberta", "xmod"])
@@ -210,10 +227,60 @@ def test_padding_tokens_inside_documents(name: str) -> None:
     pieces = subject.draw((7, 4, 9, 2))
     for piece, places in zip(pieces, ([1, 4], [0, 3], [8], []), strict=True):
         piece[0, places] = padding
-    expected = subject.alone(pieces)
-    with torch.no_grad(), tritonpack.patch(model):
-        for form in ("position_ids", "segments_alone", "two_rows_padded"):
-            batch = subject.lay_out(FORMS[form], pieces)
-            got = subject.gather(subject.call(batch), batch)
-            assert not got.problems
-            assert differences(expected, got.parts) < tolerance(model.dtype), form
+    with torch.no_grad():
+        expected = subject.alone(pieces)
+        with tritonpack.patch(model):
+            for form in ("position_ids", "segments_alone", "two_rows_padded"):
+                got = subject.call(subject.lay_out(FORMS[form], pieces))
+                assert difference(expected, got) < tolerance(model.dtype), form
+
+
+# Trees: `tree_ends` say that documents share their beginnings, as `TreeCollator` gives it
+
+
+@pytest.mark.fast("gpt2", "mistral")
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gpt_oss", "llama4_text"])
+def test_sequences_of_a_tree_equal_alone(family: str) -> None:
+    begin, first, second, own = documents((4, 3, 5, 6))
+    further = torch.cat([begin, first], 1)
+    pieces = [torch.cat([begin, second], 1), own, further, torch.cat([further[:, :-1], second[:, :1]], 1), begin]
+    model = of_type(family)()
+    want = alone(model, pieces, gradients=False).values
+    tree = tritonpack.pack_tree([piece[0] for piece in pieces])
+    call = {name: x for name, x in tree.inputs().items() if name in ("input_ids", "position_ids", "tree_ends")}
+    for given in (call, {name: x for name, x in call.items() if name != "position_ids"}):
+        with tritonpack.patch(model):
+            output = model(**given)
+        assert apart([want], [torch.cat(tree.gather(output.logits))]) < EXACT
+        assert output.past_key_values is None
+
+
+def test_loss_and_gradients_of_a_collated_tree() -> None:
+    model, batch = tiny_model("mistral"), padded_batch(0)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    want = step(model, batch)
+    rows = [row[live.bool()].tolist() for row, live in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    tree = tritonpack.TreeCollator()([{"input_ids": row} for row in rows])
+    with tritonpack.patch(model):
+        loss = model(**tree).loss
+        model.zero_grad()
+        loss.backward()
+    assert apart([want.values["loss"]], [loss.detach()]) < EXACT
+    assert apart(list(want.gradients.values()), [p.grad for p in model.parameters()]) < EXACT
+
+
+def test_positions_in_trees() -> None:
+    """Depths, from any number in each tree, and any in padding: two rows of two trees, with padding and branches."""
+    ends = torch.tensor([[5, 5, 2, 5, 5, 8, 8, 8], [0, 8, 8, 3, 8, 6, 8, 8]])
+    depths = torch.tensor([[0, 1, 0, 2, 3, 0, 1, 2], [0, 0, 1, 0, 2, 3, 3, 4]])
+    model, ids = tiny_model("llama", initializer_range=0.3), torch.arange(16).view(2, 8)
+    others = depths.clone()
+    others[0, :5] += 3
+    others[0, 5:] += 50
+    others[0, 2] = others[1, 0] = others[1, 3] = 77  # padding
+    with tritonpack.patch(model), torch.no_grad():
+        want = model(ids, tree_ends=ends).logits
+        assert torch.equal(model(ids, tree_ends=ends, position_ids=depths.int()).logits, want)
+        assert apart([want], [model(ids, tree_ends=ends, position_ids=others).logits]) < EXACT
+        with pytest.raises(ValueError, match="token 14 of the flattened rows, 4 for a depth of 3"):
+            model(ids, tree_ends=ends, position_ids=depths + (ids == 14))

@@ -1,28 +1,19 @@
 """Images and sounds in packed documents: positions of three axes (Qwen), image tokens that see their whole image (Gemma
 3), prompts that see both ways (PaliGemma)."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    ColPaliConfig,
-    ColPaliForRetrieval,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    PaliGemmaConfig,
-    PaliGemmaForConditionalGeneration,
-    PreTrainedModel,
-)  # fmt: skip
+from transformers import PreTrainedModel
 
 import tritonpack
-from tests.patches.calls import EXACT, FORMS, relative
+from tests.patches import zoo
+from tests.patches.calls import EXACT, relative
 from tests.patches.comparison import apart, gradients_of
-from tests.patches.models import COMMON
-from tests.patches.zoo import spread
+from tests.patches.sweep.forms import FORMS
 from tritonpack.testing import check_isolation
 
 IMAGE, BEGIN, END, SOUND = 60, 58, 59, 62
@@ -31,165 +22,127 @@ Call = dict[str, Tensor]
 Made = tuple[PreTrainedModel, list[Call]]  # a model, and a call for each document
 
 
-def build(kind: Any, config: Any, attention: str | None = None) -> PreTrainedModel:
-    """A model with weights so large that attention matters."""
-    torch.manual_seed(0)
-    model = kind._from_config(config, experts_implementation="eager", attn_implementation=attention)
-    spread(model, torch.Generator().manual_seed(0))
-    return model.double().eval()
+def build(model_type: str, kind: str, attention: str | None = None, **config: Any) -> PreTrainedModel:
+    return zoo.tiny_model(model_type, kind=kind, dtype=torch.float64, attention=attention, **config)
 
 
-class Draw:
-    """Draws documents."""
-
-    def __init__(self, seed: int = 1) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def text(self, count: int) -> Tensor:
-        return torch.randint(3, 50, (1, count), generator=self.generator)
-
-    def document(self, *patches: int) -> Tensor:
-        """Text around images of these numbers of tokens."""
-        pieces = [self.text(3)]
-        for count in patches:
-            image = torch.full((1, count), IMAGE)
-            pieces += [torch.tensor([[BEGIN]]), image, torch.tensor([[END]]), self.text(6)]
-        return torch.cat(pieces, dim=1)
+def floats(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
 
 
-# Qwen: the prefix of its classes, and the parts of the configuration, by module.
-ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-TEXT: dict[str, Any] = {**COMMON, "rope_parameters": ROPE}
-VISION: dict[str, Any] = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+def text(count: int) -> Tensor:
+    return torch.randint(6, 50, (1, count))
+
+
+def document(*patches: int) -> Tensor:
+    """Text around images of these numbers of tokens."""
+    images = [[torch.tensor([[BEGIN] + [IMAGE] * count + [END]]), text(6)] for count in patches]
+    return torch.cat([text(3), *(piece for image in images for piece in image)], dim=1)
+
+
+# Qwen: the prefix of its classes, by model type.
+QWEN = {
+    "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinker", "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinker",
 }  # fmt: skip
-FIRST = {"hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2, "embed_dim": 32, "depth": 1}
-WINDOWS = {**VISION, "window_size": 16, "fullatt_block_indexes": [0]}
-DEEP = {**VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+VISION = {
+    "depth": 1, "window_size": 16, "fullatt_block_indexes": [0], "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
 AUDIO = {
     "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 8,
     "output_dim": 32,
 }  # fmt: skip
-EXPERTS = {**TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 TOKENS = {
     "image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": BEGIN, "vision_end_token_id": END,
     "audio_token_id": SOUND, "audio_start_token_id": 57, "audio_end_token_id": 56,
 }  # fmt: skip
-QWEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_vl": ("Qwen2VL", {"text_config": TEXT, "vision_config": FIRST}),
-    "qwen2_5_vl": ("Qwen2_5_VL", {"text_config": TEXT, "vision_config": WINDOWS}),
-    "qwen3_vl": ("Qwen3VL", {"text_config": TEXT, "vision_config": DEEP}),
-    "qwen2_5_omni": ("Qwen2_5OmniThinker", {"text_config": TEXT, "vision_config": WINDOWS, "audio_config": AUDIO}),
-    "qwen3_omni_moe": ("Qwen3OmniMoeThinker", {"text_config": EXPERTS, "vision_config": DEEP, "audio_config": AUDIO}),
-}
 
 
 def qwen_model(family: str, attention: str | None = None) -> PreTrainedModel:
-    prefix, parts = QWEN[family]
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    config = getattr(module, f"{prefix}Config")(**parts)
+    parts: dict[str, Any] = {"text_config": {"rope_parameters": ROPE}, "vision_config": VISION}
+    parts |= {"audio_config": AUDIO} if "omni" in family else {}
+    model = build(family, f"{QWEN[family]}ForConditionalGeneration", attention, **parts)
     for token, number in TOKENS.items():
-        setattr(config, token, number)
-    return build(getattr(module, f"{prefix}ForConditionalGeneration"), config, attention)
+        setattr(model.config, token, number)
+    return model
 
 
-def qwen_call(family: str, ids: Tensor, draw: Draw, height: int, width: int) -> Call:
+def qwen_call(family: str, ids: Tensor, height: int, width: int) -> Call:
     kinds = {} if "omni" in family else {"mm_token_type_ids": (ids == IMAGE).int()}
-    pixels, grid = draw.floats(height * width, 3 * 2 * 16), torch.tensor([[1, height, width]])
+    pixels, grid = floats(height * width, 3 * 2 * 16), torch.tensor([[1, height, width]])
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, **kinds}
 
 
 def qwen(family: str = "qwen2_vl", attention: str | None = None) -> Made:
     """One image in each document."""
-    draw, sizes = Draw(), ((4, 6), (6, 4), (4, 4))
-    documents = [draw.document(h * w // 4) for h, w in sizes]
-    calls = [qwen_call(family, ids, draw, h, w) for ids, (h, w) in zip(documents, sizes, strict=True)]
-    return qwen_model(family, attention), calls
+    model = qwen_model(family, attention)
+    return model, [qwen_call(family, document(h * w // 4), h, w) for h, w in ((4, 6), (6, 4), (4, 4))]
 
 
 def side_by_side() -> Made:
     """An image at the end of a document, and one at the beginning of the next."""
-    draw, image = Draw(4), torch.full((1, 6), IMAGE)
-    documents = [torch.cat([draw.text(3), image], 1), torch.cat([image, draw.text(4)], 1)]
+    model, image = qwen_model("qwen2_vl"), torch.full((1, 6), IMAGE)
+    documents = [torch.cat([text(3), image], 1), torch.cat([image, text(4)], 1)]
     pairs = zip(documents, ((4, 6), (6, 4)), strict=True)
-    return qwen_model("qwen2_vl"), [qwen_call("qwen2_vl", ids, draw, h, w) for ids, (h, w) in pairs]
+    return model, [qwen_call("qwen2_vl", ids, h, w) for ids, (h, w) in pairs]
 
 
 def without_images() -> Made:
-    draw = Draw(4)
-    return qwen_model("qwen2_vl"), [{"input_ids": draw.text(n)} for n in (7, 1, 4)]
+    model = qwen_model("qwen2_vl")
+    return model, [{"input_ids": text(n)} for n in (7, 1, 4)]
 
 
 def sounds(family: str) -> Made:
     """Documents with sounds, and one with an image."""
-    model, draw, frames = qwen_model(family), Draw(), (40, 64, 24)
-    values = draw.floats(3, 8, max(frames))
-    heard = (torch.arange(max(frames)) < torch.tensor(frames)[:, None]).long()
-    calls = []
-    for sound, inside in zip(values[:, None], heard[:, None], strict=True):
-        given = {"input_features": sound, "feature_attention_mask": inside}
-        length = model.model.get_audio_features(**given, return_dict=True).last_hidden_state.shape[-2]
-        begin, middle, end = draw.text(3), torch.full((1, length), SOUND), draw.text(5)
-        ids = torch.cat([begin, torch.tensor([[57]]), middle, torch.tensor([[56]]), end], dim=1)
-        calls.append({"input_ids": ids, **given})
-    return model, [*calls, qwen_call(family, draw.document(4), draw, 4, 4)]
-
-
-SIGLIP = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 4,
-}  # fmt: skip
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "query_pre_attn_scalar": 16}
+    model, calls = qwen_model(family), []
+    for count in (40, 64, 24):
+        heard = {"input_features": floats(1, 8, 64), "feature_attention_mask": (torch.arange(64) < count).long()[None]}
+        length = model.model.get_audio_features(**heard, return_dict=True).last_hidden_state.shape[-2]
+        ids = torch.cat([text(3), torch.tensor([[57] + [SOUND] * length + [56]]), text(5)], dim=1)
+        calls.append({"input_ids": ids, **heard})
+    return model, [*calls, qwen_call(family, document(4), 4, 4)]
 
 
 def gemma(attention: str | None = None) -> Made:
     """One image in the first and last document, two in the middle; windows shorter than an image."""
-    config = Gemma3Config(
-        text_config={**COMMON, **LAYERS}, vision_config=SIGLIP, mm_tokens_per_image=4, image_token_index=IMAGE,
-        boi_token_index=BEGIN, eoi_token_index=END,
-    )  # fmt: skip
-    draw, calls = Draw(), []
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END}
+    vision = {"image_size": 16}
+    model = build("gemma3", "Gemma3ForConditionalGeneration", attention, vision_config=vision, **tokens)
+    calls = []
     for number in (1, 2, 1):
-        ids = draw.document(*[4] * number)
+        ids = document(*[4] * number)
         types = (ids == IMAGE).long()
-        calls.append({"input_ids": ids, "pixel_values": draw.floats(number, 3, 16, 16), "token_type_ids": types})
-    return build(Gemma3ForConditionalGeneration, config, attention), calls
-
-
-def pali_config(family: str = "gemma") -> PaliGemmaConfig:
-    vision = {**SIGLIP, "image_size": 8, "vision_use_head": False, "model_type": "siglip_vision_model"}
-    text = {**COMMON, **(LAYERS if family == "gemma2" else {}), "model_type": family}
-    return PaliGemmaConfig(
-        text_config=text, vision_config=vision, image_token_index=IMAGE, projection_dim=32, hidden_size=32,
-        vocab_size=64,
-    )  # fmt: skip
+        calls.append({"input_ids": ids, "pixel_values": floats(number, 3, 16, 16), "token_type_ids": types})
+    return model, calls
 
 
 def prompts() -> list[Call]:
     """By token_type_ids, image and prompt of a document see each other, and its answer is causal."""
-    draw, calls = Draw(), []
+    calls = []
     for prompt, answer in ((3, 4), (1, 7), (6, 1)):
-        ids = torch.cat([torch.full((1, 4), IMAGE), draw.text(prompt + answer)], dim=1)
+        ids = torch.cat([torch.full((1, 4), IMAGE), text(prompt + answer)], dim=1)
         types = (torch.arange(ids.shape[1]) >= 4 + prompt).long()[None]
-        calls.append({"input_ids": ids, "token_type_ids": types, "pixel_values": draw.floats(1, 3, 8, 8)})
+        calls.append({"input_ids": ids, "token_type_ids": types, "pixel_values": floats(1, 3, 8, 8)})
     return calls
 
 
-def pali(family: str = "gemma") -> Made:
-    return build(PaliGemmaForConditionalGeneration, pali_config(family)), prompts()
+def pali(family: str = "gemma", **config: Any) -> Made:
+    text_config = zoo.tiny_config(family, **config)
+    kind = "PaliGemmaForConditionalGeneration"
+    return build("paligemma", kind, image_token_index=IMAGE, text_config=text_config), prompts()
 
 
 def colpali() -> Made:
-    return build(ColPaliForRetrieval, ColPaliConfig(vlm_config=pali_config().to_dict(), embedding_dim=8)), prompts()
+    pali_config = zoo.tiny_config("paligemma", image_token_index=IMAGE)
+    return build("colpali", "ColPaliForRetrieval", vlm_config=pali_config, embedding_dim=8), prompts()
 
 
 MODELS: dict[str, Callable[[], Made]] = {
     **{family: lambda family=family: qwen(family) for family in QWEN},
-    "side by side": side_by_side, "text": without_images, "qwen2_5_omni sounds": lambda: sounds("qwen2_5_omni"),
-    "qwen3_omni_moe sounds": lambda: sounds("qwen3_omni_moe"), "gemma3": gemma, "paligemma": pali,
+    **{f"sounds {family}": lambda family=family: sounds(family) for family in QWEN if "omni" in family},
+    "side by side": side_by_side, "text": without_images, "gemma3": gemma, "paligemma": pali,
     "paligemma2": lambda: pali("gemma2"), "colpali": colpali,
 }  # fmt: skip
 
@@ -284,18 +237,17 @@ def test_towers_loaded_by_name_compute_what_sdpa_computes(make: Callable[[str], 
 @torch.no_grad()
 def test_a_call_without_types_is_refused() -> None:
     """Without types, stock sees both directions in a batch without padding, and one direction in a batch with it."""
-    settings, calls = pali_config(), prompts()
-    for one in calls:
-        del one["token_type_ids"]
-    _, row = call_in("position_ids", calls)
-    model = build(PaliGemmaForConditionalGeneration, settings)
-    with tritonpack.patch(model), pytest.raises(ValueError, match="Pass token_type_ids"):
-        model(**row)
-    settings.text_config.use_bidirectional_attention = False
-    model = build(PaliGemmaForConditionalGeneration, settings)
-    expected = torch.cat([model(**one).logits for one in calls], 1)
-    with tritonpack.patch(model):
-        assert relative(expected, model(**row).logits) < EXACT
+    for both_ways in (True, False):
+        model, calls = pali(use_bidirectional_attention=both_ways)
+        for one in calls:
+            del one["token_type_ids"]
+        expected, (_, row) = torch.cat([model(**one).logits for one in calls], 1), call_in("position_ids", calls)
+        with tritonpack.patch(model):
+            if both_ways:
+                with pytest.raises(ValueError, match="Pass token_type_ids"):
+                    model(**row)
+            else:
+                assert relative(expected, model(**row).logits) < EXACT
 
 
 def test_isolation_is_checked_with_prompts() -> None:

@@ -1,26 +1,32 @@
 """Padded batches that run as one row, without padding and with common beginnings once: outputs, losses, gradients.
 
-test_sweep.py tries every causal class in all layouts; patches that come and go are in test_lifecycle.py.
+The head runs on tokens without padding, and logits are laid back when they are read. test_sweep.py tries every causal
+class in all layouts; patches that come and go are in test_lifecycle.py.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import tritonpack
-from tests.patches import zoo
-from tests.patches.calls import EXACT, documents
+from tests.patches.calls import EXACT, call_of, documents
 from tests.patches.comparison import apart
-from tests.patches.models import COMMON, tiny_model
+from tests.patches.models import COMMON, VOCAB, tiny_model
 from tests.patches.padded_batches import (
     BOTH_WAYS,
-    FLOAT32,
     OBJECTIVES,
     SHARE,
     UNPAD,
@@ -35,7 +41,6 @@ from tests.patches.padded_batches import (
     require_equal,
     require_equal_values,
     require_saved,
-    results,
     step,
     training_model,
     unlabelled,
@@ -49,7 +54,6 @@ class Case:
     make: Callable[[], Any] = lambda: tiny_model("llama")
     batch: Callable[[], Batch] = completions
     more: Callable[[Batch], Batch] = lambda _: {}
-    limit: float = EXACT
     padding: int = 0
     ways: tuple[dict[str, bool], ...] = (UNPAD, SHARE)
 
@@ -70,11 +74,6 @@ def head(name: str, model_type: str = "llama", **more: Any) -> Case:
     return Case(make, batch, **more)
 
 
-def family(name: str, *ways: dict[str, bool]) -> Case:
-    make = lambda: zoo.tiny_model(name, dtype=torch.float64)  # noqa: E731
-    return Case(make, more=lambda _: {"use_cache": False}, limit=FLOAT32, ways=ways)
-
-
 def label_on_padding() -> Batch:
     """Such as a token for the end that the mask leaves out: the last token of the document predicts it."""
     batch = completions()
@@ -84,11 +83,8 @@ def label_on_padding() -> Batch:
 
 
 CASES = {
-    "labels on the right": Case(batch=lambda: padded_batch(0)),
-    "labels on the left": Case(batch=lambda: padded_batch(1)),
-    "completions on the right": Case(),
+    "completions on the right": Case(more=lambda _: {"output_hidden_states": True}),
     "completions on the left": Case(batch=lambda: completions(1)),
-    "hidden states": Case(more=lambda _: {"output_hidden_states": True}),
     "a tensor of items": Case(more=lambda _: {"num_items_in_batch": torch.tensor(100)}),
     "a number of items": Case(more=lambda _: {"num_items_in_batch": 7}),
     "shifted labels": Case(
@@ -99,14 +95,10 @@ CASES = {
         more=lambda batch: {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)},
     ),
     "a label on padding": Case(batch=label_on_padding, padding=2),
-    "no labels": Case(lambda: tiny_model("mistral"), lambda: unlabelled(1)),
     "routers": Case(
-        lambda: tiny_model("mixtral", router_aux_loss_coef=0.5), lambda: padded_batch(0),
+        lambda: tiny_model("mixtral", router_aux_loss_coef=0.5), padded_batch,
         lambda _: {"output_router_logits": True},
     ),
-    "gpt2": family("gpt2", SHARE), "gpt_oss": family("gpt_oss", UNPAD, SHARE),
-    "gemma3_text": family("gemma3_text", SHARE), "mamba2": family("mamba2", UNPAD),
-    "qwen3_next": family("qwen3_next", UNPAD),
     "scores of rows": head("AutoModelForSequenceClassification"),
     "scores of tokens": head("AutoModelForTokenClassification"),
     "masked tokens": head("AutoModelForMaskedLM", "bert", ways=(UNPAD,)),
@@ -120,28 +112,27 @@ def test_calls(name: str) -> None:
     for options in case.ways:
         model, batch = case.make(), case.batch()
         more = case.more(batch)
-        want, gradients = results(model, batch, **more)
+        want = step(model, batch, **more)
         with tritonpack.patch(model, **options) as handle:
-            got, found = results(model, batch, **more)
+            require_equal(want, step(model, batch, **more))
         require_saved(handle.saved, batch, options=options, padding=case.padding)
-        assert apart(gradients, found) < case.limit
-        for key in (key for key in want if key not in ("past_key_values", "cache")):
-            ones, others = ([x[key]] if isinstance(x[key], Tensor) else list(x[key]) for x in (want, got))
-            assert apart([real(x, batch) for x in ones], [real(x, batch) for x in others]) < case.limit, key
 
 
 @BOTH_WAYS
 @pytest.mark.parametrize("keep", [4, 40, torch.tensor([2, 5, 6])], ids=str)
 def test_logits_to_keep(keep: Any, options: dict[str, bool]) -> None:
-    model, batch = tiny_model("llama"), padded_batch(1)
+    model, batch, found = tiny_model("llama"), padded_batch(1), []
     places = slice(-keep, None) if isinstance(keep, int) else keep
     batch["labels"] = batch["labels"][:, places]
-    want, gradients = results(model, batch, logits_to_keep=keep)
-    with tritonpack.patch(model, **options):
-        got, found = results(model, batch, logits_to_keep=keep)
     mask = batch["attention_mask"][:, places, None]
-    assert apart([want.loss.detach(), want.logits * mask], [got.loss.detach(), got.logits * mask]) < EXACT
-    assert apart(gradients, found) < EXACT
+    for patched in (False, True):
+        if patched:
+            tritonpack.patch(model, **options)
+        model.zero_grad()
+        output = model(**batch, logits_to_keep=keep)
+        output.loss.backward()
+        found.append([output.loss.detach(), output.logits.detach() * mask, *gradients_of(model).values()])
+    assert apart(*found) < EXACT
 
 
 @BOTH_WAYS
@@ -201,18 +192,16 @@ def test_labels_at_the_edges(options: dict[str, bool]) -> None:
     batch["labels"] = torch.full_like(batch["labels"], -100)
     with tritonpack.patch(model, **options):
         assert model(**batch).loss.isnan()
-        loss = model(**batch, num_items_in_batch=5).loss
-        loss.backward()
-    assert loss == 0
-    assert not any(p.grad.any() for p in model.parameters())
+        got = step(model, batch, num_items_in_batch=5)
+    assert got.values["loss"] == 0
+    assert not any(grad.any() for grad in got.gradients.values() if grad is not None)
     batch = padded_batch(1)
     first = (batch["attention_mask"].diff(dim=1) == 1).nonzero() + torch.tensor([0, 1])
     batch["labels"][tuple(first.T)] = batch["input_ids"][tuple(first.T)]
     with tritonpack.patch(model):
-        want, gradients = results(model, batch)
+        want = step(model, batch)
     with tritonpack.patch(model, **options):
-        got, found = results(model, batch)
-    assert apart([want.loss.detach(), *gradients], [got.loss.detach(), *found]) < EXACT
+        require_equal(want, step(model, batch))
 
 
 # Wrapped models
@@ -322,19 +311,190 @@ def test_mixed_precision(by: str, options: dict[str, bool]) -> None:
         prepared(model)
 
 
-@WAYS
-def test_two_models_in_one_step(options: dict[str, bool]) -> None:
-    """As a policy and its reference model."""
-    model, reference, batch = training_model(), tiny_model("llama", initializer_range=0.1), padded_batch(0)
+# Logits, which are laid back when they are read
 
-    def gradients() -> list[Tensor | None]:
-        model.zero_grad()
-        with torch.no_grad():
-            other = reference(**batch).logits
+
+class Operators(TorchDispatchMode):
+    """Notes operators that wait for a device, calls of `Tensor.cpu`, and the size of the largest tensor made."""
+
+    WAITS = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.largest = 0
+
+    def __enter__(self) -> Any:
+        self.patch = pytest.MonkeyPatch()
+        own = Tensor.cpu
+        self.patch.setattr(Tensor, "cpu", lambda tensor: (self.waits.append("cpu"), own(tensor))[1])
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self.patch.undo()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        self.waits += [name] if name in self.WAITS else []
+        out = func(*args, **kwargs or {})
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+@BOTH_WAYS
+def test_waits_for_the_device(options: dict[str, bool]) -> None:
+    """Once, whatever the number of layers. A packed row waits for nothing more than without the option."""
+
+    def waits(call: Batch, layers: int = 1, **options: bool) -> list[str]:
+        model = tiny_model("llama", num_hidden_layers=layers)
+        with tritonpack.patch(model, **options), torch.no_grad():
+            model(**call)
+            with Operators() as operators:
+                model(**call)
+        return operators.waits
+
+    assert waits(unlabelled(), 1, **options) == waits(unlabelled(), 3, **options)
+    assert waits(unlabelled(), **options).count("cpu") == 1
+    assert waits(call_of(), **UNPAD) == waits(call_of())
+
+
+@contextmanager
+def rows_of_head(model: PreTrainedModel) -> Iterator[list[int]]:
+    """On how many tokens the head runs, call by call."""
+    counts: list[int] = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, output: counts.append(args[0].shape[:-1].numel()))
+    yield counts
+    handle.remove()
+
+
+def test_losses_that_are_not_transformers_own() -> None:
+    """The head runs as in stock, whatever the loss reads. Labels of another shape fail as in stock."""
+    model, batch = tiny_model("llama"), completions()
+    with tritonpack.patch(model, unpad=True), pytest.raises(ValueError, match="batch_size"):
+        model(**batch, logits_to_keep=3)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean() + labels.clamp(min=0).sum()
+    with rows_of_head(model) as rows, tritonpack.patch(model, unpad=True):
+        model(**batch)
+    assert rows == [batch["input_ids"].numel()]
+
+
+def through_a_tree(output: Any) -> Any:
+    leaves, spec = tree_flatten(output)  # as DDP does
+    return tree_unflatten(leaves, spec)
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda x: x.logits,
+    "name": lambda x: x["logits"],
+    "place": lambda x: x[1],
+    "slice": lambda x: x[1:][0],
+    "tuple": lambda x: x.to_tuple()[1],
+    "dict": lambda x: {**x}["logits"],
+    "values": lambda x: torch.stack([*x.values()][1:2])[0],
+    "items": lambda x: dict(x.items())["logits"] * 1,
+    "copy": lambda x: copy.copy(x).logits,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)).logits,
+    "tree": lambda x: through_a_tree(x).logits,
+}
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["right", "left"])
+def test_no_tensor_of_all_logits_is_made(number: int) -> None:
+    model, batch = tiny_model("llama"), completions(number)
+    limit = batch["input_ids"].numel() * VOCAB
+    with tritonpack.patch(model, **UNPAD), Operators() as operators, rows_of_head(model) as rows:
         output = model(**batch)
-        (output.loss + ((output.logits - other) * batch["attention_mask"][..., None]).square().mean()).backward()
-        return [*gradients_of(model).values()]
+        output.loss.backward()
+        for look in (lambda x: x.loss, lambda x: x["loss"], lambda x: x[0], list, len, lambda x: [*x.items()]):
+            look(output)
+        through_a_tree(output)
+        assert "logits" in output
+        assert list(output) == ["loss", "logits"]
+    assert operators.largest < limit
+    before = int((batch["attention_mask"][:, 0] == 0).sum())  # a token of padding right before each document
+    assert rows == [batch["attention_mask"].sum() + before]
 
-    want = gradients()
-    with tritonpack.patch(model, **options), tritonpack.patch(reference, **options):
-        assert apart(want, gradients()) < EXACT
+
+def test_every_way_to_read_them() -> None:
+    model, batch = tiny_model("llama"), completions()
+    want = model(**batch, return_dict=False)
+    for way, take in READ.items():
+        with tritonpack.patch(model, unpad=True):
+            output = model(**batch)
+            output.loss.backward(retain_graph=True)
+            got = take(output)
+        assert type(got) is Tensor, way
+        assert isinstance(output, CausalLMOutputWithPast)
+        assert (got.shape, got.dtype) == (want[1].shape, want[1].dtype), way
+        assert apart([real(want[1], batch)], [real(got, batch)]) < EXACT, way
+        assert output["logits"] is output[1] is output.logits
+        output.logits = torch.zeros(1)
+        assert torch.equal(output["logits"], torch.zeros(1))
+    with tritonpack.patch(model, unpad=True):
+        as_tuple = model(**batch, return_dict=False)
+        with torch.no_grad():
+            plain = model(**batch)
+    assert type(vars(plain)["logits"]) is Tensor
+    for loss, logits in (as_tuple, (plain.loss, plain.logits)):
+        assert apart([want[0], real(want[1], batch)], [loss, real(logits, batch)]) < EXACT
+
+
+def in_place(logits: Tensor) -> Tensor:
+    logits[..., 0] = 0
+    view = logits[:, 1:]
+    view *= 2
+    return logits.square()
+
+
+# Losses of users.
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": in_place,
+    "reentrant": lambda x: checkpoint(torch.square, x, use_reentrant=True),
+    "softmax": lambda x: x[:].float().log_softmax(-1),
+}
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_logits(name: str, options: dict[str, bool]) -> None:
+    """Beside the model's own, as for distillation; of a head that holds its bias under two names, alone."""
+    batch, gradients = completions(), []
+    for more in ({}, options):
+        model = tiny_model("llama")
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model("bert", **COMMON, is_decoder=True)
+        bert = transformers.BertLMHeadModel(config).double().eval()
+        model.lm_head.weight.register_hook(lambda gradient: gradient * 2)  # of a user
+        for each in (model, bert):
+            tritonpack.patch(each, **more)
+            output = each(**batch)
+            with torch.no_grad():
+                assert (output.logits / 2).max() > 0  # read before, without gradients
+            loss = real(LOSSES[name](output.logits), batch).mean()
+            (loss + (output.loss if each is model else 0)).backward()
+        gradients.append([p.grad for each in (model, bert) for p in each.parameters()])
+    assert apart(*gradients) < 8 * EXACT  # transformers' causal loss is in float32
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("hook_first", [False, True])
+def test_forward_hooks_of_the_base_model(options: dict[str, bool], hook_first: bool) -> None:
+    """They see the states of all tokens and may change them, wherever the model computes the loss or logits."""
+    batch, found, shapes = padded_batch(0), [], []
+
+    def double(module: Any, args: Any, output: Any) -> Any:
+        shapes.append(output.last_hidden_state.shape[:2])
+        output = copy.copy(output)
+        output["last_hidden_state"] = output.last_hidden_state * 2
+        return output
+
+    for more in ({}, options):
+        model = tiny_model("llama")
+        for hooks in (hook_first, not hook_first):
+            model.model.register_forward_hook(double) if hooks else tritonpack.patch(model, **more)
+        found.append(step(model, batch))
+        assert len(model.model._forward_hooks) == 1
+    require_equal(*found)
+    assert set(shapes) == {batch["input_ids"].shape}

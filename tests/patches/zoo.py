@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +20,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.models.layoutlmv2 import modeling_layoutlmv2
+
+from tritonpack.patches.forwards import installed, versions
+from tritonpack.patches.interface import use_eager_if_sdpa_differs
 
 DATA = yaml.safe_load((Path(__file__).parent / "zoo.yaml").read_text())
 VOCAB = 64
@@ -45,11 +48,13 @@ PAIRS = (
     "mvp", "pegasus", "plbart", "seamless_m4t", "seamless_m4t_v2", "t5", "t5gemma", "t5gemma2", "umt5",
 )  # fmt: skip
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+EXACT = tuple(
+    name for name in MODEL_TYPES
+    if installed() in versions()["versions"].get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], ())
+)  # fmt: skip
 
 # A constant or a cast in the model's own code fails in float64, or gives NaN.
 FLOAT32_ONLY = frozenset({"inkling2_loop_text", "inkling2_text", "prophetnet", "xglm"})
-# Its backward runs only in training mode, which takes only documents whose length is a multiple of its chunks.
-FORWARD_ONLY = frozenset({"reformer"})
 # Arguments with which a call has gradients: a state that is updated in place has none.
 DIFFERENTIABLE: dict[str, dict[str, Any]] = {"rwkv": {"use_cache": False}, "xlstm": {"use_cache": False}}
 UNBUILT: dict[str, str] = {
@@ -57,26 +62,14 @@ UNBUILT: dict[str, str] = {
     "keys, and in transformers 5.24 Gemma4TextModel fails to cut the missing inputs",
 }
 
-# Model types whose language model takes a part of the configuration, and the name of that part.
-PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
-
 # The types of parts that may be of any type, in versions of transformers whose configurations name no default.
 PART_TYPES = {"text_encoder": "t5", "audio_encoder": "encodec"}
 
-# Types that are refused; `VARIANTS` of a type may be, too. The others are exact.
+# Variants that are refused. The others are exact.
 REFUSED = {
-    "gemma4_unified_assistant": "drafts tokens from another model's cache",
-    "prophetnet": "masks and position buckets of its own",
     "gemma-bidirectional": "sees both directions in a batch without padding",
-    "blt": "run across documents",
-    "cpmant": "position buckets of its own",
-    "deepseek_v4": "pools keys across documents",
-    "minimax_m3_vl_text": "counted from the beginning of the row",
-    "reformer": "sorts the tokens of a row into buckets",
-    "xlstm": "run over the whole row",
     "doge-experts": "its router mixes the tokens of a row",
 }
-EXACT = tuple(name for name in MODEL_TYPES if name not in UNBUILT and name not in REFUSED)
 
 FIRST_TOKEN = 6  # below are padding, the ends of a document, and masks and separators of a few types
 
@@ -92,6 +85,8 @@ def _values(config_class: type[PreTrainedConfig], row: dict[str, Any]) -> dict[s
         if name in known:
             values[name] = value
     for name, part_class in (config_class.sub_configs or {}).items():
+        if isinstance(row.get(name), PreTrainedConfig):
+            continue
         part_row = dict(row.pop(name, {}))
         if part_class is AutoConfig:
             defaults = getattr(config_class, "sub_configs_defaults", None)
@@ -113,35 +108,24 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
 TIMM = ("gemma3n_vision", "timm_wrapper")
 
 
-class FrameScores(nn.Module):
-    """A stand-in for a classifier of timm: scores (n, labels) of the brightness of each image (n, channels, H, W)."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.scores = nn.Linear(3, config.num_labels)
-
-    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.scores(pixel_values.mean((-2, -1))))
-
-
 @contextlib.contextmanager
-def without_timm() -> Iterator[None]:
-    """Vision towers of timm are left out, since text never enters them; for classifiers there is a stand-in."""
-    build = transformers.AutoModel.from_config
+def without_towers() -> Iterator[None]:
+    """Leave out vision towers of timm and detectron2: text never enters them, or their models are refused."""
 
-    def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-        return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
+    def without_timm(auto: Any) -> Any:
+        build = auto.from_config
 
-    classifier = transformers.AutoModelForImageClassification
-    classify = classifier.from_config
+        def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
+            return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
 
-    def classifier_from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-        return FrameScores(config) if config.model_type in TIMM else classify(config, **kwargs)
+        return mock.patch.object(auto, "from_config", from_config)
 
+    layoutlm = {"LayoutLMv2VisualBackbone": nn.Identity, "requires_backends": mock.DEFAULT}
     with (
-        mock.patch.object(transformers.AutoModel, "from_config", from_config),
-        mock.patch.object(classifier, "from_config", classifier_from_config),
-    ):
+        without_timm(transformers.AutoModel), without_timm(transformers.AutoModelForImageClassification),
+        mock.patch.multiple(modeling_layoutlmv2, **layoutlm),
+        mock.patch.object(modeling_layoutlmv2.LayoutLMv2PreTrainedModel, "_init_weights"),
+    ):  # fmt: skip
         yield
 
 
@@ -159,17 +143,19 @@ def tiny_model(
         seed: Of the weights.
         overrides: Replace keys of the configuration.
     """
-    torch.manual_seed(seed)  # a few parts draw their constants at construction
+    if name in UNBUILT:
+        raise ValueError(UNBUILT[name])
     config = tiny_config(name, **overrides)
     # The fused experts don't support float64.
     options = {"experts_implementation": "eager", "attn_implementation": attention}
-    with without_timm():
+    torch.manual_seed(seed)  # a few parts draw their constants at construction
+    with without_towers():
         if kind:
-            model = getattr(transformers, kind)._from_config(config, **options)
-        elif config.model_type in PARTS:
-            model = AutoModelForCausalLM._model_mapping[type(config)]._from_config(part_of(config), **options)
+            cls = getattr(transformers, kind)
+            model = cls._from_config(_part_for(config, cls.config_class), **options)
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
+    use_eager_if_sdpa_differs(model)
     spread(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval()
 
@@ -191,24 +177,10 @@ def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
     return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
 
 
-def drafted(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
-    """The arguments of a drafter: hidden states of the model that it drafts for, whose keys and values it uses."""
-    generator = torch.Generator().manual_seed(2)
-    text, weight = model.config.text_config, model.pre_projection.weight
-
-    def states(*shape: int) -> Tensor:
-        return torch.randn(VOCAB, *shape, generator=generator).to(weight)[input_ids]
-
-    shared = {}
-    for layer, layer_type in enumerate(text.layer_types):
-        part = text.per_layer_config[layer]
-        shared[layer_type] = tuple(states(part.num_key_value_heads, part.head_dim).transpose(1, 2) for _ in range(2))
-    return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
-
-
-def part_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a configuration that its language model takes, which mostly is all of it."""
-    return getattr(config, PARTS[config.model_type]) if config.model_type in PARTS else config
+def _part_for(config: PreTrainedConfig, wanted: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """The configuration, or the part of it, that a class takes."""
+    parts = [getattr(config, name, None) for name in config.sub_configs or {}]
+    return next((part for part in (config, *parts) if isinstance(part, wanted)), config)
 
 
 def spread(model: nn.Module, generator: torch.Generator) -> None:
@@ -228,23 +200,3 @@ def spread(model: nn.Module, generator: torch.Generator) -> None:
                 parameter.data = noise / parameter.shape[-1] ** 0.5
             else:  # norms, decays, biases, sinks: near the values that the model gives them, but no two alike
                 parameter.data = values + 0.2 * noise
-
-
-def codebooks_of(config: Any) -> int:
-    """How many rows of ids a model takes for one row of tokens: several in a few decoders of sound."""
-    return config.num_codebooks if config.model_type in ("musicgen_decoder", "musicgen_melody_decoder") else 1
-
-
-def rows_for_codebooks(ids: Tensor, books: int, size: int) -> Tensor:
-    """Return (B * books, T) ids below `size` for ids (B, T).
-
-    No two rows of a token are alike, but padding, 0, is the same in all.
-    """
-    if books == 1:
-        return ids
-    return torch.stack([torch.where(ids == 0, 0, (ids + i) % size) for i in range(books)], dim=1).flatten(0, 1)
-
-
-def side_by_side(values: Tensor, books: int) -> Tensor:
-    """Return (B, T, books * n) values for rows of codebooks (B * books, T, n)."""
-    return values.unflatten(0, (-1, books)).transpose(1, 2).flatten(2) if books > 1 else values

@@ -64,8 +64,8 @@ def examine(
         raise OutputError(error.errno, reason, str(out)) from error
     shutil.rmtree(cache)
     read, kept = choose_columns(names, asked)
-    learned = [name for name in read if name in LEARNED and name not in kept.values()]
-    left_out = [name for name in names if name not in (*kept.values(), *learned)]
+    learned = [name for name in read if name in LEARNED and name not in kept]
+    left_out = [name for name in names if name not in (*kept, *learned)]
     report, tokens = packing.report, packing.num_tokens + packing.report.tokens_lost
     print_grid(console, {
         "documents": f"{total:,} of {count(tokens, 'token')}",

@@ -1,4 +1,4 @@
-"""Every pair of class and model type in transformers' auto mappings, and which of them take text."""
+"""Every pair of class and model type in transformers' auto mappings, which of them take text, and tiny models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 import transformers
+from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
+
+from tests.patches import zoo
 
 PREFIX, SUFFIX = "MODEL_FOR_", "_MAPPING_NAMES"
 
@@ -94,3 +98,36 @@ def no_text(cls: Any) -> str | None:
     if any(name in names for name in IDS):
         return None
     return "its forward has no input_ids"
+
+
+class NotBuiltError(Exception):
+    """No model of a class can be built, or called; the message says why."""
+
+
+def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation: str | None = None) -> PreTrainedModel:
+    """Build a tiny random model of a class, in evaluation mode, with the same weights in every call.
+
+    Raises:
+        NotBuiltError: with the reason.
+    """
+    load(case)
+    name = "jev" if case.name == "JevForDecision" else case.model_type
+    try:
+        return zoo.tiny_model(name, kind=case.name, dtype=dtype, attention=attn_implementation, **overrides(case))
+    except Exception as error:
+        if attn_implementation == "tritonpack" and isinstance(error, ValueError) and "tritonpack" in str(error):
+            raise
+        raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]) from error
+
+
+def overrides(case: Case) -> dict[str, Any]:
+    """Return the fields that a head requires of its configuration."""
+    if case.name == "JevForDecision":  # a head around any model
+        return {"text_config": zoo.tiny_config(case.model_type)} if case.model_type != "jev" else {}
+    two = any(part in mapping for mapping in case.mappings for part in ("QUESTION", "PRETRAINING", "NEXT_SENTENCE"))
+    head: dict[str, Any] = {"num_labels": 2 if two else 3}
+    if case.name == "T5GemmaEncoderModel":
+        head["is_encoder_decoder"] = False
+    if "is_decoder" in zoo.ROWS.get(case.model_type, {}) and "CAUSAL_LM" not in case.mappings:
+        head["is_decoder"] = False
+    return head

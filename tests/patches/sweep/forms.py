@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,27 +13,48 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.sweep.classes import Case
 from tritonpack.patches.measuring import Batch, lay_out
 
 Form = Callable[[list[Tensor]], Batch]  # lays out documents `[1, n]`
 LENGTHS = (7, 1, 3, 11)
 PADDING = 3  # tokens at the end of a packed row
+PLACES, MASK = "position_ids", "attention_mask"
+OF_TOKENS = (MASK, PLACES, "seq_idx")  # arguments with a value for each token
 
 
-def whole(document: Tensor) -> Batch:
-    """Lay out one document `[1, n]` in a row of its own, with nothing but its tokens."""
-    return Batch(document, [(0, slice(0, document.numel()))], {})
+def in_one_row(count: int) -> Iterable[Iterable[int]]:
+    return [range(count)]
 
 
-def _row(documents: list[Tensor], *kept: str, more: int = 0, **arguments: Any) -> Batch:
-    """All documents in one row, with the arguments of `lay_out` that are named, and others."""
-    batch = lay_out([range(len(documents))], documents, more=more)
-    return replace(batch, arguments={name: batch.arguments[name] for name in kept} | arguments)
+def in_rows(count: int) -> Iterable[Iterable[int]]:
+    return [[number] for number in range(count)]
+
+
+def form(
+    *kept: str, rows: Callable[[int], Iterable[Iterable[int]]] = in_one_row, left: bool = False, more: int = 0,
+    **made: Any,
+) -> Form:  # fmt: skip
+    """Return a form: documents are laid out by their numbers in rows, which `lay_out` pads.
+
+    Args:
+        kept: the arguments of `lay_out` that the call has.
+        made: other arguments of the call, or functions of the documents that make them.
+    """
+
+    def lay(documents: list[Tensor]) -> Batch:
+        batch = lay_out(rows(len(documents)), documents, left=left, more=more)
+        told = {name: make(documents) if callable(make) else make for name, make in made.items()}
+        return replace(batch, arguments={name: batch.arguments[name] for name in kept} | told)
+
+    return lay
 
 
 def _offsets(documents: list[Tensor]) -> Tensor:
     return torch.tensor([0] + [d.numel() for d in documents], device="cpu").cumsum(0).to(torch.int32)
+
+
+def _longest(documents: list[Tensor]) -> int:
+    return max(d.numel() for d in documents)
 
 
 def _numbered(documents: list[Tensor], padding: int = 0) -> Tensor:
@@ -46,67 +67,47 @@ def _seq_idx(documents: list[Tensor]) -> Tensor:
     return (_numbered(documents) - 1).to(torch.int32)
 
 
-def _flattened(documents: list[Tensor]) -> Batch:
-    """The arguments of transformers' `DataCollatorWithFlattening`."""
-    offsets, longest = _offsets(documents), max(d.numel() for d in documents)
-    return _row(
-        documents, "position_ids", cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=longest,
-        max_length_k=longest, seq_idx=_seq_idx(documents),
-    )  # fmt: skip
-
-
-def _two_rows_alone(documents: list[Tensor]) -> Batch:
-    batch = FORMS["two_rows"](documents)
-    return replace(batch, arguments={"position_ids": batch.arguments["position_ids"]})
-
-
 def _collated(documents: list[Tensor]) -> Batch:
     """Use tritonpack's own collator, with padding to a multiple of 16 tokens."""
     collator = tritonpack.PackingCollator(pad_to_multiple_of=16, pad_token_id=0)
     batch = collator([{"input_ids": document[0].tolist()} for document in documents])
     ids = batch.pop("input_ids")
     del batch["labels"]
-    spans = lay_out([range(len(documents))], documents).spans
-    return Batch(ids, spans, batch)
+    return Batch(ids, lay_out([range(len(documents))], documents).spans, batch)
+
+
+def _last_apart(count: int) -> Iterable[Iterable[int]]:
+    return [range(count - 1), [count - 1]]
 
 
 FORMS: dict[str, Form] = {
-    "position_ids": lambda d: _row(d, "position_ids"),
-    "without_cache": lambda d: _row(d, "position_ids", use_cache=False),
-    "with_cache": lambda d: _row(d, "position_ids", use_cache=True),
-    "all_ones_mask": lambda d: _row(d, "position_ids", "attention_mask"),
-    "bool_mask": lambda d: _row(d, "position_ids", attention_mask=_numbered(d) > 0),
-    "collator": _flattened,
-    "offsets_alone": lambda d: _row(d, cu_seq_lens_q=_offsets(d)),
-    "seq_idx_alone": lambda d: _row(d, seq_idx=_seq_idx(d)),
-    "segment_mask": lambda d: _row(d, "position_ids", attention_mask=_numbered(d)),
-    "segments_alone": lambda d: _row(d, attention_mask=_numbered(d)),
-    "segments_padded": lambda d: _row(d, more=PADDING, attention_mask=_numbered(d, PADDING)),
+    "position_ids": form(PLACES),
+    "without_cache": form(PLACES, use_cache=False),
+    "with_cache": form(PLACES, use_cache=True),
+    "all_ones_mask": form(PLACES, MASK),
+    "bool_mask": form(PLACES, attention_mask=lambda d: _numbered(d) > 0),
+    "collator": form(  # transformers' DataCollatorWithFlattening
+        PLACES, cu_seq_lens_q=_offsets, cu_seq_lens_k=_offsets, max_length_q=_longest, max_length_k=_longest,
+        seq_idx=_seq_idx,
+    ),
+    "offsets_alone": form(cu_seq_lens_q=_offsets),
+    "seq_idx_alone": form(seq_idx=_seq_idx),
+    "segment_mask": form(PLACES, attention_mask=_numbered),
+    "segments_alone": form(attention_mask=_numbered),
+    "segments_padded": form(more=PADDING, attention_mask=lambda d: _numbered(d, PADDING)),
     # Flattening collators pad with position ids of 0 for `pad_to_multiple_of`.
-    "padded_end": lambda d: _row(d, "position_ids", more=PADDING),
-    "padded_end_mask": lambda d: _row(d, "position_ids", "attention_mask", more=PADDING),
-    "two_rows": lambda d: lay_out([range(len(d) - 1), [len(d) - 1]], d),
-    "two_rows_alone": _two_rows_alone,
-    "two_rows_padded": lambda d: lay_out([[0], range(1, len(d))], d),
-    "padded_right": lambda d: lay_out([[i] for i in range(len(d))], d),
-    "padded_left": lambda d: lay_out([[i] for i in range(len(d))], d, left=True),
+    "padded_end": form(PLACES, more=PADDING),
+    "padded_end_mask": form(PLACES, MASK, more=PADDING),
+    "two_rows": form(PLACES, MASK, rows=_last_apart),
+    "two_rows_alone": form(PLACES, rows=_last_apart),
+    "two_rows_padded": form(PLACES, MASK, rows=lambda n: [[0], range(1, n)]),
+    "padded_right": form(PLACES, MASK, rows=in_rows),
+    "padded_left": form(PLACES, MASK, rows=in_rows, left=True),
     "packing_collator": _collated,
-}
-
-# Arguments with a value for each token, which have another name for a decoder's tokens.
-OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
-
+}  # fmt: skip
 
 # Forms with one document in each row: a model without tritonpack may be wrong in them, too.
 PADDED = ("padded_right", "padded_left")
-
-
-def _with_mask_alone(form: str) -> Form:
-    def with_mask(documents: list[Tensor]) -> Batch:
-        batch = FORMS[form](documents)
-        return replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
-
-    return with_mask
 
 
 def _padded_between(documents: list[Tensor]) -> Batch:
@@ -116,14 +117,15 @@ def _padded_between(documents: list[Tensor]) -> Batch:
     middle = len(documents) // 2 * 2
     batch = lay_out([range(middle), range(middle, len(parts))], parts, left=True)
     for place in batch.spans[1::2]:
-        batch.arguments["attention_mask"][place] = 0
+        batch.arguments[MASK][place] = 0
     return replace(batch, spans=batch.spans[::2])
 
 
 # Padded batches, with position ids and a mask, or with a mask alone, as trainers give them.
 PADDED_BATCHES: dict[str, Form] = {
-    **{form: FORMS[form] for form in PADDED},
-    **{f"{form}_mask_alone": _with_mask_alone(form) for form in PADDED},
+    **{name: FORMS[name] for name in PADDED},
+    "padded_right_mask_alone": form(MASK, rows=in_rows),
+    "padded_left_mask_alone": form(MASK, rows=in_rows, left=True),
     "padded_between": _padded_between,
 }
 
@@ -136,52 +138,23 @@ WITH_LABELS = (
     "position_ids", "collator", "segments_alone", "segments_padded", "padded_end_mask", "two_rows_padded",
     "packing_collator",
 )  # fmt: skip
-LOSSES: dict[str, str] = {f"loss_{form}": form for form in (*WITH_LABELS, *PADDED_BATCHES)}
+LOSSES: dict[str, str] = {f"loss_{name}": name for name in (*WITH_LABELS, *PADDED_BATCHES)}
 
 # Dtypes that are tried with position ids. The error may be twice the error of the model alone.
 LOW: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-ALL = (*FORMS, "hidden_states", *(f"loss_{form}" for form in WITH_LABELS), *LOW)
-STOCK = ("position_ids", "all_ones_mask")
-COMPACTED = (*PADDED_BATCHES, "hidden_states_padded", *(f"loss_{form}" for form in PADDED_BATCHES))
+ALL = (*FORMS, "hidden_states", *(f"loss_{name}" for name in WITH_LABELS), *LOW)
+COMPACTED = (*PADDED_BATCHES, "hidden_states_padded", *(f"loss_{name}" for name in PADDED_BATCHES))
 NAMES = tuple(dict.fromkeys((*ALL, *COMPACTED)))
 
-# Forms whose gradients are compared, too; those of losses always are.
+# Forms of `ALL` whose gradients are compared, too; those of losses and of padded batches with an option always are.
 WITH_GRADIENTS = ("position_ids", "two_rows_padded")
 
-# Forms in which a class can't be called, with or without a patch.
-NOT_CALLABLE: dict[str, tuple[str, ...]] = {
-    # They pass a use_cache of their own beside the one that is given.
-    "T5GemmaForTokenClassification": ("with_cache", "without_cache"),
-    "T5Gemma2ForTokenClassification": ("with_cache", "without_cache"),
-    # It takes one row, and no use_cache.
-    "JevForDecision": (
-        "two_rows", "two_rows_alone", "two_rows_padded", "padded_right", "padded_left", "with_cache", "without_cache",
-    ),
-}  # fmt: skip
+alone = form(rows=in_rows)  # each document in a row of its own, with nothing but its tokens
+end_to_end = form()  # documents without boundaries
 
 
-def callable_forms(case: Case, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(form for form in chosen if form not in NOT_CALLABLE.get(case.name, ()))
-
-
-def laid_out(form: str) -> Form:
+def laid_out(name: str) -> Form:
     """Return the layout of a form; forms that ask for something else use position ids, or rows padded on the right."""
-    name = LOSSES.get(form, "padded_right" if form == "hidden_states_padded" else form)
+    name = LOSSES.get(name, "padded_right" if name == "hidden_states_padded" else name)
     return {**FORMS, **PADDED_BATCHES}.get(name, FORMS["position_ids"])
-
-
-def end_to_end(documents: list[Tensor]) -> Batch:
-    """One row of documents, without boundaries."""
-    return replace(FORMS["position_ids"](documents), arguments={})
-
-
-def rows(documents: list[Tensor]) -> Batch:
-    """Documents of one length in rows of their own, with nothing but their tokens."""
-    batch = lay_out([[number] for number in range(len(documents))], documents)
-    return replace(batch, arguments={})
-
-
-def alone(documents: list[Tensor]) -> Batch:
-    """One document, with nothing but its tokens."""
-    return whole(documents[0])

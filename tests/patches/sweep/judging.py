@@ -1,14 +1,14 @@
-"""The verdict on one class, patched or named: packed documents in every form, compared with each document alone."""
+"""The verdict on one class, patched or named: its documents in every form, compared with each document alone."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,339 +16,278 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.comparison import Parts, apart, gradients_of, tolerance
-from tests.patches.sweep import build as building
+from tests.patches.comparison import apart, gradients_of, tolerance
 from tests.patches.sweep import forms
-from tests.patches.sweep.classes import Case
+from tests.patches.sweep.classes import Case, NotBuiltError, build
 from tests.patches.sweep.forms import LENGTHS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
-from tests.patches.sweep.losses import NO_LABELS, Losses
-from tests.patches.sweep.outputs import Output, UnlikeError
-from tests.patches.sweep.results import VERDICTS, WRONG, Row
-from tests.patches.sweep.subject import Gathered, Subject
+from tests.patches.sweep.losses import Losses, NoLossError, expected_losses, losses_of
+from tests.patches.sweep.results import OPTIONS, VERDICTS, Row
+from tests.patches.sweep.subject import Outputs, Subject, difference
+from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import installed, versions
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 
-# Model types that fill their masks with the least number of float32.
-NAN_IN_FLOAT64 = ("fsmt", "layoutlmv2", "led", "longformer", "prophetnet")
-
-# Notes on stand-ins for libraries that build parts of a model, by model type.
-STAND_INS = {
-    "layoutlmv2": "its visual backbone was a stand-in for detectron2's",
-    **dict.fromkeys(("pe_audio_video", "pe_video"), "its classifier of frames was a stand-in for timm's"),
-}
-
-Patched = tuple[nn.Module, AbstractContextManager[Any]]
+# With share_prefixes: documents of several groups, in no order.
+OF_GROUPS = (9, 6, 11, 4, 8, 7, 5, 7)
+# A document, the one that it begins like, and the number of common tokens. Two of a group may have more in common, one
+# is the beginning of its group, and two are equal.
+ALIKE = ((2, 0, 4), (3, 0, 4), (4, 0, 6), (5, 1, 3), (7, 5, 7))
 
 
-class AloneError(Exception):
-    """A model doesn't run by itself in a dtype."""
-
-
-class Trial:
-    """The trial of a class: computes what documents alone give, and judges patched or named models by it.
+class Reference:
+    """The outputs, gradients and losses of documents alone, in a model without a patch.
 
     Args:
         case: the class.
-        chosen: names of forms, of which those in `known` are tried.
-        with_gradients: whether the forms of `differentiated` compare them.
+        names: the forms that are tried.
+        alike: whether documents have common beginnings.
+        with_gradients: whether gradients are compared.
 
     Raises:
         NotBuiltError: no model of the class can be built, or run by itself, or its tokens don't reach each other.
     """
 
-    known: tuple[str, ...] = forms.ALL
-    lengths: tuple[int, ...] = LENGTHS
-    differentiated: tuple[str, ...] = WITH_GRADIENTS
-    may_be_wrong: tuple[str, ...] = PADDED  # forms that aren't judged if a model without tritonpack is wrong in them
-
-    def __init__(self, case: Case, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True) -> None:
-        self.case, chosen = case, {*chosen}
-        self.chosen = forms.callable_forms(case, tuple(form for form in self.known if form in chosen))
-        self.notes: list[str] = []
-        dtypes = (torch.float64, torch.float32)
-        if case.model_type in NAN_IN_FLOAT64:
-            dtypes, self.notes = dtypes[1:], ["in float32, because its masks fail in float64"]
-        for self.dtype in dtypes:
+    def __init__(self, case: Case, names: Iterable[str], *, alike: bool, with_gradients: bool) -> None:
+        self.case, self.alike, self.notes = case, alike, list[str]()
+        for dtype in (torch.float64, torch.float32):
             try:
-                self._build()
-                self._run_alone(with_gradients)
+                self._run_alone(dtype, with_gradients)
                 break
-            except AloneError as error:  # a constant or a cast in a model's own code may not go with float64
-                if self.dtype == torch.float32:
-                    raise building.NotBuiltError(str(error)) from error
-                self.notes = [f"in float32, because in float64 it {error}"[:120]]
-        if note := STAND_INS.get(case.model_type):
-            self.notes.append(note)
+            except NotBuiltError:
+                raise
+            except Exception as error:  # a constant or a cast in a model's own code may not go with float64
+                self.notes = [f"in float32, because in float64 it fails: {message(error)[:80]}"]
+        else:
+            raise NotBuiltError(self.notes[0].replace("in float32, because in float64", "by itself"))
         self.limit = tolerance(self.dtype)
         if self.dtype == torch.float32:  # gradients go through the layers twice
             self.limit = max(self.limit, 2 * 8 * self._moved_by_rows())
-        self.by_loss = not self.expected  # it gives values for images only, and a loss for its text
-        tried = self.by_loss or {*LOSSES} & {*self.chosen}
-        self.losses = Losses(self.subject, self.documents, self.limit) if tried else None
-        if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
-            self.notes.append(f"no loss: {self.losses.why_not[:100]}")
-        if self.by_loss and self.losses is not None and self.losses.why_not:
-            kinds, why = [*self.subject.outputs], self.losses.why_not
-            raise building.NotBuiltError(f"has no value for each token or document: {kinds}, and no loss: {why}")
         if not self._mixes():
-            raise building.NotBuiltError("its tokens don't reach each other")
-        if self.by_loss:
-            self.notes.append("by its loss alone, because it gives no value for each token or document")
-            self.chosen = tuple(form for form in self.chosen if form not in OUTPUTS)
-        lower = [name for name, dtype in LOW.items() if name in self.chosen and dtype != self.dtype]
-        self.errors = {name: error for name in lower if (error := self._error_in(LOW[name])) is not None}
-
-    def _build(self) -> None:
-        self.model = building.build(self.case, dtype=self.dtype)
-        self.subject = Subject(self.model, stock=True)
-        self.documents = self._draw(self.subject)
-
-    def _draw(self, subject: Subject) -> list[Tensor]:
-        return subject.draw(self.lengths)
-
-    def _run_alone(self, with_gradients: bool) -> None:
-        self.expected_gradients: list[Tensor | None] | None = None
+            raise NotBuiltError("its tokens don't reach each other")
+        self.losses: Losses | None = None
         try:
-            with torch.set_grad_enabled(with_gradients):
-                found = self.subject.alone(self.documents)
-        except Exception as error:  # a model's own code may raise anything
-            raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
-        if unknown := [name for name, x in found.items() if any(part.isnan().any() for part in x.parts)]:
-            raise AloneError(f"gives NaN: {', '.join(unknown)}")
-        if with_gradients and found:
+            if {*LOSSES} & {*names}:
+                self.losses = expected_losses(self.subject, self.documents, self.limit)
+        except Exception as error:  # whatever a model's own code raises
+            self.notes += [f"no loss: {message(error)[:100]}"] if str(error) else []
+        self.errors = {name: error for name in {*names} & {*LOW} if (error := self._error_in(LOW[name])) is not None}
+
+    def _run_alone(self, dtype: torch.dtype, with_gradients: bool) -> None:
+        self.dtype, self.subject = dtype, Subject(build(self.case, dtype=dtype), stock=True)
+        self.documents = self.subject.draw(OF_GROUPS if self.alike else LENGTHS)
+        for one, other, count in ALIKE if self.alike else ():
+            self.documents[one][:, :count] = self.documents[other][:, :count]
+        with torch.set_grad_enabled(with_gradients):
+            found = self.subject.alone(self.documents)
+        if not found or any(part.isnan().any() for parts in found.values() for part in parts):
+            raise ValueError(f"it gives NaN, or no value for each token or document: {list(found)}")
+        self.gradients: list[Tensor | None] | None = None
+        if with_gradients:
             try:
-                parts = {name: x.parts for name, x in found.items()}
-                self.expected_gradients = gradients(self.model, found, parts)
+                self.gradients = gradients(self.subject.model, found)
             except Exception as error:
                 self.notes.append(f"no gradients: {message(error)[:100]}")
-        self.expected = {
-            name: dataclasses.replace(x, parts=[part.detach() for part in x.parts]) for name, x in found.items()
-        }
-        self.subject.expected = self.expected
+        self.expected = {name: [part.detach() for part in parts] for name, parts in found.items()}
 
     @torch.no_grad()
     def _mixes(self) -> bool:
         """Whether documents laid end to end, without boundaries, differ from each alone."""
-        batch = self.subject.lay_out(forms.end_to_end, self.documents)
         try:
-            if self.by_loss:
-                return self._loss_apart(self.subject, forms.end_to_end) > 10 * self.limit
-            got = self.subject.gather(self.subject.call(batch), batch)
-            return bool(got.problems) or difference(self.expected, got.parts) > 10 * self.limit
+            got = self.subject.call(self.subject.lay_out(forms.end_to_end, self.documents))
+            return difference(self.expected, got) > 10 * self.limit
         except Exception:
             return True
 
     @torch.no_grad()
     def _moved_by_rows(self) -> float:
         """How far a document's outputs move beside a row of others, without tritonpack: in experts, by rounding."""
-        batch = self.subject.lay_out(forms.rows, [self.documents[-1], *self.subject.draw(self.lengths[-1:], seed=9)])
-        try:
-            got = self.subject.gather(self.subject.call(batch), batch, strict=False).parts
-        except Exception:  # a model that can't run rows, or whose outputs can't be cut into them
-            return 0.0
-        alone = {name: dataclasses.replace(x, parts=x.parts[-1:]) for name, x in self.expected.items()}
-        return difference(alone, {name: parts[:1] for name, parts in got.items()})
+        rows = [self.documents[-1], *self.subject.draw((self.documents[-1].numel(),), seed=9)]
+        got = self.subject.call(self.subject.lay_out(forms.alone, rows))
+        both = {name: parts[-1:] for name, parts in self.expected.items() if name in got}
+        return difference(both, {name: got[name][:1] for name in both})
 
     @torch.no_grad()
     def _error_in(self, dtype: torch.dtype) -> float | None:
         """The error of the model alone in another dtype; None where it doesn't run."""
         try:
-            subject = Subject(building.build(self.case, dtype=dtype), stock=True)
-            if self.by_loss:
-                assert self.losses is not None
-                return self.losses.difference(Losses(subject, self.documents, self.limit))
-            lower = subject.alone(self.documents)
-            return difference(self.expected, {name: output.parts for name, output in lower.items()})
+            lower = Subject(build(self.case, dtype=dtype), stock=True).alone(self.documents)
+            return difference({name: self.expected[name] for name in lower if name in self.expected}, lower)
         except Exception as error:
             self.notes.append(f"not in {dtype}: {message(error)[:100]}")
             return None
 
+
+class Trial:
+    """Judges patched or named models of a class.
+
+    Args:
+        case: the class.
+        option: one of `results.OPTIONS`, with which causal models compute padded batches as one row; or none. Then
+            "exact" requires that no padding was computed, and no shared token twice. If results are right and tokens
+            weren't saved, the verdict is "as it is".
+        chosen: names of forms.
+        with_gradients: whether gradients are compared in forms without labels, too.
+    """
+
+    def __init__(
+        self, case: Case, option: str = "", chosen: Iterable[str] = forms.NAMES, *, with_gradients: bool = True
+    ) -> None:
+        self.case, self.option, self.with_gradients, chosen = case, option, with_gradients, {*chosen}
+        self.names = [name for name in (forms.COMPACTED if option else forms.ALL) if name in chosen]
+        self.differentiated = forms.PADDED_BATCHES if option else WITH_GRADIENTS
+        self.may_be_wrong = () if option else PADDED  # they aren't judged if a model without tritonpack is wrong
+        self.dtype = torch.float64
+
+    @cached_property
+    def reference(self) -> Reference:
+        """It isn't computed for a class that is refused before any call."""
+        alike = self.option == "share_prefixes"
+        return Reference(self.case, self.names, alike=alike, with_gradients=self.with_gradients)
+
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
         """Judge all forms.
 
-        A class that is wrong, or always refused, is judged once more as one that isn't in the table of shown classes:
-        `patch` should refuse it.
+        A class that can't be called, or is wrong, is judged once more as one that isn't in the table of shown classes:
+        its proof should refuse it, or the calls that are wrong.
 
         Args:
-            how: "patch", "name" or "stock".
+            how: "patch", "name" or an option.
             patch: what makes a context in which a model packs.
         """
-        if how != "stock":
+        if self.option:
+            return self._run(how, partial(patch, **{self.option: True}))
+        try:
             with assumed(self.case.name, shown=True):
                 row = self._run(how, patch)
-            if row.verdict in ("exact", "partly"):
+            if row.verdict in ("exact", "partly", "refused"):
                 return row
+        except NotBuiltError:
+            self.dtype = torch.float32
         with assumed(self.case.name, shown=False):
             row = self._run(how, patch)
-        row.proven = how != "stock" and row.verdict in ("exact", "partly")
+        row.proven = row.verdict in ("exact", "partly")
         return row
 
-    def _run(self, how: str, patch: Any) -> Row:
+    def _run(self, how: str, patch: Callable[[nn.Module], Any]) -> Row:
         start = time.perf_counter()
         row = Row(self.case.key, how, "exact")
         try:
-            model, context = self._prepared(how, patch)
-            getattr(context, "prove", lambda: None)()
+            handle = self._patched(how, patch)
+            getattr(handle, "prove", lambda: None)()
         except ValueError as error:
             if not is_ours(error):
                 raise
-            row.verdict, row.reason = "refused", f"when {'built' if how == 'name' else 'patched'}: {message(error)}"
+            row.verdict, row.reason = "refused", f"when patched: {message(error)}"
             row.bare = not has_remedy(str(error))
         else:
-            with context as handle:
-                row.means = means(handle)
-                reasons = self._judge_all(model, how, row)
+            if self.dtype != self.reference.dtype:
+                self.dtype = self.reference.dtype
+                handle = self._patched(how, patch)
+            with handle as entered:
+                row.means = means(entered)
+                reasons = self._judge_all(entered, row)
             if row.forms:
                 first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
-                row.verdict, row.reason, row.bare = row.forms[first], reasons[first], first in self.bare
+                row.verdict, row.reason = row.forms[first], reasons[first]
+                row.bare = row.verdict == "refused" and not has_remedy(row.reason)
                 if row.verdict == "refused" and "exact" in row.forms.values():
                     row.verdict = "partly"
-            if how != "stock":
-                row.note = "; ".join(self.notes)
-            else:
-                row.reason = ""
+            row.note = "; ".join(self.reference.notes)
         row.seconds = time.perf_counter() - start
         return row
 
-    def _prepared(self, how: str, patch: Any) -> Patched:
-        if how == "name":
-            tritonpack.register()
-            return building.build(self.case, dtype=self.dtype, attn_implementation="tritonpack"), nullcontext()
-        # A new model, because recurrent layers of the one that ran may have kept a state.
-        model = building.build(self.case, dtype=self.dtype)
-        return model, patch(model) if how == "patch" else nullcontext()
+    def _patched(self, how: str, patch: Callable[[nn.Module], Any]) -> Any:
+        """Patch a new model, because recurrent layers of one that ran may have kept a state."""
+        named = {"attn_implementation": "tritonpack"} if how == "name" else {}
+        self.model = build(self.case, dtype=self.dtype, **named)
+        is_named = bool(applied_to(self.model))
+        handle = patch(self.model)
+        assert how != "name" or is_named, "it has the name and isn't patched"
+        return handle
 
-    def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
+    def _judge_all(self, handle: Any, row: Row) -> dict[str, str]:
         """Fill in a row, and return the reason of every form."""
-        subject = Subject(model, stock=how == "stock")
-        subject.expected = self.subject.expected
-        reasons = {}
-        self.bare: set[str] = set()
-        for form in self.chosen if how != "stock" else [x for x in forms.STOCK if x in self.chosen]:
-            if form in LOSSES and (self.losses is None or self.losses.why_not):
+        subject, reasons = Subject(self.model), {}
+        for form in self.names:
+            if form in LOSSES and self.reference.losses is None:
                 continue
             if form in LOW:
-                if form not in self.errors:
+                if form not in self.reference.errors:
                     continue
-                model.to(LOW[form])  # these are the last forms, and have fewer digits each
-            row.forms[form], number, reasons[form] = self._judge(subject, form)
+                self.model.to(LOW[form])  # these are the last forms, and have fewer digits each
+            before = (handle.saved.tokens_given, handle.saved.tokens_computed) if self.option else (0, 0)
+            row.forms[form], number, reason = self._judge(subject, form)
             if row.forms[form] == "exact" and form not in LOW:
                 row.worst = max(row.worst, number)
-            elif row.forms[form] in WRONG:
-                row.number = max(row.number, number)
+                if self.option and (reason := self._not_saved(subject, form, handle.saved, before)):
+                    row.forms[form] = "as it is"
+            reasons[form] = reason and f"{form}: {reason}"
         return reasons
+
+    def _not_saved(self, subject: Subject, form: str, saved: Any, before: tuple[int, int]) -> str:
+        """How many tokens too many were computed in calls of a form; empty if there were none."""
+        given, computed = saved.tokens_given - before[0], saved.tokens_computed - before[1]
+        batch = subject.lay_out(forms.laid_out(form), self.reference.documents)
+        mask, rows = batch.arguments[forms.MASK], [document[0].tolist() for document in self.reference.documents]
+        needed = sum(map(len, rows))
+        if self.option == "share_prefixes":  # a token is one of its document's beginnings
+            needed = len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+        padding = sum(span.start > 0 and not mask[row, span.start - 1] for row, span in batch.spans)  # one token each
+        if given and computed * mask.numel() <= (needed + padding) * given:
+            return ""
+        return f"ran on {computed} of {given} tokens, and {needed} would do"
 
     def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
         """Return the verdict of a form, the number, and the reason."""
-        limit, problems = self.limit, ()
-        if form in LOW:
-            limit = 2 * self.errors[form] + 4 * torch.finfo(LOW[form]).eps
+        limit = 2 * self.reference.errors[form] + 4 * torch.finfo(LOW[form]).eps if form in LOW else self.reference.limit
+        failed = None
         try:
-            if form in LOSSES or self.by_loss:
-                found = self._loss_apart(subject, forms.laid_out(form))
-            else:
-                found, problems = self._compare(subject, form)
-            if found <= limit:
-                return ("shape", math.inf, f"{form}: {'; '.join(problems)}") if problems else ("exact", found, "")
-            if form in self.may_be_wrong and self._stock_is_wrong(form):
-                return "stock", found, f"{form}: {found:.1e}, and wrong without tritonpack"
-            by_values = form not in LOW and form not in LOSSES and not self.by_loss
-            if by_values and (moved := self.influence(subject, form)) > limit:
-                return "leak", found, f"{form}: {moved:.1e} from another document, {found:.1e} in all"
-            return "inexact", found, f"{form}: {found:.1e}"
-        except UnlikeError as error:
-            return "shape", math.inf, f"{form}: {error}"
+            number = self._apart(subject, form)
+            if number <= limit:
+                return "exact", number, ""
+            reason = f"{number:.1e}"
         except Exception as error:  # an exception of the model's own code is a result
-            verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
-            self.bare |= {form} if verdict == "refused" and not has_remedy(str(error)) else set()
-            return verdict, math.nan, f"{form}: {message(error)}"
+            number, reason, failed = math.nan, message(error), error
+            if is_ours(error):
+                return "refused", number, reason
+        if (failed or form in self.may_be_wrong) and self._stock_is_wrong(form, failed):
+            return "stock", number, f"{reason}, and wrong without tritonpack"
+        return "error" if failed else "wrong", number, reason
 
-    def _loss_apart(self, subject: Subject, form: forms.Form) -> float:
-        """Return how far the loss of packed documents, and its gradients, are from those of each alone."""
-        assert self.losses is not None
-        return self.losses.compare(subject, form)
-
-    def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
-        """Return how far packed documents are from each alone, and what is wrong with outputs without parts."""
-        if form in OUTPUTS:
-            return self._compare_more(subject, form)
-        expected, differentiated = self.expected, self.expected_gradients is not None and form in self.differentiated
+    def _apart(self, subject: Subject, form: str) -> float:
+        """Return how far values of documents, losses or gradients are from the expected ones."""
+        reference, layout = self.reference, forms.laid_out(form)
+        if form in LOSSES:
+            assert reference.losses is not None
+            return reference.losses.difference(losses_of(subject, reference.documents, layout))
+        differentiated = reference.gradients is not None and form in self.differentiated
+        expected, batch = reference.expected, subject.lay_out(layout, reference.documents)
+        if more := OUTPUTS.get(form, {}):
+            with torch.no_grad():
+                expected = reference.subject.alone(reference.documents, **more)
         with torch.set_grad_enabled(differentiated):
-            got = self._parts(subject, form)
-            found = difference(expected, got.parts)
-            if differentiated and found <= self.limit and not got.problems:
-                assert self.expected_gradients is not None
-                found = max(found, apart(self.expected_gradients, gradients(subject.model, expected, got.parts)))
-        return found, got.problems
+            got = subject.call(batch, **more)
+            found = difference(expected, got)
+            if differentiated and found <= reference.limit:
+                assert reference.gradients is not None
+                got = {name: got[name] for name in expected}
+                found = max(found, apart(reference.gradients, gradients(subject.model, got)))
+        return found
 
-    @torch.no_grad()
-    def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
-        """Compare all outputs that a model gives on request."""
-        several = Subject(subject.model, stock=subject.stock)
-        several.expected = Subject(self.model, stock=True).alone(self.documents, **OUTPUTS[form])
-        got = self._parts(several, form)
-        return difference(several.expected, got.parts), got.problems
-
-    def _parts(
-        self, subject: Subject, form: str, documents: list[Tensor] | None = None, *, strict: bool = True
-    ) -> Gathered:
-        batch = subject.lay_out(forms.laid_out(form), self.documents if documents is None else documents)
-        return subject.gather(subject.call(batch, **OUTPUTS.get(form, {})), batch, strict=strict)
-
-    @torch.no_grad()
-    def influence(self, subject: Subject, form: str) -> float:
-        """Return how far other tokens in the first document, or in the last, move the values of the rest."""
-        before, worst = self._parts(subject, form, strict=False).parts, 0.0
-        for number in (0, len(self.lengths) - 1):
-            documents = list(self.documents)
-            documents[number] = self.subject.draw((self.lengths[number],), seed=9)[0]
-            after = self._parts(subject, form, documents, strict=False).parts
-            kept = [i for i in range(len(documents)) if i != number]
-            for name in before.keys() & after.keys():
-                worst = max(worst, apart([before[name][i] for i in kept], [after[name][i] for i in kept]))
-        return worst
-
-    @torch.no_grad()
-    def _stock_is_wrong(self, form: str) -> bool:
-        """Whether padding changes the outputs of a model without tritonpack."""
+    def _stock_is_wrong(self, form: str, error: Exception | None) -> bool:
+        """Whether a model without tritonpack is wrong in a form, or fails in the same way."""
         try:
-            if self.by_loss:
-                return self._loss_apart(self.subject, forms.laid_out(form)) > self.limit
-            return difference(self.expected, self._parts(self.subject, form).parts) > self.limit
-        except Exception:
-            return True
-
-    def _fails_too(self, form: str, error: Exception) -> bool:
-        """Whether a model without tritonpack fails in a form in the same way."""
-        plain = Subject(self.model)
-        plain.expected = self.subject.expected
-        try:
-            if form in LOSSES or (self.by_loss and form not in LOW):
-                self._loss_apart(plain, forms.laid_out(form))
-            elif form in LOW:  # the caches of packed rows are left out
-                with torch.no_grad():
-                    low = Subject(building.build(self.case, dtype=LOW[form]), stock=True)
-                    low.alone(self.documents, use_cache=False)
-            else:
-                with torch.no_grad():
-                    self._parts(plain, form)
+            found = self._apart(Subject(self.reference.subject.model, stock=error is None), form)
+            return error is None and found > self.reference.limit
         except Exception as other:
-            return type(other) is type(error) and str(other).split("\n")[0] == str(error).split("\n")[0]
-        return False
+            return error is None or (type(other), str(other)[:80]) == (type(error), str(error)[:80])
 
 
-def difference(expected: Mapping[str, Output], got: Mapping[str, Parts]) -> float:
-    """The largest difference over all outputs that both have, relative to the largest value of each."""
-    return max((expected[name].difference(got[name]) for name in expected if name in got), default=0.0)
-
-
-def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str, Parts]) -> list[Tensor | None]:
+def gradients(model: nn.Module, outputs: Outputs) -> list[Tensor | None]:
     """Gradients of all parameters, for a sum in which each finite value of a token or document has its own weight."""
     found = []
-    for name, parts in got.items():
-        if more := expected[name].more:
-            parts = [part[: len(alone) - more] for part, alone in zip(parts, expected[name].parts, strict=True)]
+    for parts in outputs.values():
         values = torch.cat([part.flatten() for part in parts])
         if values.requires_grad:
             values = values.masked_fill(~values.isfinite(), 0)

@@ -11,21 +11,18 @@ from pathlib import Path
 
 import transformers
 
-from tests.patches.sweep.forms import ALL, COMPACTED, LOSSES
+from tests.patches.sweep.forms import ALL, COMPACTED
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"  # a folder: VERSION.jsonl
 SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "exact_classes.csv"
 
 # Verdicts of a form, and of a class the worst of its forms; the worst first.
-WRONG = ("leak", "inexact", "shape")
-VERDICTS = (*WRONG, "error", "partly", "refused", "as it is", "exact", "stock", "not built", "no text")
+VERDICTS = ("wrong", "error", "partly", "refused", "as it is", "exact", "stock", "not built", "no text")
 OPTIONS = ("unpad", "share_prefixes")  # of `tritonpack.patch`
-HOWS = ("patch", "name", "stock", *OPTIONS)
-ANY = "any"  # the value of `how` if all ways have the same verdict
-# In the file
-REST, LABELLED, UNTRIED = "the rest", "all with labels", "untried"
-FEW = 5  # forms are listed one by one
+HOWS = ("patch", "name", *OPTIONS)
+NEVER = ("no text", "not built")  # verdicts that stand for every way, in the row of the first
+REST, UNTRIED = "the rest", "untried"  # in the file
 
 
 @dataclasses.dataclass
@@ -34,17 +31,15 @@ class Row:
 
     Attributes:
         key: "class/model type".
-        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, "stock" without a patch, an option of
-            `tritonpack.patch`, which is tried for causal language models, or "any".
-        verdict: one of `VERDICTS`; the worst of `forms`. "leak": tokens of one document move the values of another;
-            "inexact": a document differs from itself alone, and no other moves it; "shape": an output has no value for
-            each token or document; "error": one that isn't tritonpack's; "refused" by tritonpack, always; "partly": in
-            some forms, and exact in others; "as it is": exact, but an option saved no token; "stock": a form that fails
-            without tritonpack, too, or is wrong.
+        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, an option of `tritonpack.patch`, which is
+            tried for causal language models.
+        verdict: one of `VERDICTS`; the worst of `forms`. "wrong": a document differs from itself alone; "error": one
+            that isn't tritonpack's; "refused" by tritonpack, always; "partly": in some forms, and exact in others; "as
+            it is": exact, but an option saved no token; "stock": a form that fails without tritonpack, too, or is
+            wrong.
         reason: the form with the number, or the message, for any verdict but "exact".
         forms: the verdict of every form that was tried.
         worst: the largest difference from documents alone among exact forms, relative to the largest value.
-        number: the largest of those that are wrong; infinite where a value is missing.
         note: what was left out, and why.
         means: what a patch does for the model.
         proven: whether only its proof refuses what is wrong: the class must be proven in its first call.
@@ -58,7 +53,6 @@ class Row:
     reason: str = ""
     forms: dict[str, str] = dataclasses.field(default_factory=dict)
     worst: float = 0.0
-    number: float = 0.0
     note: str = ""
     means: str = ""
     proven: bool = False
@@ -74,48 +68,27 @@ class Row:
     def model_type(self) -> str:
         return self.key.partition("/")[2]
 
-    @property
-    def wrong(self) -> bool:
-        return self.verdict in WRONG
-
-    @property
-    def identity(self) -> tuple[str, str, str]:
-        return self.version, self.key, self.how
-
 
 def to_line(row: Row) -> str:
-    """Return a row as one line of JSON, without empty fields and with forms grouped by verdict.
-
-    The largest group is `REST`, and all forms with labels are `LABELLED` where they weren't tried.
-    """
+    """Return a row as one line of JSON, without empty fields and with forms by verdict; most have that of `REST`."""
     fields = {name: value for name, value in dataclasses.asdict(row).items() if value}
     del fields["version"]
-    fields.pop("forms", None)
-    if 0 < len(row.forms) < FEW:
-        fields["forms"] = {v: " ".join(form for form, x in row.forms.items() if x == v) for v in row.forms.values()}
-    elif row.forms:
-        names = _forms(row.how)
-        verdicts = {form: row.forms.get(form, UNTRIED) for form in names}
-        groups = {v: " ".join(form for form in names if verdicts[form] == v) for v in {*verdicts.values()}}
+    if row.forms:
+        verdicts = {form: row.forms.get(form, UNTRIED) for form in _forms(row.how)}
+        groups = {v: " ".join(form for form in verdicts if verdicts[form] == v) for v in {*verdicts.values()}}
         groups[Counter(row.forms.values()).most_common(1)[0][0]] = REST
-        if UNTRIED in groups:
-            groups[UNTRIED] = groups[UNTRIED].replace(_labelled(names), LABELLED)
         fields["forms"] = dict(sorted(groups.items()))
-    for name in ("worst", "number", "seconds"):
-        if name in fields:
-            fields[name] = float(f"{fields[name]:.1e}")
+    for name in fields.keys() & {"worst", "seconds"}:
+        fields[name] = float(f"{fields[name]:.1e}")
     return json.dumps(fields, separators=(",", ":"))
 
 
 def from_line(line: str, version: str) -> Row:
     fields = {**json.loads(line), "version": version}
     groups = fields.pop("forms", {})
-    if REST not in groups.values():
-        return Row(**fields, forms={form: verdict for verdict, listed in groups.items() for form in listed.split()})
-    names = _forms(fields["how"])
-    listed = {verdict: forms.replace(LABELLED, _labelled(names)).split() for verdict, forms in groups.items()}
-    verdicts = dict.fromkeys(names, next(verdict for verdict, forms in groups.items() if forms == REST))
-    verdicts |= {form: verdict for verdict, forms in listed.items() if groups[verdict] != REST for form in forms}
+    rest = next((verdict for verdict, forms in groups.items() if forms == REST), UNTRIED)
+    listed = {form: verdict for verdict, forms in groups.items() if forms != REST for form in forms.split()}
+    verdicts = {form: listed.get(form, rest) for form in _forms(fields["how"])}
     return Row(**fields, forms={form: verdict for form, verdict in verdicts.items() if verdict != UNTRIED})
 
 
@@ -124,19 +97,13 @@ def _forms(how: str) -> tuple[str, ...]:
     return COMPACTED if how in OPTIONS else ALL
 
 
-def _labelled(names: Iterable[str]) -> str:
-    return " ".join(form for form in names if form in LOSSES)
-
-
 def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
-    """Return the rows of one version, or of all: the last row of each class and `how`. "any" stands for every `how`."""
+    """Return the rows of one version, or of all: the last row of each class and `how`."""
     found: dict[tuple[str, str, str], Row] = {}
     for path in sorted(folder.glob(f"{version or '*'}.jsonl")):
         for line in path.read_text().splitlines():
             row = from_line(line, path.stem)
-            for how in HOWS if row.how == ANY else (ANY,):
-                found.pop((row.version, row.key, how), None)
-            found[row.identity] = row
+            found[row.version, row.key, row.how] = row
     return list(found.values())
 
 
