@@ -20,16 +20,14 @@ OrcaMath.
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import ledger
+from benchmarks.harness.ledger import RESULTS, Ledger, environment, joined
 from examples.demo import SIZES
 from examples.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
 from examples.demo.training import WAYS, Run, Settings, Way, train_in_turns
@@ -65,12 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-COLUMNS = (
-    "model", "layers", "lengths", "documents_per_step", "steps", "way", "tokens_per_second", "speed", "peak_mib",
-    "memory", "padding", "training_loss", "held_out_loss", "gap_to_padded", "device", "dtype", "python", "torch",
-    "transformers", "commit",
-)  # fmt: skip
-PRINTED = ("way", "tokens_per_second", "speed", "peak_mib", "memory", "padding", "held_out_loss", "gap_to_padded")
+PRINTED = ("tokens_per_second", "speed", "peak_mib", "memory", "padding", "held_out_loss", "gap_to_padded")
 
 
 def documents_of(lengths: Sequence[int], text: np.ndarray) -> Iterator[Document]:
@@ -103,24 +96,23 @@ def model_named(model: str, layers: int) -> tuple[str, dict[str, Any], float]:
     return f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5
 
 
-def rows_of(runs: Mapping[Way, Run], about: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """A row for each way; speed and memory are relative to padded."""
+def figures_of(runs: Mapping[Way, Run]) -> dict[Way, dict[str, object]]:
+    """The figures of each way; speed and memory are relative to padded."""
     padded = runs["padded"]
+    found: dict[Way, dict[str, object]] = {}
     for way in WAYS:
         run = runs[way]
-        known = run.peak_bytes is not None and padded.peak_bytes is not None
-        yield {
-            **about,
-            "way": way,
+        found[way] = {
             "tokens_per_second": round(run.tokens_per_second),
             "speed": round(run.tokens_per_second / padded.tokens_per_second, 3),
-            "peak_mib": round(run.peak_bytes / 2**20) if run.peak_bytes is not None else "",
-            "memory": round(run.peak_bytes / padded.peak_bytes, 3) if known else "",  # type: ignore[operator]
+            "peak_mib": run.peak_bytes and round(run.peak_bytes / 2**20),
+            "memory": run.peak_bytes and padded.peak_bytes and round(run.peak_bytes / padded.peak_bytes, 3),
             "padding": round(run.padding_share, 4),
             "training_loss": round(float(np.mean(run.losses[-LAST_STEPS:])), 5),
             "held_out_loss": round(run.validation_loss, 5),
             "gap_to_padded": f"{run.gap(padded):.1e}",
         }
+    return found
 
 
 def main() -> None:
@@ -134,7 +126,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each way, on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="a name of the code (default: its commit, or a digest)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of training.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of training.csv")
     options = parser.parse_args()
     if min(options.steps - 3, options.documents - 1, options.layers - 1, options.threads - 1) < 0:
         parser.error("--steps must be at least 3, --documents, --layers and --threads at least 1.")
@@ -142,31 +134,20 @@ def main() -> None:
     model = options.model or ("llama-2-7b" if device == "cuda" else "tiny")
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
     settings = Settings(*model_named(model, options.layers), MAX_LENGTH, device, dtype, options.threads, options.seed)
-    path = options.out / "training.csv"
-    ledger.append(path, COLUMNS, [])  # a file with other columns is refused before the training
+    ledger = Ledger(options.out / "training.csv", environment(torch.device(device), options.commit))
     for name in options.lengths:
         steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
-        runs = train_in_turns(steps, held_out, settings)
         print(f"{settings.model}, lengths like {name}'s, {options.steps} steps of {options.documents} documents")
-        about = {
-            "model": model, "layers": settings.config["num_hidden_layers"], "lengths": name,
+        case = {
+            "lengths": name, "model": model, "layers": settings.config["num_hidden_layers"],
             "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
-            **environment(device, options.commit),
         }  # fmt: skip
-        rows = list(rows_of(runs, about))
-        for line in (PRINTED, *([row[column] for column in PRINTED] for row in rows)):
-            print("  ".join(f"{cell!s:>17}" for cell in line), flush=True)
-        ledger.append(path, COLUMNS, rows)
-    print(f"Rows: {path}")
-
-
-def environment(device: str, commit: str | None) -> dict[str, str]:
-    """The device, the versions and the commit."""
-    facts = ledger.environment(torch.device(device), commit)
-    here = {"device": facts["device"] if device == "cuda" else f"{platform.machine()} CPU"}
-    return (
-        here | {name: facts[name] for name in ("python", "torch", "commit")} | {"transformers": version("transformers")}
-    )
+        print("  ".join(f"{title:>17}" for title in ("way", *PRINTED)))
+        for way, figures in figures_of(train_in_turns(steps, held_out, settings)).items():
+            print("  ".join(f"{figures.get(title, way)!s:>17}" for title in ("way", *PRINTED)), flush=True)
+            row = {"benchmark": "training", "case": joined(case), "implementation": way, "status": "ok"}
+            ledger.write(row | {"figures": joined(figures)})
+    print(f"Rows: {ledger.path}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu.compile_ahead import compile_only
-from benchmarks.harness.ledger import ABOUT, CONTINUE, Budget, Rows, environment
+from benchmarks.harness.ledger import CONTINUE, Ledger, environment, joined
+from benchmarks.harness.run import Budget
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
@@ -49,8 +50,6 @@ from tritonpack.testing import Case, check_backend, make_inputs
 HEADS, KV_HEADS = 16, 4
 PATIENCE = 180.0  # seconds that a candidate may take, with its turn on the device
 TURN = 30  # seconds that a candidate may have the device
-KEY = ("kernel", "head_dim", *TileShape.__dataclass_fields__)
-COLUMNS = (*KEY, "status", "ms", "tokens", *ABOUT, "date")
 
 
 class Candidate(NamedTuple):
@@ -60,10 +59,9 @@ class Candidate(NamedTuple):
     block_d: int
     tile: TileShape
 
-    def columns(self) -> dict[str, str]:
-        """The candidate as columns of the CSV."""
-        sizes = {"kernel": self.kernel, "head_dim": self.block_d, **asdict(self.tile)}
-        return {name: str(value) for name, value in sizes.items()}
+    def text(self, tokens: int) -> str:
+        """The candidate as the case of a row."""
+        return joined({"kernel": self.kernel, "head_dim": self.block_d, **asdict(self.tile), "tokens": tokens})
 
 
 def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
@@ -102,15 +100,10 @@ def fastest(
     return min(timed, key=times.__getitem__, default=None)
 
 
-def read_table(path: Path, tokens: int, about: Mapping[str, str]) -> Rows:
-    """The CSV of candidates. Rows of another environment or of changed code don't count."""
-    return Rows(path, {"tokens": str(tokens), **about}, COLUMNS, KEY)
-
-
-def times_of(table: Rows, kernel: Kernel, block_d: int, choice: Iterable[TileShape]) -> dict[TileShape, float]:
+def times_of(ledger: Ledger, todo: Iterable[Candidate], tokens: int) -> dict[TileShape, float]:
     """The milliseconds of the tiles that ran with right results."""
-    found = {tile: table.find(Candidate(kernel, block_d, tile).columns()) for tile in choice}
-    return {tile: float(row["ms"]) for tile, row in found.items() if row is not None and row["ms"]}
+    found = {candidate.tile: ledger.find("tile", candidate.text(tokens)) for candidate in todo}
+    return {tile: float(row["p50_ms"]) for tile, row in found.items() if row is not None and row["p50_ms"]}
 
 
 def try_in_process(candidate: Candidate, tokens: int, lock: Path) -> tuple[str, float | None]:
@@ -177,10 +170,10 @@ def _passes(
     return partial(triton_backend.forward, q, k, v, mask, options, plan) if kernel == "forward" else backward
 
 
-def try_all(todo: Sequence[Candidate], table: Rows, tokens: int, jobs: int, budget: Budget) -> int:
-    """Try what the table doesn't have, until the time is up. Returns how many are left."""
-    left = [candidate for candidate in todo if table.find(candidate.columns()) is None]
-    lock = table.path.with_suffix(".lock")
+def try_all(todo: Sequence[Candidate], ledger: Ledger, tokens: int, jobs: int, budget: Budget) -> int:
+    """Try what the ledger doesn't have, until the time is up. Returns how many are left."""
+    left = [candidate for candidate in todo if ledger.find("tile", candidate.text(tokens)) is None]
+    lock = ledger.path.with_suffix(".lock")
 
     def run(candidate: Candidate) -> tuple[str, float | None] | None:
         if not budget.allows():
@@ -198,7 +191,8 @@ def try_all(todo: Sequence[Candidate], table: Rows, tokens: int, jobs: int, budg
             if outcome is not None:
                 tried += 1
                 status, ms = outcome
-                table.write({**candidate.columns(), "status": status, "ms": "" if ms is None else f"{ms:.4f}"})
+                time_of = {} if ms is None else {"p50_ms": f"{ms:.4f}"}
+                ledger.write({"benchmark": "tile", "case": candidate.text(tokens), "status": status} | time_of)
                 print(candidate.kernel, candidate.block_d, candidate.tile, f"{ms} ms" if ms else status, flush=True)
     lock.unlink(missing_ok=True)
     return len(left) - tried
@@ -230,18 +224,17 @@ def main() -> None:
         return
     device = torch.device("cuda", torch.cuda.current_device())
     arch, budget = tiles.current_arch(device), Budget(options.minutes)
-    table = read_table(options.out.with_suffix(".csv"), options.tokens, environment(device, options.commit))
+    ledger = Ledger(options.out.with_suffix(".csv"), environment(device, options.commit))
     best: dict[tuple[str, Kernel, int], TileShape] = {}
     left = 0
     for head_dim in options.head_dims:
         offered = ("forward", *tiles.key_gradient_kernels(head_dim, torch.bfloat16, arch), "dq")
         for kernel in (name for name in offered if name in options.kernels):
             choice = in_order(kernel, head_dim, arch)[: options.most]
-            left += try_all(
-                [Candidate(kernel, head_dim, t) for t in choice], table, options.tokens, options.jobs, budget
-            )
+            todo = [Candidate(kernel, head_dim, tile) for tile in choice]
+            left += try_all(todo, ledger, options.tokens, options.jobs, budget)
             fixed = best.get((arch, "dk", head_dim)) if kernel == "dv" else None
-            times = times_of(table, kernel, head_dim, choice)
+            times = times_of(ledger, todo, options.tokens)
             tile = fastest(choice, times, block_n=None if fixed is None else fixed.block_n)
             if tile is not None:
                 best[arch, kernel, head_dim] = tile

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
-    parser.addoption("--meta", action="store_true", help="run collators and calls with meta as the default device")
     parser.addoption("--one-process", action="store_true", help="run GPU tests in this process, without time limits")
 
 
@@ -104,37 +102,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: poison(_original(*a, **k)))
-
-
-@pytest.fixture
-def meta_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let collators, masks and patched models run with another default device than that of their tensors.
-
-    "meta" stands for a GPU, which users set by `torch.set_default_device`.
-    """
-    from tritonpack.masks.block_diagonal import BlockDiagonalMask
-    from tritonpack.packing.collator import PackingCollator
-    from tritonpack.packing.trees.tree_batch import TreeCollator
-    from tritonpack.packing.vision.collator import VisionPackingCollator
-
-    def under_meta(function: Any) -> Any:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.device("meta"):
-                return function(*args, **kwargs)
-
-        return call
-
-    for owner in (PackingCollator, TreeCollator, VisionPackingCollator, torch.nn.Module):
-        monkeypatch.setattr(owner, "__call__", under_meta(owner.__call__))
-    for name in [name for name in vars(BlockDiagonalMask) if name.startswith("from_")]:
-        monkeypatch.setattr(BlockDiagonalMask, name, staticmethod(under_meta(getattr(BlockDiagonalMask, name))))
-
-
-@pytest.fixture(autouse=True)
-def _default_device(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--meta"):
-        request.getfixturevalue("meta_by_default")
 
 
 @pytest.fixture(scope="session")

@@ -26,48 +26,28 @@ BAD: dict[str, Any] = {
     "nan": float("nan"),
     "inf": float("inf"),
     "huge": 2**70,
-    "complex": 1j,
     "empty": [],
     "ints": [1, 2],
-    "texts": ["a"],
-    "nones": [None],
     "bools": [True, False],
     "ragged": [[1], [1, 2]],
     "mapping": {},
     "set": {1},
     "range": range(3),
     "object": object(),
-    "class": int,
-    "function": lambda *args, **keywords: None,
     "np3": np.int64(3),
     "array": np.array([1, 2]),
-    "floats": np.array([0.5, 1.0]),
-    "objects": np.array([None, 1], dtype=object),
     "tensor0": torch.tensor(3),
     "tensor-floats": torch.tensor([0.5, 1.0]),
     "tensor-bools": torch.tensor([True, False]),
     "tensor-u16": torch.tensor([0, 1, 2], dtype=torch.uint16),
     "tensor-2d": torch.zeros(2, 2, dtype=torch.int64),
-    "tensor-complex": torch.zeros(3, dtype=torch.complex64),
 }
 
 LENGTHS = [5, 3, 4, 4, 2, 6, 8, 8]
 ROWS = torch.randn(5, 2, 16)
-OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
+QKV = dict.fromkeys("qkv", ROWS)
 MASK = Mask.from_seqlens([2, 3])
-PACKING = tritonpack.pack(LENGTHS, 8)
-PLAN = packing.plan_epoch(LENGTHS, 8, 2)
 DOCUMENTS = [[1] * length for length in LENGTHS]
-NUMPY = "np3"
-COUNTS = "none np3"
-
-
-def batch(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, ROWS[None])
-
-
-def stream(*names: str) -> dict[str, Any]:
-    return dict.fromkeys(names, ROWS)
 
 
 def loaded(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,37 +59,28 @@ def loaded(make: Callable[..., Any]) -> Callable[..., Any]:
 # check one parameter that has it.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "from_seqlens": (
-        Mask.from_seqlens,
-        {"seqlens": [2, 3]},
+        Mask.from_seqlens, {"seqlens": [2, 3]},
         {"seqlens": "empty ints array range", "causal": "true", "window": "ints", "chunk_size": "none huge np3"},
     ),
     "from_cu_seqlens": (
-        Mask.from_cu_seqlens,
-        {"cu_seqlens": [0, 2, 5], "total_q": 5},
+        Mask.from_cu_seqlens, {"cu_seqlens": [0, 2, 5], "total_q": 5},
         {"cu_seqlens": "range", "cu_seqlens_k": "none range", "total_q": "none"},
     ),
     "from_position_ids": (
         Mask.from_position_ids, {"position_ids": torch.arange(5)}, {"position_ids": "tensor-2d", "spans": "none"},
     ),
-    "from_segment_ids": (
-        Mask.from_segment_ids, {"segment_ids": torch.tensor([1, 1, 2])}, {"segment_ids": "tensor-2d", "spans": "none"},
-    ),
     "from_padding_mask": (
-        Mask.from_padding_mask,
-        {"attention_mask": torch.tensor([[1, 1, 0]])},
+        Mask.from_padding_mask, {"attention_mask": torch.tensor([[1, 1, 0]])},
         {"attention_mask": "tensor-bools tensor-2d"},
     ),
     "BlockDiagonalMask": (
-        Mask,
-        {"key_start": MASK.key_start, "key_stop": MASK.key_stop, "num_keys": 5},
-        {"key_start": "", "num_keys": "", "diagonal": "none", "max_documents": "none zero"},
+        Mask, {"key_start": MASK.key_start, "key_stop": MASK.key_stop, "num_keys": 5},
+        {"key_start": "", "num_keys": "", "max_documents": "none zero"},
     ),
     "restrict": (MASK.restrict, {}, {"query_rows": "none empty ints array range"}),
-    "to_dense": (MASK.to_dense, {}, {"dtype": "", "additive": ""}),
-    "to_block_mask": (MASK.to_block_mask, {}, {"BLOCK_SIZE": "ints"}),
+    "to_dense": (MASK.to_dense, {}, {"dtype": ""}),
     "varlen_attention": (
-        tritonpack.varlen_attention,
-        {**stream(*"qkv"), "mask": MASK},
+        tritonpack.varlen_attention, {**QKV, "mask": MASK},
         {
             "q": "", "mask": "", "scale": "none half four.0 huge", "softcap": "half four.0 zero huge",
             "sinks": "none tensor-floats", "alibi_slopes": "none tensor-floats", "dropout_p": "zero",
@@ -117,104 +88,37 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         },
     ),
     "flash_attn_func": (
-        flash_attn.flash_attn_func,
-        batch(*"qkv"),
-        {"v": "", "window_size": "ints array objects", "alibi_slopes": "none tensor-floats",
-         "s_aux": "none tensor-floats", "backend": ""},
-    ),
-    "flash_attn_varlen_func": (
-        flash_attn.flash_attn_varlen_func,
-        {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
-        {"cu_seqlens_q": "", "cu_seqlens_k": "", "seqused_q": "none", "block_table": "none"},
-    ),
-    "fa3.flash_attn_func": (
-        flash_attn.fa3.flash_attn_func, batch(*"qkv"), {"attention_chunk": "none zero np3", "qv": "none"},
-    ),
-    "fa3.flash_attn_qkvpacked_func": (
-        flash_attn.fa3.flash_attn_qkvpacked_func,
-        {"qkv": torch.randn(1, 5, 6, 16), "num_heads_q": 2},
-        {"qkv": "", "num_heads_q": ""},
-    ),
-    "fa4.flash_attn_varlen_func": (
-        flash_attn.fa4.flash_attn_varlen_func,
-        {**stream(*"qkv"), "cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS},
-        {"cu_seqlens_k": "", "seqused_q": "none"},
-    ),
-    "torch_varlen_attn": (
-        flash_attn.torch_varlen_attn,
-        {**stream("query", "key", "value"), "cu_seq_q": OFFSETS, "cu_seq_k": OFFSETS},
-        {"query": "", "return_aux": "none", "num_splits": "none minus1 zero huge"},
+        flash_attn.flash_attn_func, dict.fromkeys("qkv", ROWS[None]), {"v": "", "window_size": "ints array"},
     ),
     "unpad_input": (
         flash_attn.bert_padding.unpad_input,
         {"hidden_states": torch.randn(2, 3, 4), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
-        {"hidden_states": "", "attention_mask": "", "unused_mask": "none"},
+        {"hidden_states": ""},
     ),
-    "pad_input": (
-        flash_attn.bert_padding.pad_input,
-        {"hidden_states": torch.randn(5, 4), "indices": torch.tensor([0, 1, 3, 4, 5]), "batch": 2, "seqlen": 3},
-        {"indices": "", "batch": NUMPY},
-    ),
-    "pack": (
-        tritonpack.pack,
-        {"lengths": LENGTHS, "capacity": 8},
-        {"lengths": "ints array", "capacity": "", "algorithm": "", "max_items": COUNTS, "overlong": ""},
-    ),
+    "pack": (tritonpack.pack, {"lengths": LENGTHS, "capacity": 8}, {"lengths": "ints array", "max_items": "none np3"}),
     "plan_epoch": (
-        packing.plan_epoch,
-        {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
-        {
-            "lengths": "", "num_ranks": NUMPY, "seed": "zero huge np3", "objective": "",
-            "tail": "", "shuffle": "true", "order": "none array ints range",
-        },
-    ),
-    "plan_statistics": (
-        packing.plan_statistics, {"plan": PLAN, "lengths": LENGTHS}, {"plan": "", "lengths": ""}
+        packing.plan_epoch, {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
+        {"seed": "zero huge np3", "objective": "", "shuffle": "true", "order": "none array ints range"},
     ),
     "pack_stream": (
-        loaded(tritonpack.pack_stream),
-        {"documents": DOCUMENTS, "capacity": 8},
-        {"documents": "empty ragged tensor-2d", "window": NUMPY, "num_replicas": "none", "rank": "none zero"},
-    ),
-    "MultipackDistributedBatchSampler": (
-        loaded(tritonpack.MultipackDistributedBatchSampler),
-        {"batch_max_length": 8, "lengths": LENGTHS, "num_replicas": 2, "rank": 0},
-        {"lengths": "", "num_replicas": COUNTS, "rank": "zero", "seed": "none zero huge np3", "shard": "true"},
+        loaded(tritonpack.pack_stream), {"documents": DOCUMENTS, "capacity": 8},
+        {"documents": "empty ragged tensor-2d", "window": "np3"},
     ),
     "MultipackBatchSampler": (
         loaded(tritonpack.MultipackBatchSampler),
         {"sampler": range(8), "batch_size": 1, "batch_max_len": 8, "lengths": LENGTHS},
-        {
-            "sampler": "ints set range array tensor-u16", "batch_size": NUMPY, "bin_size": COUNTS + " zero",
-            "sequential": "none true",
-        },
+        {"sampler": "ints set range array tensor-u16", "bin_size": "none np3 zero"},
     ),
-    "PackingCollator": (
-        tritonpack.PackingCollator,
-        {},
-        {
-            "pad_to_multiple_of": "none", "objective": "", "max_document_length": COUNTS, "per_token": "empty texts",
-        },
-    ),
+    "PackingCollator": (tritonpack.PackingCollator, {}, {"pad_to_multiple_of": "none", "per_token": "empty"}),
     "a batch": (tritonpack.PackingCollator(), {"features": [{"input_ids": [1, 2]}]}, {"features": ""}),
-    "labels": (
-        lambda labels: tritonpack.PackingCollator()([{"input_ids": [1, 2], "labels": labels}]),
-        {"labels": [1, 2]},
-        {"labels": "ints array"},
-    ),
 }  # fmt: skip
 PARAMETERS = [(name, parameter) for name, (_, _, parameters) in CALLS.items() for parameter in parameters]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_valid_call(name: str) -> None:
-    function, arguments, _ = CALLS[name]
-    function(**arguments)
 
 
 @pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
 def test_wrong_values_raise_our_value_error(name: str, parameter: str) -> None:
     function, arguments, parameters = CALLS[name]
+    function(**arguments)
     taken, faults = set(), []
     for kind, value in BAD.items():
         try:

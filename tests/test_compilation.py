@@ -1,6 +1,5 @@
 """A first use compiles the functions that it needs, each once, and says so in a line; the next process is silent."""
 
-import gc
 import json
 import sys
 from collections import Counter
@@ -35,8 +34,14 @@ import tritonpack
 {use}
 print(json.dumps(names))
 """
-LOADER = 'len(tritonpack.dataloader([{"input_ids": list(range(1 + i % 50))} for i in range(200)], tokens=256))'
-UNUSED = {"heuristics.best_fit", "heuristics.longest_first"}  # which a dataloader doesn't use
+USES = {
+    "dataloader": 'len(tritonpack.dataloader([{"input_ids": [*range(1 + i % 50)]} for i in range(200)], tokens=256))',
+    "ranks": "tritonpack.packing.plan_epoch([5, 3] * 200, 64, 2)",
+    "units": "n = tritonpack.packing.Units.of_sequences([[3, 2]] * 200); tritonpack.packing.plan_epoch(n, 64, 2)",
+    "pack": "[tritonpack.packing.pack([5, 3] * 200, 64, algorithm=name) "
+    "for name in ('best_fit_decreasing', 'best_fit', 'next_fit', 'windowed')]",
+}
+LINE = "tritonpack: compiling functions for packing once per machine, at their first use"
 
 
 def compiled_by(fresh: FreshInterpreters, folder: Path, use: str) -> tuple[list[str], str]:
@@ -47,35 +52,16 @@ def compiled_by(fresh: FreshInterpreters, folder: Path, use: str) -> tuple[list[
 
 
 @pytest.mark.slow
-def test_first_dataloader_compiles_what_it_uses_once_and_says_so(fresh: FreshInterpreters, tmp_path: Path) -> None:
-    names, printed = compiled_by(fresh, tmp_path, LOADER)
-    assert {"optimiser.plan_steps", "optimiser._divide"} <= set(names)
-    assert max(Counter(names).values()) == 1
-    assert not UNUSED & set(names)
-    assert printed == "tritonpack: compiling functions for packing once per machine, at their first use (about 10 s)\n"
-    assert compiled_by(fresh, tmp_path, LOADER) == ([], "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "use",
-    [
-        "tritonpack.packing.plan_epoch([5, 3] * 200, 64, 2)",
-        "n = tritonpack.packing.Units.of_sequences([[3, 2]] * 200); tritonpack.packing.plan_epoch(n, 64, 2)",
-        "[tritonpack.packing.pack([5, 3] * 200, 64, algorithm=name) "
-        "for name in ('best_fit_decreasing', 'best_fit', 'next_fit', 'windowed')]",
-    ],
-    ids=["ranks", "units", "pack"],
-)
+@pytest.mark.parametrize("use", USES)
 def test_no_use_compiles_a_function_twice(fresh: FreshInterpreters, tmp_path: Path, use: str) -> None:
-    names, _ = compiled_by(fresh, tmp_path, use)
-    assert names
+    """A dataloader compiles what it uses, and says so in a line."""
+    names, printed = compiled_by(fresh, tmp_path, USES[use])
     assert max(Counter(names).values()) == 1
-    assert compiled_by(fresh, tmp_path, use) == ([], "")
-
-
-def an_event(function: Any) -> Any:
-    return SimpleNamespace(data={"dispatcher": function})
+    if use == "dataloader":
+        assert {"optimiser.plan_steps", "optimiser._divide"} <= set(names)
+        assert not {"heuristics.best_fit", "heuristics.longest_first"} & set(names)
+        assert printed == f"{LINE} (about 10 s)\n"
+    assert compiled_by(fresh, tmp_path, USES[use]) == ([], "")
 
 
 def foreign(x: int) -> int:
@@ -90,10 +76,11 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> compilation._Compilations:
 
 def compile_once(listener: compilation._Compilations, *functions: Any) -> None:
     """The events of a function that numba compiles with the functions that it calls."""
-    for function in functions:
-        listener.on_start(an_event(function))
-    for function in reversed(functions):
-        listener.on_end(an_event(function))
+    events: list[Any] = [SimpleNamespace(data={"dispatcher": function}) for function in functions]
+    for event in events:
+        listener.on_start(event)
+    for event in reversed(events):
+        listener.on_end(event)
 
 
 FOREIGN = SimpleNamespace(py_func=foreign)
@@ -106,14 +93,13 @@ def test_one_line_for_all_functions(listener: compilation._Compilations, capsys:
         compile_once(listener, optimiser.plan_steps, optimiser._offer, FOREIGN)
     out, line = capsys.readouterr()
     assert (out, line.count("\n")) == ("", 1)
-    assert line.startswith("tritonpack: compiling functions for packing once per machine, at their first use")
+    assert line.startswith(LINE)
 
 
-@pytest.mark.parametrize("rank", ["1", "7"])
 def test_later_ranks_of_a_machine_are_silent(
-    listener: compilation._Compilations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
+    listener: compilation._Compilations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     compile_once(listener, optimiser.plan_steps)
     assert capsys.readouterr() == ("", "")
 
@@ -127,21 +113,6 @@ def test_bar_on_a_terminal_counts_the_functions(
     printed = capsys.readouterr().err
     assert "compiling: 0 of 3 functions" in printed
     assert printed.endswith("\r")  # the bar is gone
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_afterwards_if_it_was_before(listener: compilation._Compilations, enabled: bool) -> None:
-    if not enabled:
-        gc.disable()
-    try:
-        listener.on_start(an_event(optimiser.plan_steps))
-        listener.on_start(an_event(optimiser._offer))
-        listener.on_end(an_event(optimiser._offer))
-        assert not gc.isenabled()
-        listener.on_end(an_event(optimiser.plan_steps))
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 def test_without_a_folder_for_machine_code_functions_are_compiled_in_each_process(

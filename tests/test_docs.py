@@ -1,7 +1,6 @@
 """The site builds without a warning, holds together without a network, and its reference has every public name."""
 
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -14,13 +13,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ROOT / "docs" / "tools"
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 PUBLIC = ("tritonpack", "tritonpack.flash_attn", "tritonpack.packing", "tritonpack.parallel", "tritonpack.testing")
-
-
-def tool(name: str) -> dict[str, object]:
-    return runpy.run_path(str(TOOLS / f"{name}.py"))
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +59,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.slow
-def test_site_has_the_pages_and_not_the_tools(site: Path) -> None:
-    home = Page(site / "index.html").links
-    assert {"./packing.html", "./installation.html", "./quickstart.html", "./command-line.html"} <= set(home)
-    assert (site / "reference" / "attention.html").exists()
-    assert not list(site.rglob("*.py"))
-
-
-@pytest.mark.slow
 def test_links_and_anchors_lead_somewhere_within_the_site(site: Path) -> None:
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 25
@@ -88,6 +74,8 @@ def test_links_and_anchors_lead_somewhere_within_the_site(site: Path) -> None:
             if not inside or unquote(parts.fragment) not in anchors:
                 broken.append(f"{path.name}: {link}")
     assert broken == []
+    assert {"./packing.html", "./installation.html", "./quickstart.html"} <= set(Page(site / "index.html").links)
+    assert not list(site.rglob("*.py"))
 
 
 @pytest.mark.slow
@@ -99,14 +87,10 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", path.read_text(encoding="utf-8"))
 
 
-def test_formulas_are_mathml(site: Path) -> None:
+def test_formulas_are_mathml_and_code_is_coloured(site: Path) -> None:
     page = (site / "math.html").read_text(encoding="utf-8")
     source = re.sub(r"`[^`]*`", "", (ROOT / "docs" / "math.md").read_text(encoding="utf-8"))
     assert page.count("<math") == len(re.findall(r"\$\$.*?\$\$|\$[^$]+\$", source, re.DOTALL))
-    assert "arithmatex" not in page
-
-
-def test_code_is_coloured(site: Path) -> None:
     assert '<span class="kn">import</span>' in (site / "quickstart.html").read_text(encoding="utf-8")
 
 
@@ -142,53 +126,3 @@ def test_each_parameter_of_a_shared_line_has_an_entry(site: Path) -> None:
     page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     assert page.count("<b><code>chunk_size</code></b>") >= 5
     assert '<span class="gp">&gt;&gt;&gt; </span><span class="n">mask</span>' in page  # an example of a docstring
-
-
-def test_docstrings_get_fences_entries_and_sources() -> None:
-    pytest.importorskip("griffe")
-    prepared = tool("docstrings")["prepared"]
-    text = "One.\n\nSee:\n>>> f(1)\n2\n\nArgs:\n    a, b: of both,\n        at once.\n    c: last.\n\n"
-    text += "Source: X,\n    Y.\nEnd."
-    assert prepared(text) == (
-        "One.\n\nSee:\n\n```pycon\n>>> f(1)\n2\n```\n\nArgs:\n    a: of both,\n        at once.\n    b: of both,\n"
-        "        at once.\n    c: last.\n\n*Source*: X,\nY.\nEnd."
-    )
-
-
-def test_dots_in_an_entry_stand_for_the_parameters_between() -> None:
-    pytest.importorskip("griffe")
-    prepared = tool("docstrings")["prepared"]
-    text = prepared("One.\n\nArgs:\n    b, ..., e: see f.", ["a", "b", "c", "d", "e", "f"])
-    assert text.endswith("Args:\n    b: see f.\n    c: see f.\n    d: see f.\n    e: see f.")
-
-
-def test_broken_links_fail_the_build(tmp_path: Path) -> None:
-    pytest.importorskip("zensical")
-    pages = tmp_path / "build" / "pages"
-    pages.mkdir(parents=True)
-    (pages / "index.md").write_text("[a](nowhere.md) [b](#nor-here)\n")
-    settings = re.sub(r"^(nav|plugins|extra_css):(.*\n)(^[ -].*\n)*", "", SETTINGS, flags=re.M)
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("  - mathematics", "  - tables"))
-    command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
-    assert result.returncode != 0
-    assert re.search(
-        "page does not exist.*anchor does not exist.*2 issues found", result.stdout + result.stderr, re.DOTALL
-    )
-
-
-def test_pages_from_the_root_link_within_the_site() -> None:
-    as_page = tool("build_site")["as_page"]
-    text = "[a](docs/packing.md#bins) ![b](docs/images/x.png) [c](CHANGELOG.md) [d](https://x.org/README.md)"
-    assert as_page(text) == "[a](packing.md#bins) ![b](images/x.png) [c](changelog.md) [d](https://x.org/README.md)"
-
-
-def test_pictures_are_links_to_their_files() -> None:
-    linked = tool("build_site")["with_linked_pictures"]
-    assert linked("a\n![b](images/x.png)\n") == "a\n[![b](images/x.png)](images/x.png)\n"
-
-
-def test_links_have_the_names_of_pages() -> None:
-    named = tool("build_site")["with_names_of_pages"]
-    text = "[docs/packing.md](packing.md) [a.md](b.md#c) [x](y.md) `[z.md]`"
-    assert named(text) == "[packing](packing.md) [a](b.md#c) [x](y.md) `[z.md]`"

@@ -1,7 +1,6 @@
 """Every block of Python in the guides runs, given the objects that its page assumes."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import tritonpack
 
 DOCS = Path(__file__).parents[1] / "docs"
-GUIDES = ("fine-tuning", "backends", "long-context")
+GUIDES = ("fine-tuning", "backends", "long-context", "patching")
 
 
 def blocks(guide: str) -> list[str]:
@@ -22,46 +21,33 @@ def my_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -
     return tritonpack.varlen_attention(q, k, v, mask, backend="blocked")
 
 
-def for_backends(folder: Path) -> dict[str, Any]:
-    mask = tritonpack.BlockDiagonalMask.from_seqlens([3, 5])
-    return {"torch": torch, "tritonpack": tritonpack, "device": "cpu", "mask": mask, "my_attention": my_attention}
-
-
-def for_fine_tuning(folder: Path) -> dict[str, Any]:
+def given_to(guide: str, folder: Path) -> dict[str, Any]:
+    """The objects that a page assumes."""
+    given: dict[str, Any] = {"torch": torch, "tritonpack": tritonpack}
+    if guide == "backends":
+        mask = tritonpack.BlockDiagonalMask.from_seqlens([3, 5])
+        return given | {"device": "cpu", "mask": mask, "my_attention": my_attention}
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     options = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    given = {"output_dir": str(folder), "disable_tqdm": True, **options}
-    return {
-        "torch": torch,
-        "tritonpack": tritonpack,
+    dataset = [{"input_ids": [(start + i) % 61 + 3 for i in range(5 + start % 7)]} for start in range(24)]
+    return given | {
         "model": transformers.LlamaForCausalLM(config),
-        "dataset": [{"input_ids": [(start + i) % 61 + 3 for i in range(5 + start % 7)]} for start in range(24)],
+        "dataset": dataset,
         "folder": folder,
-        "options": given,
+        "options": {"output_dir": str(folder), "disable_tqdm": True, **options},
+        "batch": tritonpack.PackingCollator()(dataset[:4]),
     }
-
-
-def for_long_context(folder: Path) -> dict[str, Any]:
-    given = for_fine_tuning(folder)
-    return {**given, "batch": tritonpack.PackingCollator()([given["dataset"][i] for i in range(4)])}
-
-
-CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "fine-tuning": for_fine_tuning,
-    "backends": for_backends,
-    "long-context": for_long_context,
-}
 
 
 @pytest.mark.parametrize(
     ("guide", "number"), [(guide, number) for guide in GUIDES for number in range(len(blocks(guide)))]
 )
 def test_block(guide: str, number: int, tmp_path: Path) -> None:
-    code, given = blocks(guide)[number], CONTEXTS[guide](tmp_path)
+    code, given = blocks(guide)[number], given_to(guide, tmp_path)
     if "linear_cross_entropy" in code and not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("torch 2.13 or later")
     if "Trainer(" in code:
@@ -81,22 +67,19 @@ def test_block(guide: str, number: int, tmp_path: Path) -> None:
 
 def test_backends_page_merges_partial_results_and_finds_a_wrong_function(tmp_path: Path) -> None:
     """Merged pieces of keys equal the whole, and the loop over cases fails for a wrong function."""
-    code = {"merged =": "", "my_attention(": ""}
-    for part in code:
-        (code[part],) = (block for block in blocks("backends") if part in block)
-    given = for_backends(tmp_path)
-    exec(code["merged ="], given)
+    merges, loop = (next(block for block in blocks("backends") if part in block) for part in ("merged =", "my_atten"))
+    given = given_to("backends", tmp_path)
+    exec(merges, given)
     whole = tritonpack.BlockDiagonalMask.from_seqlens([40], causal=False)
     torch.testing.assert_close(given["merged"], tritonpack.varlen_attention(*(given[x] for x in "qkv"), whole))
-
-    given = for_backends(tmp_path) | {"my_attention": lambda *args: my_attention(*args) * 1.001}
+    given = given_to("backends", tmp_path) | {"my_attention": lambda *args: my_attention(*args) * 1.001}
     with pytest.raises(AssertionError, match="beyond twice plain attention's error"):
-        exec(code["my_attention("], given)
+        exec(loop, given)
 
 
 def test_accumulated_gradients_equal_those_of_one_batch(tmp_path: Path) -> None:
     (code,) = (block for block in blocks("fine-tuning") if "num_items_in_batch" in block)
-    given = for_fine_tuning(tmp_path)
+    given = given_to("fine-tuning", tmp_path)
     given["model"].double()
     exec(code, given)
     accumulated = [p.grad.clone() for p in given["model"].parameters()]
@@ -107,21 +90,25 @@ def test_accumulated_gradients_equal_those_of_one_batch(tmp_path: Path) -> None:
 
 def test_proof_fails_without_the_patch(tmp_path: Path) -> None:
     (code,) = (block for block in blocks("fine-tuning") if "assert_close" in block)
-    given = for_fine_tuning(tmp_path)
+    given = given_to("fine-tuning", tmp_path)
     with pytest.raises(AssertionError, match="not close"):
         exec(code.replace("tritonpack.patch(model)", "torch.no_grad()"), given)
 
 
-def test_trees_page_runs_from_top_to_bottom() -> None:
+def test_trees_page() -> None:
+    """It runs from top to bottom, and finds a mask that isn't the tree: in a causal one branches see each other."""
     torch.manual_seed(0)
+    code = "".join(blocks("trees"))
     given: dict[str, Any] = {}
-    for code in blocks("trees"):
-        exec(compile(code, "trees.md", "exec"), given)
+    exec(code, given)
     assert given["position_ids"].tolist() == [0, 1, 2, 3, 2, 3, 0, 1, 1, 0, 0]
     prompts = [torch.arange(2048) + 10**4 * number for number in range(4)]
     sequences = [torch.cat([prompt, torch.randint(2**17, (256,))]) for prompt in prompts for _ in range(8)]
     batch = tritonpack.pack_tree(sequences)
     assert (batch.num_tokens, len(batch.places)) == (16384, 73728)  # as the page says
+    assert code.count("batch.mask") == 1
+    with pytest.raises(AssertionError, match="not close"):
+        exec(code.replace("batch.mask", "tritonpack.BlockDiagonalMask.from_seqlens([batch.num_tokens])"), {})
 
 
 def test_padded_batches_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,20 +124,11 @@ def test_padded_batches_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         {"input_ids": row, "attention_mask": mask, "labels": row.masked_fill(mask == 0, -100)}
         for row, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
     ]
-    options = {**for_fine_tuning(tmp_path)["options"], "max_steps": 1}
+    options = {**given_to("fine-tuning", tmp_path)["options"], "max_steps": 1}
     arguments = transformers.TrainingArguments(**options)
     given["trainer"] = transformers.Trainer(given["model"], arguments, train_dataset=rows)
     exec(compile(callback, "padded-batches.md", "exec"), given)
     assert capsys.readouterr().out.endswith("61.8% saved\n")
-
-
-def test_trees_page_finds_a_mask_that_is_not_the_tree() -> None:
-    """With a causal mask over the whole row, branches see each other."""
-    given: dict[str, Any] = {}
-    code = "".join(blocks("trees"))
-    assert code.count("batch.mask") == 1
-    with pytest.raises(AssertionError, match="not close"):
-        exec(code.replace("batch.mask", "tritonpack.BlockDiagonalMask.from_seqlens([batch.num_tokens])"), given)
 
 
 def test_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +151,7 @@ def _padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """With a saved model, a small dataset, a CPU and a mesh of one rank in the places that it leaves open."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
-    given = for_fine_tuning(tmp_path)
+    given = given_to("fine-tuning", tmp_path)
     given.pop("model").save_pretrained(tmp_path / "model")
     given["folder"] = tmp_path / "model"
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")

@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -11,28 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.recorded import Recorded
 from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import blocked
 from tritonpack.testing import Case, Inputs, make_inputs
 
 ATTENTION = torch.ops.tritonpack.attention.default
 BACKWARD = torch.ops.tritonpack.attention_backward.default
 BACKENDS = ["blocked", "reference"]
 CASE = Case("everything", (9, 4, 5), softcap=5.0, sinks=True, alibi="documents", dropout_p=0.2, head_dim_v=8)
-
-
-class Recorded(TorchDispatchMode):
-    """The operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[Any] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(operator)
-        return operator(*args, **(kwargs or {}))
 
 
 class Subclass(Tensor):
@@ -44,38 +32,38 @@ def leaves(inputs: Inputs) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in given if x is not None]
 
 
+def attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, backend: Any = "blocked") -> Any:
+    keywords = inputs.keywords | {"sinks": sinks}
+    return varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend, **keywords)
+
+
 def outputs(inputs: Inputs, leaves: list[Tensor], backend: Any) -> tuple[Tensor, ...]:
     """out, lse and the gradients."""
-    q, k, v, *sinks = leaves
-    keywords = inputs.keywords | ({"sinks": sinks[0]} if sinks else {})
-    out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend, **keywords)
+    out, lse = attend(inputs, *leaves, backend=backend)
     return out, lse, *torch.autograd.grad([out, lse], leaves, [inputs.dout, inputs.dlse])
 
 
+def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    assert all(torch.equal(one.as_subclass(Tensor), other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_both_ways_give_the_same_bits(backend: str) -> None:
+def test_both_ways_give_the_same_bits(backend: Any) -> None:
+    """Also of backward alone under a mode, such as of compiled autograd, whatever forward did."""
     inputs = make_inputs(CASE)
     plain = outputs(inputs, leaves(inputs), backend)
+    assert all(x.is_contiguous() for x in plain)
     with Recorded() as recorded:
-        watched = outputs(inputs, leaves(inputs), backend)
-    assert {ATTENTION, BACKWARD} <= {*recorded.operators}
-    subclass = outputs(inputs, [x.detach().as_subclass(Subclass).requires_grad_() for x in leaves(inputs)], backend)
-    for expected, *others in zip(plain, watched, subclass, strict=True):
-        assert expected.is_contiguous()
-        assert all(torch.equal(expected, other.as_subclass(Tensor)) for other in others)
+        assert_equal(outputs(inputs, leaves(inputs), backend), plain)
+    assert {ATTENTION, BACKWARD} <= {operator for operator, *_ in recorded.calls}
+    subclass = [x.detach().as_subclass(Subclass).requires_grad_() for x in leaves(inputs)]
+    assert_equal(outputs(inputs, subclass, backend), plain)
 
-
-def test_backward_under_a_mode_passes_the_operator() -> None:
-    """Such as of compiled autograd, whatever forward did."""
-    inputs = make_inputs(CASE)
-    q, k, v, sinks = given = leaves(inputs)
-    expected = outputs(inputs, given, "blocked")
-    out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, sinks=sinks, **inputs.keywords)
+    given = leaves(inputs)
+    out, lse = attend(inputs, *given, backend=backend)
     with Recorded() as recorded:
-        gradients = torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])
-    assert BACKWARD in recorded.operators
-    for one, other in zip(gradients, expected[2:], strict=True):
-        assert torch.equal(one, other)
+        assert_equal(torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse]), plain[2:])
+    assert BACKWARD in {operator for operator, *_ in recorded.calls}
 
 
 def test_fake_tensors_pass_the_operator() -> None:
@@ -89,17 +77,6 @@ def test_fake_tensors_pass_the_operator() -> None:
     assert out.shape == dq.shape == (9, 4, 16)
 
 
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The backend's computations of forward."""
-    from tritonpack.backends import blocked
-
-    calls: list[str] = []
-    forward = blocked.forward
-    monkeypatch.setattr(blocked, "forward", lambda *given: (calls.append("forward"), forward(*given))[1])
-    yield calls
-
-
 def _save_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator == ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -110,44 +87,30 @@ def test_checkpoints(selective: bool, forwards: int, monkeypatch: pytest.MonkeyP
     inputs = make_inputs(CASE)
     expected = outputs(inputs, leaves(inputs), "blocked")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        keywords = inputs.keywords | {"sinks": sinks}
-        return varlen_attention(2 * q, k, v, inputs.mask, return_lse=True, **keywords)
-
+    forward, calls = blocked.forward, []
+    monkeypatch.setattr(blocked, "forward", lambda *given: (calls.append("forward"), forward(*given))[1])
     more: dict[str, Any] = {}
     if selective:
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _save_attention)
     given = leaves(inputs)
     given[0] = (given[0].detach() / 2).requires_grad_()
-    with counted(monkeypatch) as calls:
-        out, lse = checkpoint(attend, *given, use_reentrant=False, **more)
-        dq, *gradients = torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])
+    out, lse = checkpoint(lambda q, *others: attend(inputs, 2 * q, *others), *given, use_reentrant=False, **more)
+    dq, *gradients = torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])
     assert len(calls) == forwards
-    for one, other in zip((out, lse, dq / 2, *gradients), expected, strict=True):
-        assert torch.equal(one, other)
+    assert_equal((out, lse, dq / 2, *gradients), expected)
 
 
 def test_saved_tensors_hooks_see_what_a_layer_keeps() -> None:
     """q, k, v, out, lse, sinks, slopes and the seed; the mask and its tables belong to all layers."""
     inputs = make_inputs(CASE)
     packed: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        packed.append(x)
-        return x.clone()
-
-    hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    expected = outputs(inputs, leaves(inputs), "blocked")
-    with hooks:
-        q, k, v, sinks = given = leaves(inputs)
-        keywords = inputs.keywords | {"sinks": sinks}
-        out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, **keywords)
-    kept = [x for x in packed if x.data_ptr() in {y.data_ptr() for y in (q, k, v, out, lse, sinks)}]
-    assert len(kept) == 6
+    expected, given = outputs(inputs, leaves(inputs), "blocked"), leaves(inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (packed.append(x), x.clone())[1], lambda x: x):
+        out, lse = attend(inputs, *given)
+    addresses = {x.data_ptr() for x in (*given, out, lse)}
+    assert len([x for x in packed if x.data_ptr() in addresses]) == 6
     assert len(packed) == 8
-    gradients = torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])
-    for one, other in zip((out, lse, *gradients), expected, strict=True):
-        assert torch.equal(one, other)
+    assert_equal((out, lse, *torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,14 +133,14 @@ def test_writes_between_forward_and_backward(written: str, error: str, backend: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_first_call_of_a_process_can_be_compiled(kv_heads: int) -> None:
+def test_the_first_call_of_a_process_can_be_compiled() -> None:
     """The backend is imported while torch.compile traces."""
-    program = f"""
+    program = """
 import torch
+from tests.recorded import Recorded
 from tritonpack import BlockDiagonalMask, varlen_attention
 mask = BlockDiagonalMask.from_seqlens([17, 40, 20])
-q, k, v = (torch.randn(77, heads, 16) for heads in (4, {kv_heads}, {kv_heads}))
+q, k, v = (torch.randn(77, heads, 16) for heads in (4, 2, 2))
 out = torch.compile(varlen_attention, fullgraph=True, backend="eager")(q, k, v, mask)
 assert torch.equal(out, varlen_attention(q, k, v, mask))
 """

@@ -1,4 +1,4 @@
-"""ALiBi's slopes in the precision of the inputs, and options of the wrong type."""
+"""ALiBi's slopes in the precision of the inputs, and distances of some rows and some keys."""
 
 import math
 from dataclasses import replace
@@ -73,29 +73,3 @@ def test_alibi_of_some_rows_and_some_keys(name: str, backend: Any) -> None:
         mask=mask,
     )  # fmt: skip
     check_backend(part, backend)
-
-
-def call(**changes: Any) -> object:
-    q = torch.randn(4, 2, 16)
-    return varlen_attention(**{"q": q, "k": q, "v": q, "mask": BlockDiagonalMask.from_seqlens([4])} | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"alibi_slopes": torch.zeros(2).double()},
-            "alibi_slopes of float64 don't fit float32 inputs; cast them",
-        ),
-        ({"pack_invariant": "yes"}, "pack_invariant must be True or False; got str 'yes'"),
-        ({"pack_invariant": 1}, "pack_invariant must be True or False; got int 1"),
-        ({"return_lse": None}, "return_lse must be True or False; got NoneType None"),
-        ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
-        ({"dropout_seed": "x"}, "dropout_seed must be an integer .*; got 'x'"),
-        ({"dropout_seed": -1}, "dropout_seed must be an integer .*; got -1"),
-    ],
-)
-def test_options_of_the_wrong_type(changes: dict[str, Any], message: str) -> None:
-    call()
-    with pytest.raises(ValueError, match=message):
-        call(**changes)

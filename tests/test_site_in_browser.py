@@ -55,7 +55,10 @@ def browser() -> Iterator[object]:
 def test_pages_fit_the_screen(site: Path, browser, width: int, tmp_path: Path) -> None:  # noqa: F811
     shots = Path(os.environ.get("SITE_SHOTS", tmp_path))
     page = browser.new_page(viewport={"width": width, "height": 900})
-    found = {}
+    wide, found = tmp_path / "wide.html", {}
+    wide.write_text("<div style='width: 2000px'>long</div><img src='none.png' alt='a'><a href='#none'>b</a>", "utf-8")
+    page.goto(wide.as_uri())
+    assert [fault.split()[0] for fault in page.evaluate(FAULTS)] == ["DIV", "picture", "link"]
     for path in sorted(site.rglob("*.html")):
         page.goto(path.as_uri(), wait_until="load")
         name = str(path.relative_to(site))
@@ -64,21 +67,3 @@ def test_pages_fit_the_screen(site: Path, browser, width: int, tmp_path: Path) -
         page.screenshot(path=shots / f"{name.replace('/', '-').removesuffix('.html')}-{width}.png", full_page=True)
     page.close()
     assert not found
-
-
-def test_search_finds_a_page(site: Path, browser) -> None:  # noqa: F811
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto((site / "index.html").as_uri())
-    page.keyboard.press("/")
-    page.keyboard.type("zigzag")
-    page.get_by_role("link").filter(has_text="Sequence parallelism").last.wait_for(timeout=10_000)
-    page.close()
-
-
-def test_faults_are_found(browser, tmp_path: Path) -> None:
-    wide = tmp_path / "wide.html"
-    wide.write_text("<div style='width: 900px'>long</div><img src='none.png' alt='a'><a href='#none'>b</a>", "utf-8")
-    page = browser.new_page(viewport={"width": 400, "height": 900})
-    page.goto(wide.as_uri())
-    assert [fault.split()[0] for fault in page.evaluate(FAULTS)] == ["DIV", "picture", "link"]
-    page.close()

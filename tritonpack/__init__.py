@@ -86,7 +86,8 @@ def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"tritonpack.{name}")
     if name in NAMES:
-        raise AttributeError(f"tritonpack.{name} was removed: {NAMES[name]}.")
+        # An AttributeError's message is lost in `from tritonpack import name`.
+        raise ImportError(f"tritonpack.{name} was removed: {NAMES[name]}.")
     if name not in _HOMES:
         raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:

@@ -51,11 +51,10 @@ def varlen_attention(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in which each query sees exactly the keys that the mask names.
+    """Attention in which each query sees exactly the keys of the mask.
 
-    Rows that see nothing (padding, slack) give zeros and get zero gradients, and their contents reach no other row.
-    Forward and backward are deterministic. Under `torch.autocast` q, k and v are cast to its dtype, as in torch's own
-    attention.
+    Rows that see no key (padding, slack) return zeros, get zero gradients, and never change another row. Forward and
+    backward are deterministic. Under `torch.autocast` q, k and v are cast to its dtype, as in torch's own attention.
 
     Args:
         q: (T_q, H, D) float32, float16, bfloat16, or float64 for the backends in torch. D from 1 to 512.
@@ -63,9 +62,9 @@ def varlen_attention(
             head.
         v: (T_k, H_kv, D_v), same dtype and device; D_v from 1 to 512.
         mask: the keys of each query, `mask.num_queries == T_q` and `mask.num_keys == T_k`, same device.
-        scale: the factor of scores before the softmax; None means 1 / sqrt(D).
+        scale: the factor by which scores are multiplied before the softmax; None means 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; 0.0 means no cap.
-        sinks: (H,) floating point: each head's score of a key without a value, which every query sees besides its own
+        sinks: (H,) floating point, each head's score of a key without a value, which every query sees besides its own
             keys (gpt-oss). Rows that see no key don't see the sink either. Differentiable.
         alibi_slopes: (H,), or (documents, H) for a mask that numbers its documents, float32, with float64 inputs also
             float64: scores lose the slope times the distance of the key from the query's own place, after softcap. Not
@@ -73,23 +72,23 @@ def varlen_attention(
         dropout_p: the probability that a pair's weight is dropped; the other weights are divided by 1 - dropout_p.
         dropout_seed: an integer, or an int64 scalar on q's device; the same seed drops the same pairs on every
             backend. None draws a seed from torch's generator.
-        pack_invariant: whether a document has the same bits in results and gradients alone and at every place of every
-            pack (on a CPU with as many threads), and a NaN or an infinity in it reaches no other document. Otherwise it
-            may reach documents that share a tile with it. It is slower if documents are short. Not with dropout, nor on
-            the reference backend.
-        return_lse: whether to return the log-sum-exp of each row's scores, sink included, too.
+        pack_invariant: whether results and gradients of a document have the same bits alone and at every place of every
+            pack (on a CPU with the same number of threads), and a NaN or an infinity in a document never changes
+            another document. Without it, they may change documents in the same tile. It is slower for short documents.
+            Not with dropout, nor on the reference backend.
+        return_lse: whether to also return the log-sum-exp of each row's scores, sink included.
         backend: "triton" (kernels; a GPU, or Triton's interpreter), "gluon" (experimental: another forward kernel, for
             Hopper GPUs, 16-bit types, D = D_v of 64, 128 or 256, and neither softcap nor sinks, ALiBi or dropout),
             "blocked" (torch, block by block, O(T) memory; reads the mask on the host), "reference" (torch, dense,
-            O(T^2) memory) or "auto": triton on a GPU, blocked elsewhere and for float64. A backend that is named runs
-            or raises an error; no other one replaces it.
+            O(T^2) memory) or "auto": triton on a GPU, blocked elsewhere and for float64. A named backend runs or
+            raises an error; no other backend replaces it.
 
     Returns:
         out (T_q, H, D_v) in q's dtype; with `return_lse` also lse (H, T_q) float32 (float64 for float64 inputs),
         natural logarithm, -inf in rows that see nothing. Both are differentiable.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that don't fit; the message says what is allowed.
+        ValueError: wrong shapes, dtypes, devices or options; the message says what is allowed.
         BackendUnavailableError: (a ValueError) the backend can't run here.
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); the derivation for interval masks is docs/math.md, sections 2, 3
@@ -118,8 +117,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{name} must be a torch tensor of shape (tokens, heads, head_dim); got {type(tensor).__name__}. Make "
-                "one, such as with torch.as_tensor."
+                f"{name} must be a torch tensor of shape (tokens, heads, head_dim); got {type(tensor).__name__}. "
+                "Convert it, for example with torch.as_tensor."
             )
         if tensor.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor; got {tensor.layout}. Use .to_dense().")
@@ -140,7 +139,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
         )
     if not q.device == k.device == v.device == mask.device:
         devices = _join(q.device, k.device, v.device, mask.device)
-        raise ValueError(f"q, k, v and mask must be on one device; got {devices}.")
+        raise ValueError(f"q, k, v and mask must be on one device; got {devices}. Move them with .to(device).")
     (num_queries, heads, head_dim), (num_keys, kv_heads, _), head_dim_v = q.shape, k.shape, v.shape[2]
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(
@@ -159,7 +158,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
         remedy = "Pass total_q and total_k if the tensors have slack rows past the last document."
         if mask.is_tree:
             remedy = (
-                "A mask of trees serves neither a cache nor cross-attention: pass a parent for each row, -2 for slack."
+                "A mask of trees supports neither a cache nor cross-attention: pass a parent for each row, -2 for "
+                "slack."
             )
         raise ValueError(
             f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {num_queries} rows and k "

@@ -1,4 +1,4 @@
-"""Checks of arguments: of values in host memory at once, of values on a device by an assertion there."""
+"""Checks of arguments. Values in host memory are checked at once, values on an accelerator by an assertion there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FLOAT_MASKS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reach(NamedTuple):
-    """The reach of a query within its document: `left` keys before its own place, `right` keys after it, and only its
-    chunk of `chunk` keys. UNLIMITED stands for no limit."""
+    """The visible keys of a query within its document: `left` keys before its own place, `right` keys after it, all
+    within its chunk of `chunk` keys. UNLIMITED means no limit."""
 
     left: int
     right: int
@@ -27,9 +27,9 @@ class Reach(NamedTuple):
 
 
 def require(condition: Tensor, message: str | Callable[[], str]) -> None:
-    """Raise ValueError unless a condition in host memory holds; on an accelerator assert it there, without waiting.
+    """Raise ValueError unless a condition in host memory is true; on an accelerator assert it there, without waiting.
 
-    Pass a message that names sizes as a function: formatting the sizes would tie a compiled graph to their values.
+    Pass a message with sizes as a function, because formatting sizes would tie a compiled graph to their values.
     """
     if torch.compiler.is_compiling() or condition.device.type == "meta":
         return
@@ -42,70 +42,70 @@ def require(condition: Tensor, message: str | Callable[[], str]) -> None:
 
 
 def holds_numbers(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor of a type that holds any place, offset or number of a document.
+    """Return whether a value is an int32 or int64 tensor, which can hold every place, offset or document number.
 
-    Types of 8 and 16 bits wrap around, and types of floating point skip numbers: float16 above 2,048, bfloat16 above
-    256. Documents would be joined or cut.
+    Integers of 8 and 16 bits wrap around, and floats skip numbers: float16 above 2,048, bfloat16 above 256. Documents
+    would be joined or cut.
     """
     return isinstance(value, Tensor) and value.dtype in NUMBERS
 
 
 def mask_as_numbers(mask: Tensor, name: str) -> Tensor:
-    """A mask as int32: 0 for padding, and 1, or the number of the document, for tokens.
+    """Return a mask as int32: 0 for padding, and 1, or the number of the document, for tokens.
 
-    A mask of a type that doesn't hold numbers may mark padding alone. PEFT's virtual tokens make masks float32.
+    A mask that is neither int32 nor int64 may only mark padding. PEFT's virtual tokens make masks float32.
 
     Raises:
         ValueError: other values.
     """
     numbers = mask.to(torch.int32)
     good = (mask >= 0) & (mask == numbers) if holds_numbers(mask) else (mask == 0) | (mask == 1)
-    of_others = (
-        "" if holds_numbers(mask) else f"; a mask of {str(mask.dtype).removeprefix('torch.')} holds 0 and 1 alone"
+    other_dtype = (
+        "" if holds_numbers(mask) else f"; a mask of {str(mask.dtype).removeprefix('torch.')} may only hold 0 and 1"
     )
     require(
         good.all(),
         lambda: (
             f"{name} must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
             f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. Numbers of documents are "
-            f"int32 or int64{of_others}. A mask to be added to scores isn't supported."
+            f"int32 or int64{other_dtype}. A mask that is added to scores isn't supported."
         ),
     )
     return numbers
 
 
 def check_flag(value: Any, name: str) -> bool:
-    """Return a value that must be True or False."""
+    """Return a value, or raise unless it is True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise ValueError(f"{name} must be True or False; got {describe(value)}.")
     return value  # type: ignore[return-value]
 
 
 def check_choice(value: Any, allowed: Sequence[str], name: str) -> str:
-    """Return a value that must be one of the allowed names."""
+    """Return a value, or raise unless it is one of the allowed names."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r:.100}.")
     return value
 
 
 def check_device(device: Any) -> torch.device:
-    """Return the torch.device of a device or of its name; tensors can lie on it."""
+    """Return the torch.device of a device or of its name, or raise unless tensors can be made on it."""
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"device must be a torch.device, or the name of one such as 'cpu' or 'cuda:0'; got {describe(device)}, "
             "which torch doesn't know."
         ) from error
     try:
-        if found.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
-            torch.empty(0, device=found)  # which launches nothing
+        if torch_device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
+            torch.empty(0, device=torch_device)  # launches nothing
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         raise ValueError(
-            f"device must be one that is here, such as 'cpu'; got {describe(device)}"
+            f"device must be available on this machine, such as 'cpu'; got {describe(device)}"
             f"{'' if torch.cuda.is_available() else ', and torch sees no GPU'}."
         ) from error
-    return found
+    return torch_device
 
 
 def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
@@ -115,13 +115,12 @@ def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
         window = tuple(map(plain_int, window))
     if not isinstance(window, tuple) or len(window) != 2 or not all(map(is_int, window)) or min(window) < -1:
         raise ValueError(
-            f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
+            f"window must be two integers (left, right) of at least -1, where -1 means no limit; got {window!r}."
         )
     chunk_size = plain_int(chunk_size)
     if chunk_size is not None and not (is_int(chunk_size) and chunk_size >= 1):
         raise ValueError(
-            "chunk_size must be an integer of at least 1, or None for attention that isn't chunked; got "
-            f"{chunk_size!r}."
+            f"chunk_size must be an integer of at least 1, or None for attention without chunks; got {chunk_size!r}."
         )
     left, right = window
     return Reach(
@@ -141,7 +140,7 @@ def check_documents(cu_q: Tensor, cu_k: Tensor) -> None:
 
 
 def offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
-    """The cumulative offsets of lengths in host memory."""
+    """Return the cumulative offsets of lengths in host memory."""
     if isinstance(seqlens, Tensor) and seqlens.device.type != "cpu":
         raise ValueError(
             f"{name} lies on {seqlens.device}; reading its sum would wait for the device. Pass lengths in host memory, "
@@ -158,7 +157,7 @@ def offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
 
 
 def as_offsets(offsets: Lengths, name: str) -> Tensor:
-    """Offsets as a tensor that holds at least one."""
+    """Return offsets as a tensor, or raise if there is none."""
     offsets = as_integers(offsets, name)
     if offsets.numel() == 0:
         raise ValueError(f"{name} must hold at least one offset, 0; it is empty.")
@@ -166,7 +165,7 @@ def as_offsets(offsets: Lengths, name: str) -> Tensor:
 
 
 def as_integers(values: Lengths, name: str) -> Tensor:
-    """A list, an iterator or a tensor of integers as a one-dimensional tensor."""
+    """Return a list, an iterator or a tensor of integers as a one-dimensional tensor."""
     if not isinstance(values, Tensor):
         try:
             if isinstance(values, (str, bytes, Mapping, Set)):
@@ -201,14 +200,13 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
     return total
 
 
-def check_sound(sound: Tensor, cu: Tensor, size: int, total_name: str, name: str) -> None:
-    """Raise, or assert on the device, that offsets are `sound`."""
-    on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+def check_sound(cu: Tensor, total: int, total_name: str, name: str) -> None:
+    """Raise, or assert on the device, unless offsets begin with 0, never decrease and end at most at the total."""
     require(
-        sound,
+        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total),
         lambda: (
-            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {size}"
-            + (f"; got {cu.tolist()!r:.200}." if on_host else ".")
+            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {total}"
+            + (f"; got {cu.tolist()!r:.200}." if cu.device.type == "cpu" else ".")
         ),
     )
 
@@ -230,7 +228,8 @@ def check_spans(spans: Tensor, num_queries: int, device: torch.device) -> Tensor
 
 
 def check_rows(ids: Tensor, name: str, *, mask: bool = False) -> Tensor:
-    """Return numbers of shape (T,) or (B, T), int32 or int64, as (B, T); of a `mask` any integers or bool."""
+    """Return integers (T,) or (B, T) as (B, T). They must be int32 or int64; a `mask` may have any integer type or
+    bool."""
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.dtype not in (MASKS if mask else NUMBERS):
         kind = "a bool or integer" if mask else "an integer"
         hint = " For a padding mask use from_padding_mask." if name == "segment_ids" else ""
@@ -240,7 +239,7 @@ def check_rows(ids: Tensor, name: str, *, mask: bool = False) -> Tensor:
 
 
 def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) -> Tensor:
-    """Return indices, which must ascend strictly and lie below a bound."""
+    """Return indices, or raise unless they ascend strictly from 0 to below a bound."""
     indices = as_integers(indices, name)
     if indices.device != device:
         raise ValueError(f"{name} is on {indices.device} and the mask on {device}; move them together.")
@@ -256,8 +255,8 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
 
 
 def plain_int(value: Any) -> Any:
-    """A NumPy integer, or anything else with `__index__`, as an int. Other values are returned unchanged, and so are
-    tensors, because reading one may wait for a device."""
+    """Return a NumPy integer, or any object with `__index__`, as an int. Return other values unchanged, tensors too,
+    because reading a tensor may wait for a device."""
     if isinstance(value, (int, torch.SymInt, Tensor)):
         return value
     try:
@@ -267,27 +266,28 @@ def plain_int(value: Any) -> Any:
 
 
 def is_length(value: object) -> bool:
-    """Return whether a value is a number of rows: an integer from 0 to 2**31 - 1, symbolic while torch traces."""
+    """Return whether a value is an integer from 0 to 2**31 - 1; it may be symbolic while torch traces."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def on_host(x: Tensor) -> bool:
-    """Return whether a tensor's values can be read at once: a plain tensor in host memory, outside of torch.compile."""
+    """Return whether a tensor can be read without waiting: it is plain, in host memory, and outside of
+    torch.compile."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is an int and no bool."""
+    """Return whether a value is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an int or a float, symbolic while torch traces, and no bool."""
+    """Return whether a value is an int or a float but not a bool; it may be symbolic while torch traces."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def describe(value: object) -> str:
-    """A value as error messages show it."""
+    """Return a short description of a value for error messages."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}".replace("torch.", "")
     return f"{type(value).__name__} {value!r:.100}"

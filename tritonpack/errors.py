@@ -1,4 +1,4 @@
-"""The exceptions of tritonpack, and its warning. Arguments that don't fit raise a plain ValueError."""
+"""The exceptions of tritonpack, and its warning. Wrong arguments raise a plain ValueError."""
 
 
 class UnsupportedModelError(ValueError):
@@ -6,7 +6,7 @@ class UnsupportedModelError(ValueError):
 
 
 class BackendUnavailableError(ValueError):
-    """The attention backend that was named can't run here; no other backend was tried."""
+    """The requested attention backend can't run here; no other backend is tried."""
 
 
 class OutputError(OSError):
@@ -14,7 +14,7 @@ class OutputError(OSError):
 
 
 class IsolationError(AssertionError):
-    """A document of a packed batch saw another document; the message names the first layer that leaks."""
+    """Another document of a packed batch changed a document; the message names the first layer that mixes them."""
 
 
 class PackingWarning(UserWarning):

@@ -1,7 +1,7 @@
-"""Warnings and lines that appear once per process, and the models that are patched in this process.
+"""Warnings and messages that appear once per process, and the models that are patched in this process.
 
 A `PackingWarning` reports a likely mistake that may be intended: a packed batch while no model is patched, a second
-epoch in the order of the first. A line on standard error says why a process seems to wait.
+epoch in the order of the first. A message on standard error explains a wait.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tritonpack.errors import PackingWarning
 # The patched modules of this process: `patch()` adds them, `unpatch()` discards them.
 patched_models: WeakSet[Any] = WeakSet()
 
-said: dict[str, object] = {}  # the keys of the warnings and lines that have appeared
-_unheard = threading.local()  # marks threads in which nothing is said
+said: dict[str, object] = {}  # the keys of the warnings and messages that have appeared
+_silenced = threading.local()  # marks threads without warnings
 
 
 def say_once(key: str, message: str) -> None:
-    """Warn with `PackingWarning` at the first call for a key in this process, at the line of the user's code.
+    """Warn with `PackingWarning` at the first call with this key in the process, at the line of the user's code.
 
     Args:
         key: the subject of the warning, in lower case with hyphens. The text begins with it, so filters can name it.
         message: the facts and the remedy, in full sentences.
     """
-    if hasattr(_unheard, "now"):
+    if hasattr(_silenced, "now"):
         return
     mine = object()
     if said.setdefault(key, mine) is not mine:  # one step, so that only one of several threads warns
@@ -44,14 +44,14 @@ def say_once(key: str, message: str) -> None:
 
 
 def tell_once(key: str, message: str) -> None:
-    """Print a line to standard error at the first call for a key in this process, if this process `speaks`."""
+    """Print a message to standard error at the first call with this key in the process, if it `may_print`."""
     mine = object()
-    if said.setdefault(key, mine) is mine and speaks():
+    if said.setdefault(key, mine) is mine and may_print():
         print(f"tritonpack: {message}", file=sys.stderr, flush=True)
 
 
-def speaks() -> bool:
-    """Return whether this process may print: it is the first rank of a machine, and no later worker of a DataLoader."""
+def may_print() -> bool:
+    """Return whether this process may print: only the first rank of a machine and its first DataLoader worker may."""
     from torch.utils.data import get_worker_info
 
     worker = get_worker_info()
@@ -59,15 +59,15 @@ def speaks() -> bool:
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Say nothing in this thread, and leave each key to a later call: calls of a proof aren't the user's."""
-    outer = hasattr(_unheard, "now")
-    _unheard.now = True
+def silenced() -> Iterator[None]:
+    """Silence warnings in this thread. A later call still warns, because calls of a proof aren't the user's calls."""
+    outer = hasattr(_silenced, "now")
+    _silenced.now = True
     try:
         yield
     finally:
         if not outer:
-            del _unheard.now
+            del _silenced.now
 
 
 def knows_patched_models() -> bool:
@@ -86,7 +86,7 @@ def knows_patched_models() -> bool:
 
 
 def _users_level() -> int:
-    """The caller's `stacklevel` of the innermost frame that belongs neither to this package nor to torch."""
+    """Return the caller's `stacklevel` of the innermost frame that is neither in this package nor in torch."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__name__.split(".")[0], "torch"):
         level, frame = level + 1, frame.f_back

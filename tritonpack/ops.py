@@ -1,8 +1,8 @@
 """Calls of the backends: with autograd, and as operators `tritonpack::attention` and `tritonpack::attention_backward`.
 
-Operators are opaque to `torch.compile`: it calls them without breaking its graph, whatever the token counts. They take
-only tensors and numbers; `plan` makes these from a mask and the options. Eager calls skip the operators, because
-torch's dispatcher and its autograd for operators take the host longer than everything else.
+Operators are opaque to `torch.compile`, which calls them in one graph for all token counts. They take only tensors and
+numbers; `plan` makes these from a mask and the options. Eager calls skip the operators, because torch's dispatcher and
+its autograd for operators take more host time than all other steps.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Arguments(NamedTuple):
     """The arguments of both operators after their tensors, in the order of the schema below.
 
     Attributes:
-        key_start, key_stop, diagonal, key_places: the bounds and the places of queries and keys of the mask.
+        key_start, key_stop, diagonal, key_places: the mask's bounds of keys, and the places of queries and keys.
         query_start, query_stop: the bounds of the mask's transpose.
-        is_tree: as in the mask.
+        is_tree: whether the mask is a mask of trees.
         forward_tiles, key_tiles, query_tiles, blocks: the tables that the backend's `plan_tiles` made.
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
-        backend: a name of `backends.BACKENDS`, not "auto".
+        backend: a name from `backends.BACKENDS`, not "auto".
     """
 
     key_start: Tensor
@@ -68,7 +68,7 @@ _ARGUMENTS = (
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks.
+    """Compute out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks.
 
     Raises:
         ValueError: inside of a transform of torch.func, or with tangents of forward-mode differentiation.
@@ -108,8 +108,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_plain_call(*tensors: Tensor) -> bool:
-    """Return whether a call on tensors of one device may skip the operators: no compiler, no tracer, no dispatch mode,
-    no subclass of Tensor."""
+    """Return whether a call may skip the operators: without compiler, tracer, dispatch mode or subclasses of Tensor."""
     return (
         not torch.compiler.is_compiling()
         and PLAIN.issuperset(map(type, tensors))
@@ -120,8 +119,8 @@ def _is_plain_call(*tensors: Tensor) -> bool:
 
 
 def _run(function: Callable[..., tuple[Any, ...]], x: Tensor, *others: Any) -> Any:
-    """Call `forward` or `backward` of a backend with autocast off, because the backend chooses the precision of each
-    product. Outputs and gradients are contiguous, as in the fake functions below."""
+    """Call `forward` or `backward` of a backend without autocast, because the backend chooses the precision of
+    products. Outputs and gradients are made contiguous, as in the fake functions below."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
@@ -132,7 +131,7 @@ def _run(function: Callable[..., tuple[Any, ...]], x: Tensor, *others: Any) -> A
 
 
 class _Attention(torch.autograd.Function):
-    """The eager path of autograd: the same as `torch.ops.tritonpack.attention`, without the cost of the dispatcher."""
+    """Eager autograd path; same results as torch.ops.tritonpack.attention without the dispatcher's cost."""
 
     @staticmethod
     def forward(
@@ -165,7 +164,7 @@ class _Attention(torch.autograd.Function):
 def plan(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str, *, backward: bool
 ) -> Arguments:
-    """The operators' arguments after their tensors; `backward=True` if `attention_backward` takes them, too."""
+    """Make the operators' arguments after q, k and v; with `backward` also for `attention_backward`."""
     mask.check_unwritten()
     tiles = load(backend).plan_tiles(q, k, v, mask, options, backward=backward)
     return _arguments(mask, options, tiles, backend)
@@ -285,18 +284,18 @@ attention_backward = define_operator(
 )  # fmt: skip
 
 
-def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, TileTables]:
+def _unpack(k: Tensor, args: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, TileTables]:
     options = AttentionOptions(
-        given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
-        given.pack_invariant,
+        args.scale, args.softcap, args.sinks, args.alibi_slopes, args.dropout_p, args.dropout_seed,
+        args.pack_invariant,
     )  # fmt: skip
     mask = BlockDiagonalMask(
-        given.key_start, given.key_stop, k.shape[0], given.diagonal, key_places=given.key_places, trusted=True
+        args.key_start, args.key_stop, k.shape[0], args.diagonal, key_places=args.key_places, trusted=True
     )
-    if given.is_tree:
-        mask = replace(mask, query_start=given.query_start, query_stop=given.query_stop, trusted=True)
+    if args.is_tree:
+        mask = replace(mask, query_start=args.query_start, query_stop=args.query_stop, trusted=True)
     else:
-        transposed = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0], trusted=True)
+        transposed = BlockDiagonalMask(args.query_start, args.query_stop, args.key_start.shape[0], trusted=True)
         mask.cached("transpose", lambda: transposed)
-    tiles = TileTables(given.forward_tiles, given.key_tiles, given.query_tiles, given.blocks)
-    return load(given.backend), mask, options, tiles
+    tiles = TileTables(args.forward_tiles, args.key_tiles, args.query_tiles, args.blocks)
+    return load(args.backend), mask, options, tiles

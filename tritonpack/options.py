@@ -1,4 +1,4 @@
-"""AttentionOptions: the parameters of attention besides q, k, v and the mask, as every backend takes them."""
+"""AttentionOptions: the checked parameters of attention besides q, k, v and the mask, as every backend takes them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class AttentionOptions:
     """The parameters of attention besides q, k, v and the mask (docs/math.md, section 6).
 
     Attributes:
-        scale: the factor of the products of queries and keys.
+        scale: the factor by which products of queries and keys are multiplied.
         softcap: scores become softcap * tanh(score / softcap); 0 means no cap.
-        sinks: (H,) float32 (float64 with float64 inputs), the score of a key without a value that every query of the
+        sinks: (H,) float32 (float64 with float64 inputs), the score of a key without a value, which every query of the
             head sees; None for no sinks. Differentiable.
         alibi_slopes: (T_q, H) or (1, H) float32 (float64 with float64 inputs); a score loses the slope times the
             distance of the key from its query. None for no ALiBi.
@@ -49,7 +49,7 @@ def make_options(
     dropout_seed: int | Tensor | None = None,
     pack_invariant: bool = False,
 ) -> AttentionOptions:
-    """Check the options of `varlen_attention` and bring them to the form that backends take.
+    """Check the options of `varlen_attention` and convert them for backends.
 
     Raises:
         ValueError: a value out of range, a wrong shape, dtype or device, or options that exclude each other.
@@ -66,7 +66,7 @@ def make_options(
         raise ValueError(f"dropout_p must be an int or float from 0 to below 1; got {dropout_p!r}.")
     if pack_invariant and dropout_p:
         raise ValueError(
-            "pack_invariant=True and dropout exclude each other: the pairs that are dropped depend on the place of a "
+            "pack_invariant=True and dropout exclude each other, because dropped pairs depend on the place of a "
             "document in the pack. Set dropout_p=0.0 or pack_invariant=False."
         )
     if pack_invariant and mask.is_tree:
@@ -96,12 +96,12 @@ def _sinks(sinks: Tensor, q: Tensor) -> Tensor:
 
 
 def _widened(values: Tensor, q: Tensor, name: str) -> Tensor:
-    """Values in the dtype of the scores: float32, or float64 for float64 inputs."""
+    """Return values in the dtype of scores: float32, or float64 for float64 inputs."""
     wide = torch.promote_types(q.dtype, torch.float32)
     if torch.promote_types(values.dtype, wide) != wide:
-        given, allowed = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, wide))
+        dtype, allowed = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, wide))
         raise ValueError(
-            f"{name} of {given} don't fit {str(q.dtype).removeprefix('torch.')} inputs; cast them to {allowed}."
+            f"{name} of {dtype} don't fit {str(q.dtype).removeprefix('torch.')} inputs; cast them to {allowed}."
         )
     return values.to(wide)
 
@@ -122,8 +122,8 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach().")
     if mask.diagonal is None:
         raise ValueError(
-            "alibi_slopes need a mask with distances; this one has no diagonal, because it is a transpose, or was made "
-            "without one. Use a mask that a from_* constructor made."
+            "alibi_slopes need a mask with distances, but this mask has no diagonal: it is a transpose, or was built "
+            "without one. Use a mask from a from_* constructor."
         )
     if slopes.ndim == 1:
         return slopes[None]

@@ -1,4 +1,4 @@
-"""What was removed, and what to use in its place."""
+"""Removed names, options and commands, each with its replacement."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ COMMANDS = {
     "plan --steps-together": "the lengths decide it",
     "plan --model": "costs are those of a Llama of 8 billion parameters",
     "plan --epochs": "run the command with another --seed for each epoch",
-    "plan --out": "the rows are drawn in the terminal, and --json writes the numbers",
+    "plan --out": "--json writes the numbers",
     "pack --max-items": "use tritonpack.pack_dataset(max_items=...)",
     "pack --shard-mib": "save the rows again with save_to_disk(folder, max_shard_size=...)",
 }
@@ -67,8 +67,8 @@ def refuse_removed(names: Iterable[str], caller: str) -> None:
     """Refuse keyword arguments that a function doesn't have.
 
     Raises:
-        ValueError: one that was removed.
-        TypeError: another one.
+        ValueError: the first one was removed.
+        TypeError: the first one never existed.
     """
     for name in names:
         if name in OPTIONS:

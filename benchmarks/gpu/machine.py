@@ -13,13 +13,15 @@ import torch
 
 from benchmarks.harness.ledger import environment
 from benchmarks.harness.measure import quantiles, time_alternating
+from benchmarks.harness.registry import Call
 
 
 def ceilings() -> tuple[float, float]:
     """The limits of this GPU: TB/s of a device-to-device copy, and TFLOP/s of a bf16 matrix product."""
     x, y = (torch.empty(2**31, dtype=torch.int8, device="cuda") for _ in range(2))
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = time_alternating({"copy": lambda: y.copy_(x), "matmul": lambda: a @ b}, torch.device("cuda"))
+    calls = {"copy": Call(lambda: y.copy_(x)), "matmul": Call(lambda: a @ b)}
+    times = time_alternating(calls, torch.device("cuda"))
     copy, matmul = (quantiles(times[name].device)[1] for name in ("copy", "matmul"))
     return 2 * x.numel() / copy / 1e9, 2 * 8192**3 / matmul / 1e9
 

@@ -11,21 +11,46 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.harness.ledger import append, environment
-from benchmarks.harness.measure import quantiles, time_alternating
+from benchmarks.harness.ledger import RESULTS, Ledger, environment
+from benchmarks.harness.registry import OURS, Call, Case
+from benchmarks.harness.run import Budget, run, table
 from tests.lengths import distributions
 from tests.trees import tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.testing.cases import parents_of
 
-RESULTS = Path("benchmarks/results")
+BUILT = (
+    "from_cu_seqlens", "from_position_ids", "from_segment_ids", "from_tree", "from_tree, one chain", "transpose",
+    "tile_tables",
+)  # fmt: skip
+WRITTEN = ("bool", "additive bfloat16", "bits", "block mask")
+
+
+def cases(device: torch.device, tokens: int, dense_tokens: int) -> list[Case]:
+    """What is measured. Masks of `dense_tokens` have a memory that is quadratic in tokens."""
+    building = cache(partial(builders, tokens, device))
+    writing = cache(partial(writers, dense_tokens, device))
+
+    def built(form: str) -> dict[str, Any]:
+        return {OURS: building()[form]}
+
+    def written(form: str) -> dict[str, Any]:
+        return {**writing()[form]}
+
+    names = (f"masks, {tokens} tokens", f"masks written out, {dense_tokens} tokens")
+    return [
+        Case(__name__, [name], {"mask": form}, partial(make, form))
+        for name, make, forms in zip(names, (built, written), (BUILT, WRITTEN), strict=True)
+        for form in forms
+    ]
 
 
 def builders(tokens: int, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -34,33 +59,34 @@ def builders(tokens: int, device: torch.device) -> dict[str, Callable[[], object
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).to(device)
     segments = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths).to(device)[None]
-    expected = BlockDiagonalMask.from_seqlens(lengths.tolist())
-    made = {
-        "from_cu_seqlens": lambda: BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=tokens),
-        "from_position_ids": lambda: BlockDiagonalMask.from_position_ids(positions),
-        "from_segment_ids": lambda: BlockDiagonalMask.from_segment_ids(segments),
-    }
-    for name, make in made.items():
-        mask = make()
-        for field in ("key_start", "key_stop", "diagonal"):
-            assert torch.equal(getattr(mask, field).cpu(), getattr(expected, field)), f"{name}: {field}"
     agents = torch.tensor(parents_of(*tree_batches()["agent, 6 turns"] * 8)[:tokens])
-    for name, parents in {"from_tree": agents, "from_tree, one chain": torch.arange(-1, tokens - 1)}.items():
-        made[name] = partial(BlockDiagonalMask.from_tree, parents.to(device))
-        mask, expected = made[name](), BlockDiagonalMask.from_tree(parents)
-        for field in ("key_start", "key_stop", "query_stop", "diagonal"):
-            assert torch.equal(getattr(mask, field).cpu(), getattr(expected, field)), f"{name}: {field}"
-    return {
-        **made,
-        "transpose": lambda: made["from_cu_seqlens"]().transpose(),
-        "tile_tables": lambda: tile_tables(
-            made["from_cu_seqlens"](), Cut(32, 64, 128), Cut(128, of_keys=True), Cut(16, 64, 64)
+    chain = torch.arange(-1, tokens - 1)
+    rows = BlockDiagonalMask.from_seqlens(lengths.tolist())
+    made = {
+        "from_cu_seqlens": (partial(BlockDiagonalMask.from_cu_seqlens, cu_seqlens, total_q=tokens), rows),
+        "from_position_ids": (partial(BlockDiagonalMask.from_position_ids, positions), rows),
+        "from_segment_ids": (partial(BlockDiagonalMask.from_segment_ids, segments), rows),
+        "from_tree": (partial(BlockDiagonalMask.from_tree, agents.to(device)), BlockDiagonalMask.from_tree(agents)),
+        "from_tree, one chain": (
+            partial(BlockDiagonalMask.from_tree, chain.to(device)),
+            BlockDiagonalMask.from_tree(chain),
         ),
     }
+    for name, (make, expected) in made.items():
+        mask = make()
+        for field in ("key_start", "key_stop", "diagonal", *["query_stop"] * mask.is_tree):
+            assert torch.equal(getattr(mask, field).cpu(), getattr(expected, field)), f"{name}: {field}"
+    make = made["from_cu_seqlens"][0]
+    cuts = Cut(32, 64, 128), Cut(128, of_keys=True), Cut(16, 64, 64)
+    return {
+        **{name: make for name, (make, _) in made.items()},
+        "transpose": lambda: make().transpose(),
+        "tile_tables": lambda: tile_tables(make(), *cuts),
+    }
 
 
-def writers(tokens: int, device: torch.device) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Functions that write masks in the forms of other kernels, and the bytes of some of these masks."""
+def writers(tokens: int, device: torch.device) -> dict[str, dict[str, Call]]:
+    """Calls that write masks in the forms of other kernels, ours and others."""
     lengths = distributions(tokens)["stdlib"]
     mask = BlockDiagonalMask.from_seqlens(lengths, device=device)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
@@ -71,19 +97,17 @@ def writers(tokens: int, device: torch.device) -> tuple[dict[str, Callable[[], o
         return (document[q] == document[k]) & (q >= k)
 
     target = torch.empty(tokens, tokens, dtype=torch.bfloat16, device=device)
-    compiled = torch.compile(create_block_mask)
-    pairs = tokens**2
-    calls: dict[str, Callable[[], object]] = {
-        "to_dense bool": mask.to_dense,
-        "to_dense additive bf16": lambda: mask.to_dense(torch.bfloat16, additive=True),
-        "to_bits": mask.to_bits,
-        "fill bf16 (torch)": lambda: target.fill_(1.0),
-        "to_block_mask": mask.to_block_mask,
-        "create_block_mask (torch)": lambda: create_block_mask(causal_document, None, None, tokens, tokens, device),
-        "create_block_mask compiled": lambda: compiled(causal_document, None, None, tokens, tokens, device),
+    given, pairs = (causal_document, None, None, tokens, tokens, device), tokens**2
+    block_masks = {OURS: Call(mask.to_block_mask), "create_block_mask": Call(partial(create_block_mask, *given))}
+    if device.type == "cuda":
+        block_masks["create_block_mask, compiled"] = Call(partial(torch.compile(create_block_mask), *given))
+    additive = Call(partial(mask.to_dense, torch.bfloat16, additive=True), nbytes=2 * pairs)
+    return {
+        "bool": {OURS: Call(mask.to_dense, nbytes=pairs)},
+        "additive bfloat16": {OURS: additive, "torch's fill": Call(partial(target.fill_, 1.0), nbytes=2 * pairs)},
+        "bits": {OURS: Call(mask.to_bits, nbytes=pairs // 8)},
+        "block mask": block_masks,
     }
-    sizes = {"to_dense bool": pairs, "to_dense additive bf16": 2 * pairs, "to_bits": pairs // 8}
-    return calls, sizes | {"fill bf16 (torch)": 2 * pairs}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,18 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--device cpu needs --out: rows of a smoke run don't belong beside measured ones.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.masks needs a GPU, and torch sees none here.")
-    path, about = (options.out or RESULTS) / "masks.csv", environment(device, options.commit)
-    calls, sizes = writers(options.dense_tokens, device)
-    for tokens, timed in ((options.tokens, builders(options.tokens, device)), (options.dense_tokens, calls)):
-        for name, times in time_alternating(timed, device).items():
-            if times.error is not None:
-                print(f"{name:28} {times.error}", flush=True)
-                continue
-            median = quantiles(times.device)[1]
-            rate = round(sizes[name] / median / 1e6) if name in sizes else ""
-            row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate} | about
-            append(path, list(row), [row])
-            print(f"{name:28} {tokens:7} tokens  {row['p50_us']:9} us  {rate} GB/s", flush=True)
+    ledger = Ledger((options.out or RESULTS) / "masks.csv", environment(device, options.commit))
+    run(cases(device, options.tokens, options.dense_tokens), ledger, Budget(60), device)
+    print("", *table(ledger.rows()), sep="\n")
 
 
 if __name__ == "__main__":

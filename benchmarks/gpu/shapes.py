@@ -7,9 +7,15 @@ the distributions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.harness.batch import Shape
+import torch
+
+from benchmarks.harness.batch import Shape, make_batch
+from benchmarks.harness.peers import Peer
+from benchmarks.harness.registry import Case
+from benchmarks.harness.verify import OPS, checked
 from tests.lengths import distributions
 from tests.trees import group, path_lengths, tree_batches
 from tritonpack.testing.cases import parents_of
@@ -35,6 +41,18 @@ def documents_of(shape: Shape) -> tuple[list[int], tuple[int, ...] | None]:
         tokens = int(shape.distribution.removeprefix(EACH))
         return [tokens] * (shape.tokens // tokens), None
     return distributions(shape.tokens)[shape.distribution], None
+
+
+def case_of(shape: Shape, peers: Sequence[Peer], device: torch.device) -> Case:
+    """Attention of a shape by those of the peers that are measured at it."""
+    fit = [peer for peer in peers if peer.fits(shape)]
+
+    def prepare() -> dict[str, object]:
+        lengths, parents = documents_of(shape)
+        return {**checked(make_batch(shape, lengths, device, parents=parents), fit)}
+
+    names = [peer.name for peer in fit]
+    return Case(__name__, [f"attention, {op}" for op in OPS], shape.parameters(), prepare, names)
 
 
 def tree_shapes() -> list[Shape]:
@@ -92,7 +110,7 @@ def quick_shapes() -> list[Shape]:
     ]
 
 
-def own_shapes(tokens: int, heads: int, head_dim: int, dtype: str) -> list[Shape]:
+def own_shapes(tokens: int, heads: int = 32, head_dim: int = 128, dtype: str = "bfloat16") -> list[Shape]:
     """Batches of four distributions with these sizes."""
     kv_heads = heads // 4 if heads % 4 == 0 else heads
     return [Shape(name, tokens, heads, kv_heads, head_dim, dtype=dtype) for name in ("one", "skewed", "flan", "tiny")]

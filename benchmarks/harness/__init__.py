@@ -1,1 +1,1 @@
-"""Times attention and other implementations on the same tensors, after a check of results; all benchmarks' ledger."""
+"""What all benchmarks share: the registry of cases, the clock, the ledger of rows; attention beside others, checked."""

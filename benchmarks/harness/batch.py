@@ -38,10 +38,10 @@ class Shape:
     dtype: str = "bfloat16"
     trees: bool = False
 
-    def columns(self) -> dict[str, str]:
-        """The shape as columns of a CSV."""
+    def parameters(self) -> dict[str, object]:
+        """The shape as the parameters of a case."""
         window = "" if self.window == NO_WINDOW else "{} {}".format(*self.window)
-        return {name: str(value) for name, value in asdict(self).items()} | {"window": window}
+        return asdict(self) | {"window": window, "trees": self.trees or None}
 
     def __str__(self) -> str:
         kind = "causal" if self.causal else "bidirectional"

@@ -1,4 +1,4 @@
-"""The CSV files of measurements, the facts of the environment that their rows hold, and the time that a run has."""
+"""The CSV files of measurements, all with the same columns, and the facts of the environment that their rows hold."""
 
 from __future__ import annotations
 
@@ -6,112 +6,93 @@ import csv
 import hashlib
 import platform
 import subprocess
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness.batch import Shape
-from benchmarks.harness.measure import FIGURES, LOST, OPS
 from tritonpack.cli.machine import installed_version
 
 ROOT = Path(__file__).parents[2]
+RESULTS = Path("benchmarks/results")
 CODE = ("tritonpack", "benchmarks")  # the folders that figures depend on
-SHAPE = tuple(field.name for field in fields(Shape))
-ABOUT = (
-    "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_3", "flash_attn_4",
-    "xformers",
-)  # fmt: skip
+KEY = ("benchmark", "case", "implementation")  # what names a measurement
+ABOUT = ("device", "versions", "commit")  # in which environment it was made
+COLUMNS = (*KEY, "status", "p20_ms", "p50_ms", "p80_ms", "figures", *ABOUT, "date")
 CONTINUE = 3  # the exit status of a program that isn't done, and that the same command continues
-COLUMNS = ("op", "implementation", *SHAPE, "documents", "status", *FIGURES, *ABOUT, "date")
+PACKAGES = ("torch", "triton", "transformers", "tritonpack", "flash-attn-3", "flash-attn-4", "xformers")
+
+Row = dict[str, str]
 
 
-class Budget:
-    """Minutes that begin now. A piece of work may begin if the longest time of the last three pieces is left."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-        self.taken: list[float] = []
-
-    def allows(self) -> bool:
-        return time.monotonic() + max(self.taken[-3:], default=0.0) < self.end
-
-    def spend(self, seconds: float) -> None:
-        self.taken.append(seconds)
+def joined(values: Mapping[str, object]) -> str:
+    """Names and values in a cell: "documents=flan; tokens=4096". A value that is None or "" is left out."""
+    return "; ".join(f"{name}={value}" for name, value in values.items() if value not in (None, ""))
 
 
-def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Append rows to a CSV, which is made if it isn't there.
+def parted(cell: str) -> Row:
+    """The names and values of such a cell."""
+    return dict(part.split("=", 1) for part in cell.split("; ")) if cell else {}
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a ledger; of a measurement that was repeated only the last one.
+
+    Raises:
+        SystemExit: there is no such file, or it has other columns.
+    """
+    if not path.exists():
+        raise SystemExit(f"{path} doesn't exist; `python -m benchmarks.gpu` and `benchmarks.cpu` write such files.")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise SystemExit(f"{path} isn't a ledger of this version: its columns aren't {', '.join(COLUMNS)}.")
+        return list({tuple(row[name] for name in (*KEY, "device")): row for row in reader}.values())
+
+
+class Ledger:
+    """Appends rows to a CSV, and knows which measurements it has of this environment.
+
+    Args:
+        path: of the file, which is made if it isn't there.
+        about: the columns ABOUT of all rows of this run.
 
     Raises:
         SystemExit: the file has other columns.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", newline="") as file:
-        file.seek(0)
-        header = next(csv.reader(file), None)
-        if header is not None and tuple(header) != tuple(columns):
-            raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
-        writer = csv.DictWriter(file, columns, restval="")
-        if header is None:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-class Rows:
-    """A CSV of measurements: appends rows to it, and knows which of them were measured before.
-
-    A row was measured before if the columns of its key and of the environment agree.
-
-    Args:
-        path: of the file, which is made if it isn't there.
-        about: columns that all rows of this run share.
-        columns: of the file.
-        key: the columns that name a measurement.
-    """
-
-    def __init__(self, path: Path, about: Mapping[str, str], columns: Sequence[str], key: Sequence[str]) -> None:
-        self.path, self.about, self.columns, self.key = path, dict(about), columns, key
-        self.known: dict[tuple[str, ...], Mapping[str, str]] = {}
-        append(path, columns, [])
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if self.about.items() <= row.items():
-                    self._note(row)
-
-    def _note(self, row: Mapping[str, str]) -> None:
-        self.known[tuple(row[name] for name in self.key)] = row
-
-    def write(self, row: Mapping[str, object]) -> None:
-        """Append a row, with the environment and the time, to the file."""
-        whole = {name: "" if value is None else str(value) for name, value in row.items()} | self.about
-        append(self.path, self.columns, [whole | {"date": now()}])
-        self._note(whole)
-
-    def find(self, measurement: Mapping[str, str]) -> Mapping[str, str] | None:
-        """The row of a measurement, given by the columns of the key; None if it wasn't made before."""
-        return self.known.get(tuple(measurement[name] for name in self.key))
-
-
-class Ledger(Rows):
-    """The CSV of attention."""
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
-        super().__init__(path, about, COLUMNS, ("op", "implementation", *SHAPE))
+        self.path, self.about = path, dict(about)
+        self._known: dict[tuple[str, ...], Row] = {}
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._append(dict(zip(COLUMNS, COLUMNS, strict=True)))
+        read(path)
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if self.about.items() <= row.items():
+                    self._known[tuple(row[name] for name in KEY)] = row
 
-    def _of(self, shape: Mapping[str, str], implementation: str) -> list[Mapping[str, str] | None]:
-        return [self.find({**shape, "op": op, "implementation": implementation}) for op in OPS]
+    def write(self, row: Mapping[str, object]) -> None:
+        """Append a row, with the environment and the time."""
+        whole = dict.fromkeys(COLUMNS, "") | {name: str(value) for name, value in row.items()} | self.about
+        whole["date"] = now()
+        self._append(whole)
+        self._known[tuple(whole[name] for name in KEY)] = whole
 
-    def finished(self, shape: Mapping[str, str], implementations: Iterable[str]) -> bool:
-        """Return whether every implementation has all of its rows at a shape."""
-        return all(row is not None for name in implementations for row in self._of(shape, name))
+    def find(self, benchmark: str, case: str, implementation: str = "") -> Row | None:
+        """The row of a measurement; None if it wasn't made before in this environment."""
+        return self._known.get((benchmark, case, implementation))
 
-    def lost(self, shape: Mapping[str, str], implementation: str) -> bool:
-        """Return whether an implementation broke the device at a shape, so that it shouldn't be tried there again."""
-        return any(row is not None and row["status"].startswith(LOST) for row in self._of(shape, implementation))
+    def rows(self) -> list[Row]:
+        """The rows of this environment."""
+        return list(self._known.values())
+
+    def _append(self, row: Mapping[str, str]) -> None:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
 
 
 def now() -> str:
@@ -121,20 +102,23 @@ def now() -> str:
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
     """The device, every version and the code, as `commit_here` calls it."""
-    on_gpu = device.type == "cuda"
+    versions: dict[str, object] = {}
+    if device.type == "cuda":
+        versions["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        versions["cuda"] = torch.version.cuda or torch.version.hip
+    else:
+        versions["threads"] = torch.get_num_threads()
+    versions |= {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU, smoke run by the host's clock",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or torch.version.hip or "",
-        "triton": installed_version("triton") or "",
-        "tritonpack": installed_version("tritonpack") or "source",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
+        "versions": joined(versions),
         "commit": commit or commit_here(),
-        "flash_attn_3": installed_version("flash-attn-3") or "",
-        "flash_attn_4": installed_version("flash-attn-4") or "",
-        "xformers": installed_version("xformers") or "",
     }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def commit_here(root: Path = ROOT) -> str:

@@ -1,33 +1,27 @@
-"""Measure all peers on one batch: each is checked, then they are timed in turn. Failures become rows too.
+"""Measure the implementations of a case: each is checked, then they are timed in turn. Failures become rows too.
 
 Times are taken by device events on a GPU, and by the host's clock on a CPU.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from benchmarks.harness.batch import Batch
-from benchmarks.harness.peers import Peer, Prepared
-from benchmarks.harness.verify import ResultCheck
+from benchmarks.harness.ledger import joined
+from benchmarks.harness.registry import REPEATS, Call, Case
 
-# Work relative to a forward pass: backward has five matrix products, forward has two.
-WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-OPS = tuple(WORK)
-FIGURES = ("p20_ms", "p50_ms", "p80_ms", "host_ms", "tflops", "extra_mib", "launches")
-
-PATIENCE = 120.0  # seconds that a peer may take to compile for a shape and to be checked
+PATIENCE = 120.0  # seconds that an implementation may take to compile for a case and to be checked
 LOST = "the device was lost"
 NOT_INSTALLED = "not installed"
 
-REPEATS, FEWEST, SECONDS = 20, 5, 0.5
+FEWEST, SECONDS = 5, 0.5
 WARM_UP = 2
 
 # Cycles that the device sleeps before each call, about a millisecond. The host enqueues the call in this time, so that
@@ -35,12 +29,11 @@ WARM_UP = 2
 HEAD_START = 2_000_000
 FLUSHED_BYTES = 256 * 2**20  # larger than the L2 cache of any GPU
 
-Call = Callable[[], object]
 Write = Callable[[Mapping[str, object]], None]
 
 
 class DeviceLostError(RuntimeError):
-    """A peer broke the device for this process: nothing runs on it any more."""
+    """An implementation broke the device for this process: nothing runs on it any more."""
 
 
 @dataclass
@@ -63,68 +56,79 @@ class Times:
         return len(self.device) >= FEWEST and sum(self.device) > 1000 * SECONDS
 
 
-def measure(batch: Batch, peers: Sequence[Peer], write: Write, repeats: int = REPEATS) -> None:
-    """Check every peer on a batch, and time those whose results are right.
+def measure(
+    case: Case,
+    write: Write,
+    device: torch.device,
+    *,
+    begin: Callable[[str], None] = lambda name: None,
+    without: Collection[str] = (),
+    repeats: int | None = None,
+) -> None:
+    """Check every implementation of a case, and time those whose results are right.
 
     Args:
-        batch: the tensors.
-        peers: the implementations.
-        write: called with each row: "op", "implementation", "status" ("ok", or the reason why there is no figure), and
-            FIGURES where it is "ok". `host_ms` is the time to launch the call; `tflops` counts visible pairs alone.
-        repeats: how often each call is timed at most.
+        case: what is measured.
+        write: called with each row: "benchmark", "case", "implementation", "status" ("ok", or the reason why there is
+            no figure), the percentiles of the time, and "figures": `host_ms`, the time to launch the call; `tflops`,
+            over the visible pairs alone; `gb_per_s`; `extra_mib` and `launches` on a GPU.
+        device: where it runs.
+        begin: called with the name of each implementation before it is prepared.
+        without: implementations that aren't tried.
+        repeats: how often each call is timed at most, in place of the case's own.
 
     Raises:
-        DeviceLostError: a peer broke the device for this process; the row that says so is written.
+        DeviceLostError: an implementation broke the device for this process; the row that says so is written.
     """
-    check, device = ResultCheck(batch), batch.q.device
-    calls: dict[str, dict[str, Call]] = {op: {} for op in OPS}
+    calls: dict[str, dict[str, Call]] = {benchmark: {} for benchmark in case.benchmarks}
 
-    def fail(name: str, ops: Sequence[str], error: Exception) -> None:
+    def tell(benchmark: str, name: str, status: str, **columns: str) -> None:
+        write({"benchmark": benchmark, "case": case.text, "implementation": name, "status": status, **columns})
+
+    def fail(name: str, benchmarks: Iterable[str], error: Exception) -> None:
         broken = _broken(device)
-        for op in ops:
-            write({"op": op, "implementation": name, "status": (LOST + ": " if broken else "") + reason(error)})
+        for benchmark in benchmarks:
+            tell(benchmark, name, (LOST + ": " if broken else "") + reason(error))
         if broken:
             raise DeviceLostError(f"{name}: {reason(error)}") from error
 
-    for peer in peers:
+    implementations = dict(case.prepare())
+    for name in [name for name in implementations if name not in without]:
+        begin(name)
         try:
             with time_limit(PATIENCE):
-                prepared = Prepared(peer, batch)
-                out = prepared.forward()
-                check.check_forward(prepared.leave(out))
-            calls["forward"][peer.name] = prepared.forward
-            with time_limit(PATIENCE):
-                check.check_backward(out, prepared)
-            calls["backward"][peer.name] = partial(prepared.backward, out)
-            calls["both"][peer.name] = prepared.both
-        except Exception as error:  # whatever a peer raises becomes a row
-            fail(peer.name, [op for op in OPS if peer.name not in calls[op]], error)
-    del check
+                made = case.calls(implementations.pop(name))
+            for benchmark in case.benchmarks:
+                with time_limit(PATIENCE):
+                    calls[benchmark][name] = next(made)
+        except Exception as error:  # whatever an implementation raises becomes a row
+            fail(name, [benchmark for benchmark in case.benchmarks if name not in calls[benchmark]], error)
+    implementations = made = None  # type: ignore[assignment]  # they hold tensors for checks
 
-    for op, of_op in calls.items():
-        for name, times in time_alternating(of_op, device, repeats).items():
+    for benchmark, of_benchmark in calls.items():
+        for name, times in time_alternating(of_benchmark, device, repeats or case.repeats).items():
             try:
                 if times.error is not None:
                     raise times.error
-                figures = _figures(times, of_op[name], WORK[op] * batch.flops(), device)
+                columns = _columns(times, of_benchmark[name], device)
             except Exception as error:  # such as memory that runs out in a later call
-                fail(name, [op], error)
+                fail(name, [benchmark], error)
                 continue
-            write({"op": op, "implementation": name, "status": "ok"} | figures)
+            tell(benchmark, name, "ok", **columns)
 
 
-def _figures(times: Times, call: Call, flops: float, device: torch.device) -> dict[str, object]:
+def _columns(times: Times, call: Call, device: torch.device) -> dict[str, str]:
     p20, p50, p80 = quantiles(times.device)
-    extra = extra_bytes(call, device)
-    return {
-        "p20_ms": f"{p20:.4f}",
-        "p50_ms": f"{p50:.4f}",
-        "p80_ms": f"{p80:.4f}",
-        "host_ms": f"{quantiles(times.host)[1]:.4f}",
-        "tflops": f"{flops / p50 / 1e9:.4g}",
-        "extra_mib": None if extra is None else f"{extra / 2**20:.1f}",
-        "launches": launches(call, device),
-    }
+    figures: dict[str, object] = {}
+    if device.type == "cuda":
+        extra = extra_bytes(call)
+        figures = {"host_ms": f"{quantiles(times.host)[1]:.4f}", "extra_mib": f"{extra / 2**20:.1f}"}
+        figures["launches"] = launches(call)
+    if call.flops:
+        figures["tflops"] = f"{call.flops / p50 / 1e9:.4g}"
+    if call.nbytes:
+        figures["gb_per_s"] = round(call.nbytes / p50 / 1e6)
+    return {"p20_ms": f"{p20:.4f}", "p50_ms": f"{p50:.4f}", "p80_ms": f"{p80:.4f}", "figures": joined(figures)}
 
 
 def reason(error: Exception) -> str:
@@ -173,8 +177,9 @@ def time_alternating(calls: Mapping[str, Call], device: torch.device, repeats: i
             if taken.error is not None or taken.enough:
                 continue
             try:
-                on_device, on_host = _time_on_host(call) if cold is None else _time_on_device(call, cold)
-            except Exception as error:  # whatever a peer raises; the others go on
+                with call.around():
+                    on_device, on_host = _time_on_host(call) if cold is None else _time_on_device(call, cold)
+            except Exception as error:  # whatever an implementation raises; the others go on
                 taken.error = error.with_traceback(None)  # frames of the traceback hold tensors
                 continue
             if repeat >= 0:
@@ -184,9 +189,13 @@ def time_alternating(calls: Mapping[str, Call], device: torch.device, repeats: i
 
 
 def _time_on_host(call: Call) -> tuple[float, float]:
-    begin = time.perf_counter()
-    call()
-    taken = 1000 * (time.perf_counter() - begin)
+    gc.disable()
+    try:
+        begin = time.perf_counter()
+        call.function()
+        taken = 1000 * (time.perf_counter() - begin)
+    finally:
+        gc.enable()
     return taken, taken
 
 
@@ -207,25 +216,21 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
     return p20, p50, p80
 
 
-def extra_bytes(call: Call, device: torch.device) -> int | None:
-    """The most memory that a call holds beyond what was held before, its results included; None on a CPU."""
-    if device.type != "cuda":
-        return None
+def extra_bytes(call: Call) -> int:
+    """The most memory of the GPU that a call holds beyond what was held before, its results included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call()
+    call.function()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
-def launches(call: Call, device: torch.device) -> int | None:
-    """The number of kernels, copies and fills that a call starts; None on a CPU, and where the profiler doesn't run."""
-    if device.type != "cuda":
-        return None
+def launches(call: Call) -> int | None:
+    """The number of kernels, copies and fills that a call starts on a GPU; None where the profiler doesn't run."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            call()
+            call.function()
             torch.cuda.synchronize()
         events = profile.events() or []
     except RuntimeError:

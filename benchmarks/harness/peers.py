@@ -23,9 +23,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness.batch import NO_WINDOW, Batch, Shape
+from benchmarks.harness.registry import OURS
 from tritonpack.attention import varlen_attention
 
-OURS = "tritonpack"
 MOST_PADDING = 16  # padded batches of more than this many times the tokens are refused
 LARGEST_DENSE = 32768  # tokens beyond which a dense mask is refused
 

@@ -8,14 +8,21 @@ the mask alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from benchmarks.harness.batch import Batch
-from benchmarks.harness.peers import Prepared
+from benchmarks.harness.peers import Peer, Prepared
+from benchmarks.harness.registry import Call
 from tritonpack.testing import Inputs, check_outputs
 
 ROWS = 512
+# Work relative to a forward pass: backward has five matrix products, forward has two.
+WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+OPS = tuple(WORK)
 
 
 def _sample_rows(batch: Batch, count: int) -> Tensor:
@@ -77,3 +84,19 @@ class ResultCheck:
         check_outputs(self.inputs, {"dq": self._drawn(dq), "dk": dk[:, -1:], "dv": dv[:, -1:]})
         if dq.index_fill(0, self.rows, 0.0).count_nonzero():
             raise AssertionError("dq isn't zero in rows whose output has no gradient")
+
+
+def checked(batch: Batch, peers: Iterable[Peer]) -> dict[str, Callable[[], Iterator[Call]]]:
+    """The calls of peers on a batch, of each peer one for each of OPS, as `Case.prepare` returns them."""
+    check, flops = ResultCheck(batch), batch.flops()
+
+    def calls(peer: Peer) -> Iterator[Call]:
+        prepared = Prepared(peer, batch)
+        out = prepared.forward()
+        check.check_forward(prepared.leave(out))
+        yield Call(prepared.forward, flops=flops)
+        check.check_backward(out, prepared)
+        yield Call(partial(prepared.backward, out), flops=WORK["backward"] * flops)
+        yield Call(prepared.both, flops=WORK["both"] * flops)
+
+    return {peer.name: partial(calls, peer) for peer in peers}

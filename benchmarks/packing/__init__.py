@@ -1,1 +1,1 @@
-"""Benchmarks of packing: `pytest benchmarks/packing --benchmark-only`, and `python -m benchmarks.packing.compare`."""
+"""Benchmarks of packing: `python -m benchmarks.cpu -k packing` and `python -m benchmarks.packing.compare`."""

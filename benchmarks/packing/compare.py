@@ -4,17 +4,16 @@
     python -m benchmarks.packing.compare --suite [--lengths FILE.json] [--peers DIR]
 
 The first table measures plans for the given lengths (by default random ones like OpenChat's, see tests/lengths.py), on
-8 ranks of 32,768 tokens over 10 epochs by default. Its columns are the fields of `PlanStatistics`, means over the
-epochs; the costs are those of a Llama-3-8B. Warm is the median time that one rank takes to plan an epoch. Cold is the
-time of the first call in this process, which compiles or loads machine code. (Most of axolotl's time is the garbage
-collection at the end of its sampler.) Every plan is checked before its row is printed: no document is in it twice, no
-row is above the capacity.
+8 ranks of 32,768 tokens over 10 epochs by default. Its columns are fields of `PlanStatistics`, means over the epochs;
+the costs are those of a Llama-3-8B. The last one is the least time in which one rank plans an epoch, warm; samplers
+take turns. (Most of axolotl's time is the garbage collection at the end of its sampler.) Every plan is checked before
+its row is printed: no document is in it twice, no row is above the capacity.
 
 The second table has the times of packing log-normal lengths, warm, the best of three runs (one run if it takes
 seconds). A packer that took more than --limit seconds gets no larger problem.
 
-With --suite one table compares our planner with the other samplers on eleven data sets, and the last line names the
-rows in which ours loses (see benchmarks/packing/suite.py).
+With --suite the first table compares our planner with the other samplers on eleven data sets, and the last line names
+the rows in which ours loses (see benchmarks/packing/suite.py).
 """
 
 from __future__ import annotations
@@ -24,87 +23,77 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, get_args
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.packing.baselines import interleaved_rows, next_fit_rows, shuffled_bins
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
-from benchmarks.packing.suite import checked, print_suite, seconds
+from benchmarks.packing.suite import OURS, data_sets, losses, print_table, seconds
 from tests.lengths import log_normal, lookalike
+from tritonpack.cli.plan import next_fit_rows
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.planning.plan import Plan, plan_epoch
-from tritonpack.packing.planning.statistics import PlanStatistics, plan_statistics
 
 
-def ours() -> list[Sampler]:
-    """Our planner with each objective and tail."""
+def interleaved_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int, epoch: int) -> Plan:
+    """Rows of as many documents as fit if all are padded to the longest, each step's dealt out to ranks by length.
 
-    def sampler(name: str, **options: Any) -> Sampler:
-        def plan(lengths: NDArray[np.int32], capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
-            return plan_epoch(lengths, capacity, ranks, seed=seed, epoch=epoch, **options)
+    The multipack project compares its samplers with this way.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(len(lengths)).astype(np.int32)
+    per_step = num_ranks * (capacity // int(lengths.max()))
+    left = len(order) % per_step
+    order = order[: len(order) - left * (left < num_ranks)]
+    position = np.arange(len(order))
+    step = position // per_step
+    order = order[np.lexsort((lengths[order], step))]
+    row = step * num_ranks + position % num_ranks
+    offsets = np.cumsum([0, *np.bincount(row, minlength=-(-len(order) // per_step) * num_ranks)])
+    return Plan(order[np.argsort(row, kind="stable")], offsets, num_ranks, capacity)
 
-        def from_wide(lengths: Lengths, *how: int) -> Plan:
-            return plan(lengths.astype(np.int32), *how)
 
-        return Sampler(f"tritonpack {name}", from_wide, plan, lambda lengths: lengths.astype(np.int32))
+def shuffled_bins(lengths: Lengths, capacity: int, num_ranks: int, seed: int, epoch: int) -> Plan:
+    """The whole epoch packed at once by best-fit-decreasing; the rows are shuffled."""
+    packing = pack(lengths, capacity)
+    rows = np.random.default_rng([seed, epoch]).permutation(packing.num_bins)
+    bins = [packing[row] for row in rows[: len(rows) // num_ranks * num_ranks]]
+    offsets = np.cumsum([0, *map(len, bins)])
+    return Plan(np.concatenate([*bins, np.zeros(0, np.int32)]), offsets, num_ranks, capacity)
 
+
+def in_order(lengths: Lengths, capacity: int, num_ranks: int, seed: int, epoch: int) -> Plan:
+    """Rows filled in order; a document that doesn't fit begins a new row."""
+    return next_fit_rows(lengths, capacity, num_ranks, seed=[seed, epoch])
+
+
+def ours(name: str = OURS, **options: Any) -> Sampler:
+    """Our planner as the sampler runs it."""
+
+    def prepare(lengths: Lengths) -> NDArray[np.int32]:
+        return lengths.astype(np.int32)
+
+    def plan(lengths: NDArray[np.int32], capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
+        return plan_epoch(lengths, capacity, ranks, seed=seed, epoch=epoch, **options)
+
+    return Sampler(name, lambda lengths, *how: plan(prepare(lengths), *how), plan, prepare)
+
+
+def all_of_ours() -> list[Sampler]:
+    """Our planner with each objective and tail, and simple ways to fill rows."""
     return [
-        sampler("quadratic"),
-        sampler("quadratic, spread", tail="spread"),
-        sampler("quadratic, keep", tail="keep"),
-        sampler("linear", objective="linear"),
+        ours("tritonpack quadratic"),
+        ours("tritonpack quadratic, spread", tail="spread"),
+        ours("tritonpack quadratic, keep", tail="keep"),
+        ours("tritonpack linear", objective="linear"),
+        Sampler("interleaved", interleaved_rows, interleaved_rows),
+        Sampler("next-fit, strided", in_order, in_order),
+        Sampler("best-fit, shuffled", shuffled_bins, shuffled_bins),
     ]
-
-
-def our_packers() -> list[Packer]:
-    """`pack` with each algorithm."""
-    return [Packer(f"tritonpack {name}", partial(pack, algorithm=name)) for name in get_args(Algorithm)]
-
-
-def baselines() -> list[Sampler]:
-    """Simple ways to fill rows."""
-    methods = (interleaved_rows, next_fit_rows, shuffled_bins)
-    names = ("interleaved", "next-fit, strided", "best-fit, shuffled")
-    return [Sampler(name, method, method) for name, method in zip(names, methods, strict=True)]
-
-
-def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argparse.Namespace) -> None:
-    """Print the first table, one row per sampler."""
-    print(
-        f"\n{len(lengths):,} documents, {lengths.sum():,} tokens; "
-        f"{options.ranks} ranks of {options.capacity:,} tokens, {options.epochs} epochs\n"
-    )
-    shown = (
-        "steps", "efficiency", "utilization", "cost-util", "L2 lag", "L2 max", "spread", "covered", "warm ms",
-        "cold ms",
-    )  # fmt: skip
-    print("| sampler | " + " | ".join(shown) + " |\n" + "|---" * (1 + len(shown)) + "|")
-    for sampler in samplers:
-        how = (options.capacity, options.ranks, options.seed)
-        prepared = sampler.prepare(lengths)
-        cold, *warm = (seconds(sampler.own_work, prepared, *how, epoch) for epoch in (0, *range(options.epochs)))
-        plans = (checked(sampler.plan(lengths, *how, epoch), lengths) for epoch in range(options.epochs))
-        found = [plan_statistics(plan, lengths) for plan in plans]
-        names = [field.name for field in fields(PlanStatistics)]
-        means = {name: fmean(getattr(one, name) or 0.0 for one in found) for name in names}
-        cells = [
-            f"{means['num_steps']:.4g}",
-            *(f"{means[name]:.2%}" for name in ("efficiency", "utilization", "cost_utilization")),
-            *(f"{means[name]:,.0f}" for name in ("l2_lag", "l2_lag_max")),
-            f"{means['spread']:.2f}x",
-            f"{means['tokens_covered']:.2%}",
-            f"{1e3 * median(warm):,.1f}",
-            f"{1e3 * cold:,.0f}",
-        ]
-        print(f"| {sampler.name} | " + " | ".join(cells) + " |", flush=True)
 
 
 def print_times(packers: Sequence[Packer], options: argparse.Namespace) -> None:
@@ -138,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000, 1_000_000], help="ascending")
     parser.add_argument("--suite", action="store_true", help="compare on eleven data sets instead")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs per data set and seed of the suite")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds")
     options = parser.parse_args()
     peers = load(options.peers)
@@ -150,10 +139,14 @@ def main() -> None:
     )
     print("Absent: " + ("; ".join(f"{name} ({why})" for name, why in peers.absent.items()) or "none"))
     if options.suite:
-        print_suite(peers.samplers, lengths, options)
+        found = print_table(data_sets(lengths), [ours(), *peers.samplers], options, seeds=5, whole=False)
+        print(losses(found))
         return
-    print_quality([*ours(), *baselines(), *peers.samplers], lengths, options)
-    print_times([*our_packers(), *peers.packers], options)
+    name = f"{len(lengths):,} documents, {lengths.sum():,} tokens"
+    given = {name: (options.capacity, lambda epoch: lengths)}
+    print_table(given, [*all_of_ours(), *peers.samplers], options, seeds=options.epochs, whole=True)
+    packers = [Packer(f"tritonpack {name}", partial(pack, algorithm=name)) for name in get_args(Algorithm)]
+    print_times([*packers, *peers.packers], options)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from benchmarks.packing.peers import Lengths, Sampler
 from tests.lengths import log_normal
-from tritonpack.packing.planning.plan import Plan, plan_epoch
+from tritonpack.packing.planning.plan import Plan
 from tritonpack.packing.planning.statistics import plan_statistics
 
-SEEDS = 5
 CLOSE = 0.001  # shares that differ by less count as equal
 OURS = "tritonpack"
 _RIVALS = ("multipack", "axolotl")
@@ -59,16 +58,24 @@ class Row(NamedTuple):
     """Means over seeds of one sampler on one data set; `milliseconds` is the least of all runs."""
 
     steps: float
-    covered: float
     full: float
     busy: float
+    cost: float
     lag: float
+    most: float
     spread: float
+    covered: float
     milliseconds: float
 
 
-def measure(plans: Sequence[Plan], lengths: Sequence[Lengths], milliseconds: float) -> Row:
-    """The measures of plans, without the last step of each.
+_SHOWN = {
+    "steps": "{:.4g}", "full": "{:.2%}", "busy": "{:.2%}", "busy by cost": "{:.2%}", "L2 lag": "{:,.0f}",
+    "L2 max": "{:,.0f}", "spread": "{:.2f}x", "covered": "{:.2%}", "ms": "{:.2g}",
+}  # fmt: skip
+
+
+def measure(plans: Sequence[Plan], lengths: Sequence[Lengths], milliseconds: float, *, whole: bool) -> Row:
+    """The measures of plans, if not `whole` without the last step of each.
 
     Samplers treat the documents that don't fill a last step differently: some leave them out, some make a short step.
     Without that step the tokens per step are comparable: the fewer steps, the fuller they are.
@@ -76,37 +83,38 @@ def measure(plans: Sequence[Plan], lengths: Sequence[Lengths], milliseconds: flo
     found = []
     for plan, own in zip(plans, lengths, strict=True):
         shown = plan_statistics(plan, own)
-        rows = (plan.num_steps - 1) * plan.num_ranks
-        whole = Plan(plan.items[: plan.offsets[rows]], plan.offsets[: rows + 1], plan.num_ranks, plan.capacity)
-        inner = plan_statistics(whole, own)
-        found.append(
-            (plan.num_steps, shown.tokens_covered, inner.efficiency, inner.utilization, inner.l2_lag, shown.spread or 0)
-        )
-    steps, covered, full, busy, lag, spread = np.mean(found, axis=0).tolist()
-    return Row(steps, covered, full, busy, lag, spread, milliseconds)
+        rows = (plan.num_steps - (not whole)) * plan.num_ranks
+        counted = Plan(plan.items[: plan.offsets[rows]], plan.offsets[: rows + 1], plan.num_ranks, plan.capacity)
+        inner = shown if whole else plan_statistics(counted, own)
+        shares = (inner.efficiency, inner.utilization, inner.cost_utilization)
+        lags = (inner.l2_lag, inner.l2_lag_max)
+        found.append((plan.num_steps, *shares, *lags, shown.spread or 0, shown.tokens_covered))
+    return Row._make([*np.mean(found, axis=0).tolist(), milliseconds])
 
 
-def print_suite(others: Sequence[Sampler], openchat: Lengths, options: argparse.Namespace) -> None:
-    """Print the measures of every sampler on every data set, and which of our rows lose to which."""
-    shown = ("steps", "full", "busy", "L2 lag", "spread", "covered", "ms")
-    print(f"\n{options.ranks} ranks, means over {SEEDS} seeds; full, busy and lag without the last step\n")
-    print("| lengths | sampler | " + " | ".join(shown) + " |\n" + "|---" * (2 + len(shown)) + "|")
-    losses: list[str] = []
-    for name, (capacity, draw) in data_sets(openchat).items():
-        sets = [draw(seed) for seed in range(SEEDS)]
-        samplers = [_ours(), *others]
-        best = _times(samplers, sets, capacity, options)
-        rows: dict[str, Row] = {}
+def print_table(
+    sets: Mapping[str, tuple[int, Callable[[int], Lengths]]],
+    samplers: Sequence[Sampler],
+    options: argparse.Namespace,
+    *,
+    seeds: int,
+    whole: bool,
+) -> dict[str, dict[str, Row]]:
+    """Print the measures of every sampler on every data set; returns them by data set and sampler."""
+    left_out = "" if whole else "; full, busy and lag without the last step"
+    print(f"\n{options.ranks} ranks, means over {seeds} seeds{left_out}\n")
+    print("| lengths | sampler | " + " | ".join(_SHOWN) + " |\n" + "|---" * (2 + len(_SHOWN)) + "|")
+    found: dict[str, dict[str, Row]] = {}
+    for name, (capacity, draw) in sets.items():
+        drawn = [draw(seed) for seed in range(seeds)]
+        best, found[name] = _times(samplers, drawn, capacity, options), {}
         for sampler in samplers:
-            plans = [checked(sampler.plan(own, capacity, options.ranks, 0, seed), own) for seed, own in enumerate(sets)]
-            rows[sampler.name] = row = measure(plans, sets, best[sampler.name])
-            cells = (
-                f"{row.steps:.4g}", f"{row.full:.2%}", f"{row.busy:.2%}", f"{row.lag:,.0f}", f"{row.spread:.2f}x",
-                f"{row.covered:.2%}", f"{row.milliseconds:.2g}",
-            )  # fmt: skip
+            how = (capacity, options.ranks, options.seed)
+            plans = [checked(sampler.plan(own, *how, seed), own) for seed, own in enumerate(drawn)]
+            found[name][sampler.name] = row = measure(plans, drawn, best[sampler.name], whole=whole)
+            cells = (form.format(value) for form, value in zip(_SHOWN.values(), row, strict=True))
             print(f"| {name} | {sampler.name} | " + " | ".join(cells) + " |", flush=True)
-        losses += _losses(name, rows)
-    print(f"\nShares within {CLOSE:.1%} count as equal. Our rows that lose: " + ("; ".join(losses) or "none") + ".")
+    return found
 
 
 def checked(plan: Plan, lengths: Lengths) -> Plan:
@@ -123,18 +131,6 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> float:
     return perf_counter() - begin
 
 
-def _ours() -> Sampler:
-    """Our planner as the sampler runs it."""
-
-    def own_work(prepared: Any, capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
-        return plan_epoch(prepared, capacity, ranks, seed=seed, epoch=epoch)
-
-    def prepare(lengths: Lengths) -> NDArray[np.int32]:
-        return lengths.astype(np.int32)
-
-    return Sampler(OURS, lambda lengths, *how: own_work(prepare(lengths), *how), own_work, prepare)
-
-
 def _times(
     samplers: Sequence[Sampler], sets: Sequence[Lengths], capacity: int, options: argparse.Namespace
 ) -> dict[str, float]:
@@ -144,23 +140,23 @@ def _times(
     for turn in range(options.repeats + 1):
         for sampler in samplers:
             for seed, own in enumerate(prepared[sampler.name]):
-                took = 1e3 * seconds(sampler.own_work, own, capacity, options.ranks, 0, seed)
+                took = 1e3 * seconds(sampler.own_work, own, capacity, options.ranks, options.seed, seed)
                 if turn:  # the first call compiles
                     best[sampler.name] = min(best[sampler.name], took)
     return best
 
 
-def _losses(name: str, rows: dict[str, Row]) -> list[str]:
+def losses(found: Mapping[str, Mapping[str, Row]]) -> str:
     """In words: where other samplers' steps are fuller, their ranks busier, or their times shorter than ours."""
-    own, words = rows[OURS], []
-    for rival, row in rows.items():
-        if not rival.startswith(_RIVALS):
-            continue
-        for measure_name in ("full", "busy"):
-            if getattr(row, measure_name) > getattr(own, measure_name) + CLOSE:
-                words.append(
-                    f"{name}: {measure_name} {getattr(own, measure_name):.2%}, {rival} {getattr(row, measure_name):.2%}"
-                )
-        if rival.startswith(_TIMED) and row.milliseconds < own.milliseconds:
-            words.append(f"{name}: {own.milliseconds:.2g} ms, {rival} {row.milliseconds:.2g} ms")
-    return words
+    words = []
+    for name, rows in found.items():
+        own = rows[OURS]
+        for rival, row in rows.items():
+            if not rival.startswith(_RIVALS):
+                continue
+            for share in ("full", "busy"):
+                if getattr(row, share) > getattr(own, share) + CLOSE:
+                    words.append(f"{name}: {share} {getattr(own, share):.2%}, {rival} {getattr(row, share):.2%}")
+            if rival.startswith(_TIMED) and row.milliseconds < own.milliseconds:
+                words.append(f"{name}: {own.milliseconds:.2g} ms, {rival} {row.milliseconds:.2g} ms")
+    return f"\nShares within {CLOSE:.1%} count as equal. Our rows that lose: {'; '.join(words) or 'none'}."

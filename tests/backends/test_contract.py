@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,36 +16,28 @@ import tritonpack
 from tritonpack import BackendUnavailableError, BlockDiagonalMask, backends, varlen_attention
 from tritonpack.backends import BACKENDS, BackendModule, blocked, load, reference, resolve_backend
 
-FUNCTIONS = ("check_device", "plan_tiles", "forward", "backward")
 PACKAGE = Path(tritonpack.__file__).parent
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "auto"])
-def test_every_backend_has_the_functions_of_the_contract(name: str, function: str) -> None:
-    try:
-        module = load(name)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
-    wanted = list(inspect.signature(getattr(BackendModule, function)).parameters.values())[1:]  # without self
-    given = inspect.signature(getattr(module, function)).parameters.values()
-    assert [(p.name, p.kind) for p in given] == [(p.name, p.kind) for p in wanted]
+def test_every_backend_has_the_functions_of_the_contract(name: str) -> None:
+    if name in ("triton", "gluon"):
+        pytest.importorskip("triton")
+    for function in ("check_device", "plan_tiles", "forward", "backward"):
+        wanted = list(inspect.signature(getattr(BackendModule, function)).parameters.values())[1:]  # without self
+        given = inspect.signature(getattr(load(name), function)).parameters.values()
+        assert [(p.name, p.kind) for p in given] == [(p.name, p.kind) for p in wanted]
 
 
 def test_a_new_backend_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        calls.append("forward")
-        return reference.forward(*arguments)
+    def counted(name: str) -> Callable[..., Any]:
+        return lambda *arguments: (calls.append(name), getattr(reference, name)(*arguments))[1]
 
-    def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        calls.append("backward")
-        return reference.backward(*arguments)
-
-    file = SimpleNamespace(
-        check_device=reference.check_device, plan_tiles=reference.plan_tiles, forward=forward, backward=backward
-    )
+    own = {name: counted(name) for name in ("forward", "backward")}
+    file = SimpleNamespace(check_device=reference.check_device, plan_tiles=reference.plan_tiles, **own)
     monkeypatch.setattr(backends, "loaded", {})
     monkeypatch.setitem(sys.modules, "tritonpack.backends.fifth", file)
     monkeypatch.setattr("tritonpack.backends.BACKENDS", (*BACKENDS, "fifth"))
@@ -86,94 +78,79 @@ def other_gpus() -> Iterator[None]:
     backends.has_matrix_products.cache_clear()
 
 
-class TestChoice:
-    @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
-    def test_resolved_module(self, name: Any, module: Any) -> None:
-        assert load(resolve_backend(name, torch.zeros(4, 2, 16))) is module
+@pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
+def test_resolved_module(name: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other backend runs when the chosen one fails."""
+    assert load(resolve_backend(name, torch.zeros(4, 2, 16))) is module
 
-    @pytest.mark.parametrize("name", ["reference", "blocked"])
-    def test_no_other_backend_runs_when_the_named_one_fails(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(*args: object, **kwargs: object) -> None:
-            raise RuntimeError(f"{name} is broken")
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError(f"{name} is broken")
 
-        monkeypatch.setattr({"reference": reference, "blocked": blocked}[name], "forward", broken)
-        with pytest.raises(RuntimeError, match=f"{name} is broken"):
-            call(name)
+    monkeypatch.setattr(module, "forward", broken)
+    with pytest.raises(RuntimeError, match=f"{name} is broken"):
+        call(name)
 
-    def test_triton_needs_a_gpu_or_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("triton")
-        monkeypatch.setattr("tritonpack.backends.triton.INTERPRETED", False)
-        with pytest.raises(BackendUnavailableError, match="needs tensors on a GPU; got cpu"):
-            call("triton")
 
-    def test_triton_refuses_float64(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("triton")
-        monkeypatch.setattr("tritonpack.backends.triton.INTERPRETED", True)
-        with pytest.raises(BackendUnavailableError, match="takes bfloat16, float16 and float32; got float64"):
-            call("triton", torch.float64)
+@pytest.mark.parametrize(
+    ("backend", "interpreted", "dtype", "message"),
+    [
+        ("triton", False, torch.float32, "needs tensors on a GPU; got cpu"),
+        ("triton", True, torch.float64, "takes bfloat16, float16 and float32; got float64"),
+        ("gluon", False, torch.float32, r"Hopper GPU \(sm_90\), and has no interpreter; got cpu"),
+    ],
+)
+def test_kernels_are_refused_on_a_cpu(
+    backend: Any, interpreted: bool, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("tritonpack.backends.triton.INTERPRETED", interpreted)
+    with pytest.raises(BackendUnavailableError, match=message):
+        call(backend, dtype)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-    @pytest.mark.usefixtures("other_gpus")
-    def test_triton_needs_matrix_instructions_in_16_bits(
-        self, capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pytest.importorskip("triton")
-        monkeypatch.setattr("torch.version.hip", None)
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+
+# NVIDIA's compute capabilities and AMD's architectures, and whether they have matrix instructions in 16 bits
+GPUS = [
+    ((7, 5), False), ((8, 0), True),
+    ("gfx906", False), ("gfx90a:sramecc+:xnack-", True), ("gfx1030", False), ("gfx1100", True), ("gfx1250", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "multiplies"), GPUS)
+@pytest.mark.usefixtures("other_gpus")
+def test_triton_needs_matrix_instructions_in_16_bits(
+    gpu: Any, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("torch.version.hip", "7.0" if isinstance(gpu, str) else None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "old")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
+    words = "CDNA and RDNA 3, " if isinstance(gpu, str) else r"8\.0"
+    for dtype in DTYPES[:3]:
         q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
-        if capability < (8, 0) and dtype != torch.float32:
-            with pytest.raises(BackendUnavailableError, match=rf"8\.0.*got {dtype} on Tesla T4\. Use back"):
-                resolve_backend("triton", q)
-            assert resolve_backend("auto", q) == "blocked"
-        else:
+        if multiplies or dtype == torch.float32:
             assert resolve_backend("triton", q) == resolve_backend("auto", q) == "triton"
+            continue
+        assert resolve_backend("auto", q) == "blocked"
+        with pytest.raises(BackendUnavailableError, match=rf"{words}.*got {dtype} on old\. Use back"):
+            resolve_backend("triton", q)
 
-    @pytest.mark.parametrize(
-        ("gpu", "multiplies"),
-        [
-            ("gfx906", False),
-            ("gfx90a:sramecc+:xnack-", True),
-            ("gfx1030", False),
-            ("gfx1100", True),
-            ("gfx1250", True),
-        ],
-    )
-    @pytest.mark.usefixtures("other_gpus")
-    def test_amd_gpus_need_matrix_instructions_too(
-        self, gpu: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pytest.importorskip("triton")
-        monkeypatch.setattr("torch.version.hip", "7.0")
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "AMD")
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
-        q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
-        assert resolve_backend("auto", q) == ("triton" if multiplies else "blocked")
-        if not multiplies:
-            with pytest.raises(BackendUnavailableError, match=r"CDNA and RDNA 3, .*got torch.float16 on AMD\."):
-                resolve_backend("triton", q)
 
-    @pytest.mark.parametrize("name", ["triton", "gluon"])
-    def test_missing_triton_is_named_with_a_remedy(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in [one for one in sys.modules if one.split(".")[0] == "triton"]:
-            monkeypatch.setitem(sys.modules, module, None)
-        monkeypatch.setattr(backends, "loaded", {})
-        for module in ("triton", "gluon"):
-            monkeypatch.delitem(sys.modules, f"tritonpack.backends.{module}", raising=False)
-            monkeypatch.delattr(backends, module, raising=False)
-        monkeypatch.setitem(sys.modules, "triton", None)
-        with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, which can't be imported here"):
-            call(name)
-        assert call("auto").shape == (4, 2, 16)
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_missing_triton_is_named_with_a_remedy(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ["triton", *(one for one in sys.modules if one.split(".")[0] == "triton")]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(backends, "loaded", {})
+    for module in ("triton", "gluon"):
+        monkeypatch.delitem(sys.modules, f"tritonpack.backends.{module}", raising=False)
+        monkeypatch.delattr(backends, module, raising=False)
+    with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, which can't be imported here"):
+        call(name)
+    assert call("auto").shape == (4, 2, 16)
 
-    def test_gluon_needs_a_hopper_gpu(self) -> None:
-        pytest.importorskip("triton")
-        with pytest.raises(BackendUnavailableError, match=r"Hopper GPU \(sm_90\), and has no interpreter; got cpu"):
-            call("gluon")
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-    def test_auto_on_a_gpu(self, dtype: torch.dtype) -> None:
-        q = torch.zeros(4, 2, 16, dtype=dtype, device="cuda")
-        assert resolve_backend("auto", q) == ("blocked" if dtype == torch.float64 else "triton")
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_auto_on_a_gpu(dtype: torch.dtype) -> None:
+    q = torch.zeros(4, 2, 16, dtype=dtype, device="cuda")
+    assert resolve_backend("auto", q) == ("blocked" if dtype == torch.float64 else "triton")

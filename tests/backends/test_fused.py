@@ -26,7 +26,7 @@ CASES = (
     Case("mixed", MIXED, slack=9),
     Case("mixed-full", MIXED, causal=False, slack=9),
     Case("pieces", (193, 300, 500), **SMALL),
-    Case("longer-than-pieces", (fused.MOST_KEYS + 1,), **SMALL),
+    Case("longer-than-pieces", (fused.MAX_PIECE_KEYS + 1,), **SMALL),
     Case("long-full", (200, 800), causal=False, **SMALL),
     Case("multi-head", MIXED, kv_heads=4),
     Case("multi-query", MIXED, kv_heads=1),
@@ -42,15 +42,13 @@ CASES = (
     Case("beside-windows", (7, 150, 20, 40, 30), window=(30, 0), slack=9),
 )
 BY_NAME = {case.name: case for case in CASES}
-
-
-ISOLATED = BY_NAME | {
-    "short": Case("short", (33, 16, 20, 17, 16, 40, 30, 31)),
-    "short-multi-head": Case("short-multi-head", (33, 16, 20, 17), kv_heads=4),
-    "short-sinks": Case("short-sinks", (33, 16, 20, 17), sinks=True),
-    "cross-long": Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
-    "sinks-long": Case("sinks-long", (40, 200, 20, 20), sinks=True),
-}
+ISOLATED = (
+    *(BY_NAME[name] for name in ("equal", "pieces", "long-full")),
+    Case("short", (33, 16, 20, 17, 16, 40, 30, 31)),
+    Case("short-multi-head", (33, 16, 20, 17), kv_heads=4),
+    Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
+    Case("sinks-long", (40, 200, 20, 20), sinks=True),
+)
 
 
 def plan_of(inputs: Inputs, **options: Any) -> blocked.Plan:
@@ -71,11 +69,11 @@ class TestExactness:
     @pytest.mark.parametrize(
         "case", [pytest.param(x, marks=pytest.mark.slow if sum(x.seqlens) > 900 else (), id=x.name) for x in CASES]
     )
-    @pytest.mark.fast("equal-bf16", "one-document-bf16", "rows-of-60-bytes-bf16")
+    @pytest.mark.fast("equal-bf16", "one-document-bf16", "rows-of-60-bytes-bf16", "cross-full-fp32", "sinks-fp32")
+    @pytest.mark.usefixtures("poisoned_memory")
     def test_error_within_tolerance(self, case: Case, dtype: torch.dtype) -> None:
         inputs = make_inputs(case, dtype, slack_value=NAN)
-        plan = plan_of(inputs)
-        assert plan.runs
+        assert plan_of(inputs).runs
         check_outputs(inputs, run(inputs, "blocked"))
         check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
 
@@ -97,21 +95,7 @@ class TestExactness:
         q = torch.randn(2, 40).as_strided((lengths[0], 2, 16), (1, 40, 1))
         expected = run(replace(inputs, q=q.clone(memory_format=torch.contiguous_format)), "blocked")
         actual = run(replace(inputs, q=q), "blocked")
-        for name in ROW_OUTPUTS:
-            assert torch.equal(actual[name], expected[name]), name
-
-    @pytest.mark.parametrize("name", ["shortest", "mixed", "cross", "cross-full", "sinks"])
-    def test_memory_is_written_before_it_is_read(self, name: str) -> None:
-        """In deterministic mode torch fills new memory with NaN."""
-        inputs = make_inputs(BY_NAME[name])
-        before = run(inputs, "blocked")
-        torch.use_deterministic_algorithms(True)
-        try:
-            after = run(inputs, "blocked")
-        finally:
-            torch.use_deterministic_algorithms(False)
-        for output in before:
-            assert torch.equal(after[output], before[output]), output
+        assert all(torch.equal(actual[name], expected[name]) for name in ROW_OUTPUTS)
 
     @pytest.mark.parametrize("name", ["equal", "mixed", "multi-head"])
     def test_heads_before_tokens_in_memory(self, name: str) -> None:
@@ -121,8 +105,7 @@ class TestExactness:
         other = {x: getattr(inputs, x).transpose(0, 1).contiguous().transpose(0, 1) for x in names}
         check_outputs(inputs, run(replace(inputs, **other), "blocked"))
 
-    @pytest.mark.parametrize("heads", [2, 4, 16])
-    @pytest.mark.parametrize("head_dim", [256, 300, 512])
+    @pytest.mark.parametrize(("head_dim", "heads"), [(256, 4), (300, 2), (512, 16)])
     def test_forward_and_backward_agree_on_the_scores(self, head_dim: int, heads: int) -> None:
         """The weight of a document's only key is 1 in both, also if the gradient of lse takes a further column."""
         k, v = torch.randn(2, 6, 2, head_dim)
@@ -146,30 +129,27 @@ class TestExactness:
 
 
 class TestIsolation:
-    @pytest.mark.parametrize(
-        "name", ["equal", "short", "short-multi-head", "short-sinks", "pieces", "long-full", "cross-long", "sinks-long"]
-    )
-    def test_a_document_of_nan_changes_no_bit_of_others(self, name: str) -> None:
+    @pytest.mark.parametrize("case", ISOLATED, ids=str)
+    def test_a_document_of_nan_changes_no_bit_of_others(self, case: Case) -> None:
         """Each document in turn. A call reads no other document, so NaN is contained without `pack_invariant`."""
-        case = ISOLATED[name]
         inputs = make_inputs(case)
         assert not plan_of(inputs).blocks
         clean, row, key = run(inputs, "blocked"), 0, 0
         for rows, keys in zip(case.seqlens, case.seqlens_k or case.seqlens, strict=True):
-            own = {"q": slice(row, row + rows), "k": slice(key, key + keys)}
+            of_q, of_k = slice(row, row + rows), slice(key, key + keys)
             row, key = row + rows, key + keys
             changed = {x: getattr(inputs, x).clone() for x in ("q", "k", "v", "dout", "dlse")}
             for x in (changed["q"], changed["dout"], changed["dlse"].T):
-                x[own["q"]] = NAN
+                x[of_q] = NAN
             for x in (changed["k"], changed["v"]):
-                x[own["k"]] = NAN
+                x[of_k] = NAN
             outputs = run(replace(inputs, **changed), "blocked")
             for output in ROW_OUTPUTS:
                 got, want = ((x.T if output == "lse" else x) for x in (outputs[output], clean[output]))
-                others = torch.ones(got.shape[0], dtype=torch.bool)
-                others[own["k" if output in ("dk", "dv") else "q"]] = False
-                assert torch.equal(got[others], want[others]), output
-                assert got[~others].isnan().all(), output
+                own = torch.zeros(got.shape[0], dtype=torch.bool)
+                own[of_k if output in ("dk", "dv") else of_q] = True
+                assert torch.equal(got[~own], want[~own]), output
+                assert got[own].isnan().all(), output
 
     @pytest.mark.parametrize("keys", [1, 7, 15, 16, 17, 33, 512, 515, 600])
     @pytest.mark.parametrize("poisoned", ["q", "k"])
@@ -182,7 +162,8 @@ class TestIsolation:
         assert lse.isnan().all()
 
 
-def sizes(plan: blocked.Plan) -> tuple[int, int]:
+def sizes(case: Case | Inputs, **options: Any) -> tuple[int, int]:
+    plan = plan_of(make_inputs(case) if isinstance(case, Case) else case, **options)
     return len(plan.runs), len(plan.blocks)
 
 
@@ -198,7 +179,7 @@ class TestPlan:
             (Case("short, window", (20, 30), window=(5, 0)), 0, 1),
             (Case("window", (20, 30, 31, 200), window=(29, 0)), 2, 3),
             (Case("short, sinks", (20, 30), sinks=True), 2, 0),
-            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MOST_KEYS + 1)), 2, 5),
+            (Case("few queries, many keys", (40, 40, 200), (50, 200, fused.MAX_PIECE_KEYS + 1)), 2, 5),
             (Case("few keys", (200,), (5,), causal=False), 0, 2),
             (Case("wide", (20, 200), head_dim=256, head_dim_v=300), 3, 0),
             (Case("too wide", (20, 200), head_dim=257), 0, 3),
@@ -214,30 +195,25 @@ class TestPlan:
     def test_what_computes_which(self, case: Case, runs: int, blocks: int, pack_invariant: bool) -> None:
         if pack_invariant and (case.dropout_p or case.parents):
             pytest.skip("refused")
-        plan = plan_of(make_inputs(case), pack_invariant=pack_invariant)
-        assert len(plan.runs) == runs
-        assert len(plan.blocks) == blocks or pack_invariant
+        found = sizes(case, pack_invariant=pack_invariant)
+        assert found[0] == runs
+        assert found[1] == blocks or pack_invariant
 
-    @pytest.mark.parametrize("tokens", [fused.MOST_KEYS, fused.MOST_KEYS + 1])
+    @pytest.mark.parametrize("tokens", [fused.MAX_PIECE_KEYS, fused.MAX_PIECE_KEYS + 1])
     def test_long_documents_are_copied_head_by_head(self, tokens: int) -> None:
-        read = fused._as_the_kernel_reads(torch.zeros(tokens, 2, 16), 16)
+        read = fused._for_kernel(torch.zeros(tokens, 2, 16), 16)
         assert read.shape == (1, 2, tokens, 16)
-        assert read.is_contiguous() == (tokens > fused.MOST_KEYS)
+        assert read.is_contiguous() == (tokens > fused.MAX_PIECE_KEYS)
 
-    def test_pieces_have_whole_vectors_of_keys(self) -> None:
-        cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])
-        inputs = make_inputs(Case("pieces", (300, 200), (300, 210)))
-        assert plan_of(replace(inputs, mask=cross)).runs == [
+    def test_pieces_have_whole_vectors_of_keys_and_chunks_are_documents(self) -> None:
+        assert plan_of(make_inputs(Case("pieces", (300, 200), (300, 210)))).runs == [
             (0, 160, 0, 160, fused.CAUSAL),
             (160, 300, 0, 300, fused.CAUSAL),
             (300, 402, 300, 412, fused.CAUSAL),
             (402, 500, 300, 510, fused.CAUSAL),
         ]
-
-    def test_chunks_are_documents(self) -> None:
-        inputs = make_inputs(Case("chunked", (512,)))
         chunked = BlockDiagonalMask.from_seqlens([512], chunk_size=32)
-        assert sizes(plan_of(replace(inputs, mask=chunked))) == (16, 0)
+        assert sizes(replace(make_inputs(Case("chunked", (512,))), mask=chunked)) == (16, 0)
 
     @pytest.mark.parametrize(
         ("name", "value"), [("_operators", tuple), ("SHARES_KEY_HEADS", False)], ids=["no kernel", "torch 2.8"]
@@ -247,7 +223,7 @@ class TestPlan:
     ) -> None:
         monkeypatch.setattr(fused, name, value)
         inputs = make_inputs(BY_NAME["mixed"])
-        assert sizes(plan_of(inputs)) == (0, 5)
+        assert sizes(inputs) == (0, 5)
         check_outputs(inputs, run(inputs, "blocked"))
 
     def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.virtual_gpu.driver import Launches, fake_gpu
+from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import varlen_attention
 from tritonpack.backends import launch as launcher
 from tritonpack.backends import triton as triton_backend
@@ -68,10 +68,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _last_binary(launches: Launches) -> int:
-    return list(launches)[-1].binary
-
-
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_the_binary_is_the_one_that_triton_takes(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if binaries of all other kinds are known."""
@@ -82,10 +78,10 @@ def test_the_binary_is_the_one_that_triton_takes(arch: str, monkeypatch: pytest.
             arguments = PLAIN | kind
             constants = {one: arguments.pop(one) for one in CONSTANTS}
             _kernel[(3,)](**arguments, **constants)
-            expected = _last_binary(launches)
+            expected = list(launches)[-1].binary
             for _ in range(2):
                 launch(_kernel, 3, arguments, constants)
-                assert _last_binary(launches) == expected, name
+                assert list(launches)[-1].binary == expected, name
             assert list(launches)[-1].grid == (3, 1, 1)
             known.append(len(launcher._binaries))
     assert known[1] == 1  # another tensor of the same kind
@@ -95,10 +91,10 @@ def test_the_binary_is_the_one_that_triton_takes(arch: str, monkeypatch: pytest.
 def test_token_counts_are_no_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_binaries", {})
     constants = {name: PLAIN[name] for name in CONSTANTS}
+    arguments = {name: x for name, x in PLAIN.items() if name not in CONSTANTS}
     with fake_gpu():
         for count in range(2, 500):
-            arguments = {name: x for name, x in PLAIN.items() if name not in CONSTANTS} | {"count": count}
-            launch(_kernel, count, arguments, constants)
+            launch(_kernel, count, arguments | {"count": count}, constants)
     assert len(launcher._binaries) == 2  # multiples of 16, and others
 
 

@@ -4,34 +4,26 @@ tests/test_attention.py asks this backend, too, for what all backends promise.
 """
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests import invariance
-from tests.backends.blocks import blocks_of
+from tests.recorded import Recorded
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.tile_shapes import INTERPRETER_TILE, TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
-from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, check_outputs, run
+from tritonpack.testing.tolerance import run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-# In half precision only conversions are new. They depend on features, not on lengths or windows.
-HALF = (
-    "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
-    "softcap-window", "sinks", "alibi-documents", "dropout", "everything",
-)  # fmt: skip
+NAN = float("nan")
 # Sizes and mixtures of features that other cases have singly; `make nightly` runs them.
 RARE = (
     "window-right-open", "cross-window-slack", "head-dim-80", "head-dim-96", "head-dim-111",
@@ -39,34 +31,30 @@ RARE = (
     "sinks-window", "alibi-cross", "alibi-window-slack", "dropout-bidirectional", "tree-bushes", "tree-group-of-three",
     "tree-head-dim-96-16", "tree-head-dim-512", "head-dim-512", "tree-dropout", "tree-alibi",
 )  # fmt: skip
-assert {*HALF, *RARE} <= {case.name for case in CASES}
+# In half precision only conversions are new. They depend on features, not on lengths or windows.
+HALF = (
+    "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
+    "softcap-window", "sinks", "alibi-documents", "dropout", "everything",
+)  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+RUNS = [
+    *((name, torch.float32, name in RARE) for name in BY_NAME),
+    *((name, torch.float16, name not in ("slack", "everything")) for name in HALF),
+    *((name, torch.bfloat16, name != "everything") for name in ("slack", "cross", "everything")),
+]
 
 
-def _param(case: Case, slow: bool) -> ParameterSet:
-    return pytest.param(case, id=str(case), marks=pytest.mark.slow if slow else ())
+def _param(*values: Any, slow: bool) -> ParameterSet:
+    return pytest.param(*values, id="-".join(map(str, values)), marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize("case", [_param(case, case.name in RARE) for case in CASES])
+@pytest.mark.parametrize(("name", "dtype"), [_param(name, dtype, slow=slow) for name, dtype, slow in RUNS])
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.fast("slack", "group-of-three", "softcap-window", "sinks", "tree-everything", "everything")
-def test_error_within_tolerance(case: Case) -> None:
-    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
-
-
-@pytest.mark.parametrize(
-    "case", [_param(case, case.name not in ("slack", "everything")) for case in CASES if case.name in HALF]
-)
-@pytest.mark.usefixtures("poisoned_memory")
-def test_error_within_tolerance_in_float16(case: Case) -> None:
-    check_backend(make_inputs(case, torch.float16, slack_value=float("nan")), "triton")
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("slack", "cross", "everything")], ids=str)
-@pytest.mark.fast("everything")
-def test_interpreter_widens_bfloat16(case: Case) -> None:
+def test_error_within_tolerance(name: str, dtype: torch.dtype) -> None:
     """The interpreter can't multiply bfloat16, so the kernels widen it, only there."""
-    seed = 1  # dsinks are 4 numbers, which plain attention gets right by chance with the seeds 0 and 10, of 0 to 71
-    check_backend(make_inputs(case, torch.bfloat16, seed=seed, slack_value=float("nan")), "triton")
+    # In bfloat16 dsinks are 4 numbers, which plain attention gets right by chance with the seeds 0 and 10, of 0 to 71.
+    seed = int(dtype == torch.bfloat16)
+    check_backend(make_inputs(BY_NAME[name], dtype, seed=seed, slack_value=NAN), "triton")
 
 
 SHARED = (
@@ -74,6 +62,8 @@ SHARED = (
     Case("group-of-six", (5, 0, 77), heads=6, kv_heads=1, window=(16, 0)),
     Case("features", (5, 0, 47), heads=4, kv_heads=1, sinks=True, alibi="heads", dropout_p=0.2),
     Case("dropout-window", (5, 0, 67, 30), heads=4, kv_heads=2, dropout_p=0.2, window=(30, 4), slack=3),
+    # Keys are zeroed in blocks on both sides of the full ones.
+    Case("wide", (3, 200), window=(100, 0), slack=7, heads=2, kv_heads=1, head_dim=16),
 )
 SOME = [case for case in CASES if case.name in ("cross-window-slack", "window-both", "everything", "tree")]
 # Rows of one or several heads in a tile; an output that is summed at once, as on most GPUs; queries on the left.
@@ -90,25 +80,12 @@ TILES = {
 )
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.fast(
-    "eight-heads-group-of-six", "eight-heads-features", "one-head-dropout-window", "at-once-everything",
-    "left-cross-window-slack", "left-window-both", "left-everything",
+    "eight-heads-group-of-six", "eight-heads-features", "one-head-dropout-window", "one-head-wide",
+    "at-once-everything", "left-cross-window-slack", "left-window-both", "left-everything",
 )  # fmt: skip
 def test_other_tiles(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TILES[name][0])
-    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["", "pack-invariant"])
-@pytest.mark.usefixtures("poisoned_memory")
-def test_keys_are_zeroed_in_blocks_on_both_sides_of_the_full_ones(alone: bool) -> None:
-    case = Case("wide", (3, 200), window=(100, 0), slack=7, heads=2, kv_heads=1, head_dim=16)
-    inputs = make_inputs(case, torch.float32, slack_value=float("nan"))
-    (table,) = tile_tables(inputs.mask, Cut(32, 32, 64), whole_documents=alone)
-    zeroed = table[(table[:, 0] < table[:, 1]) & (table[:, 2] == 1)]
-    full, masked = blocks_of(inputs.mask, zeroed, 32)
-    left = (inputs.mask.key_start[zeroed[:, 1] - 1] - inputs.mask.key_start[zeroed[:, 0]] + 31) // 32
-    assert bool(((left > 0) & (full > 0) & (masked > left)).any())
-    check_outputs(inputs, run(replace(inputs, keywords=inputs.keywords | {"pack_invariant": alone}), "triton"))
+    check_backend(make_inputs(case, torch.float32, slack_value=NAN), "triton")
 
 
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> torch.Tensor:
@@ -153,38 +130,13 @@ def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dt
     assert (base.data_ptr() == x.data_ptr()) == is_aligned
 
 
-POINTERS = {"cross": False, "head-dim-20": False, "head-dim-320": True, "tree-group-of-three": True}  # slow or not
+COPIES = ("aten::copy_", "aten::clone", "aten::constant_pad_nd", "aten::_to_copy")
 
 
-@pytest.mark.parametrize("case", [_param(case, POINTERS[case.name]) for case in CASES if case.name in POINTERS])
-@pytest.mark.usefixtures("poisoned_memory")
-def test_loads_through_pointers_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs without TMA, and at large head dimensions.
-
-    The rows of a head lie side by side, so the strides aren't in the usual order.
-    """
-    inputs = make_inputs(case, torch.float32, slack_value=float("nan"))
-    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))
-    inputs = replace(inputs, q=q, k=k, v=v)
-    expected = run(inputs, "triton")
-    tile = replace(INTERPRETER_TILE, by_pointers=True)
-    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", tile)
-    got = run(inputs, "triton")
-    assert all(torch.equal(got[name], expected[name]) for name in ROW_OUTPUTS)
-
-
-class Copies(TorchDispatchMode):
-    """Counts the copies of tensors of rows, heads and columns, by their numbers of heads and columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[int, ...]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        copies = ("aten::copy_", "aten::clone", "aten::constant_pad_nd", "aten::_to_copy")
-        if func.name().split(".")[0] in copies and args[0].ndim == 3:
-            self.seen[tuple(args[0].shape[1:])] += 1
-        return func(*args, **(kwargs or {}))
+def copies(recorded: Recorded) -> Counter[tuple[int, ...]]:
+    """How many tensors of rows, heads and columns were copied, by their heads and columns."""
+    given = [args[0] for operator, args, _ in recorded.calls if operator.name().split(".")[0] in COPIES]
+    return Counter(tuple(x.shape[1:]) for x in given if x.ndim == 3)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -198,60 +150,23 @@ def test_each_operator_copies_an_input_once_at_most(odd: int, size: int) -> None
     )
     options = make_options(q, mask)
     tiles = triton_backend.plan_tiles(q, k, v, mask, options, backward=True)
-    with Copies() as forward:
+    with Recorded() as forward:
         out, lse = triton_backend.forward(q, k, v, mask, options, tiles)
-    with Copies() as backward:
+    with Recorded() as backward:
         triton_backend.backward(dout, None, q, k, v, out, lse, mask, options, tiles)
     inputs = {(4, size): odd, (2, size): odd, (2, size + 8): odd}
-    assert forward.seen == Counter(inputs)
-    assert backward.seen == Counter(inputs | {(4, size + 8): odd})
-
-
-def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets of rows exceed 2**31 elements, in inputs and outputs; the memory between the rows is never touched."""
-    inputs = make_inputs(Case("far", (30, 11), heads=2, kv_heads=1, sinks=True), torch.float16)
-    expected = run(inputs, "triton")
-    apart, rows = 2**26, inputs.q.shape[0]
-    assert rows * apart > 2**31
-    original = torch.Tensor.new_empty
-
-    def far(shape: torch.Size) -> torch.Tensor:
-        return torch.empty(rows * apart, dtype=torch.float16).as_strided(shape, (apart, shape[2], 1))
-
-    def new_empty(self: torch.Tensor, *shape: int, **keywords: object) -> torch.Tensor:
-        size = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        return far(size) if len(size) == 3 else original(self, size, **keywords)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    q, k, v, dout = (far(x.shape).copy_(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
-    options = make_options(q, inputs.mask, sinks=inputs.sinks)
-    tiles = triton_backend.plan_tiles(q, k, v, inputs.mask, options, backward=True)
-    with torch.no_grad():
-        out, lse = triton_backend.forward(q, k, v, inputs.mask, options, tiles)
-        grads = triton_backend.backward(dout, inputs.dlse, q, k, v, out, lse, inputs.mask, options, tiles)
-    assert out.stride(0) == grads[0].stride(0) == apart
-    for name, got in zip(OUTPUTS, (out, lse, *grads), strict=True):
-        assert torch.equal(expected[name], got), name
+    assert copies(forward) == Counter(inputs)
+    assert copies(backward) == Counter(inputs | {(4, size + 8): odd})
 
 
 @pytest.mark.parametrize(
     ("kib", "head_dim", "backward", "message"),
     [
-        (
-            99,
-            300,
-            True,
-            "head dimension 512 .* needs 160 KiB of shared memory in backward; this GPU has 99, .* up to 256",
-        ),
+        (99, 300, True, "dimension 512 .* needs 160 KiB of shared memory in backward; this GPU has 99, .* up to 256"),
         (99, 300, False, None),
         (99, 256, True, None),
         (64, 80, True, "dimension 128 .* needs 80 KiB of shared memory in backward; this GPU has 64, .* up to 64"),
-        (
-            64,
-            300,
-            False,
-            "head dimension 512 .* needs 96 KiB of shared memory in forward; this GPU has 64, .* up to 256",
-        ),
+        (64, 300, False, "dimension 512 .* needs 96 KiB of shared memory in forward; this GPU has 64, .* up to 256"),
         (None, 512, True, None),
     ],
 )
@@ -286,23 +201,3 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "empty", counting)
     run(inputs, "triton")
     assert sum(allocated) == 2 * 4 * (8 * 128 + INTERPRETER_TILE.block_m)
-
-
-@pytest.mark.parametrize("case", invariance.CASES, ids=str)
-@pytest.mark.fast("causal")
-def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case) -> None:
-    assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
-
-
-@pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
-@pytest.mark.parametrize("case", invariance.CASES[:3], ids=str)
-@pytest.mark.fast("causal-q-k-v-dout-dlse", "window-v-dout")
-def test_pack_invariant_contains_nan(case: Case, poison: tuple[str, ...]) -> None:
-    shorter = replace(case, seqlens=(21, 40, 9), heads=1, kv_heads=1, head_dim=16)
-    assert not invariance.moved_outputs(shorter, torch.float32, "triton", pack_invariant=True, poison=poison)
-
-
-def test_bits_differ_without_pack_invariant() -> None:
-    case = replace(invariance.CASES[1], seqlens=(21, 5, 64))
-    moved = invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=False)
-    assert moved == {"out", "lse", "dq", "dk", "dv"}

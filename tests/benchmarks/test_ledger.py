@@ -9,47 +9,63 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.batch import Shape
-from benchmarks.harness.ledger import ABOUT, CODE, COLUMNS, LOST, OPS, Ledger, commit_here, environment
+from benchmarks.harness.ledger import (
+    ABOUT,
+    CODE,
+    COLUMNS,
+    RESULTS,
+    ROOT,
+    Ledger,
+    commit_here,
+    environment,
+    joined,
+    parted,
+    read,
+)
 
-HERE = dict.fromkeys(ABOUT, "") | {"device": "a GPU", "commit": "abc1234", "torch": "2.11.0"}
-SHAPE = Shape("flan", 32768, window=(4096, 0)).columns()
+HERE = {"device": "a GPU", "commit": "abc1234", "versions": "torch=2.11.0"}
+CASE = joined({"documents": "agent, 6 turns", "window": "", "tokens": 32768, "trees": None})
 
 
-def filled(path: Path, about: dict[str, str] = HERE, status: str = "ok", ops: tuple[str, ...] = OPS) -> Ledger:
-    ledger = Ledger(path, about)
-    for op in ops:
-        ledger.write({**SHAPE, "op": op, "implementation": "x", "status": status, "p50_ms": 1.5, "launches": None})
+def filled(path: Path, *benchmarks: str, **columns: object) -> Ledger:
+    ledger = Ledger(path, HERE)
+    for benchmark in benchmarks:
+        row = {"benchmark": benchmark, "case": CASE, "implementation": "x", "status": "ok"}
+        ledger.write(row | columns)
     return ledger
 
 
 def test_rows_on_disk(tmp_path: Path) -> None:
+    """Every run appends; the last row of a measurement counts."""
     path = tmp_path / "new" / "attention.csv"
-    filled(path, ops=("forward",))
-    filled(path, ops=("backward",))  # a second run appends
+    filled(path, "forward", p50_ms=1.5)
+    filled(path, "backward", "forward", figures="launches=3")
     with path.open(newline="") as file:
-        first, second = csv.DictReader(file)
+        first, *others = csv.DictReader(file)
     assert tuple(first) == COLUMNS
-    assert (first["op"], second["op"]) == ("forward", "backward")
-    assert (first["window"], first["tokens"], first["p50_ms"], first["launches"]) == ("4096 0", "32768", "1.5", "")
-    assert (first["commit"], first["torch"], first["device"]) == ("abc1234", "2.11.0", "a GPU")
+    assert (first["benchmark"], first["p50_ms"], first["figures"]) == ("forward", "1.5", "")
+    assert parted(first["case"]) == {"documents": "agent, 6 turns", "tokens": "32768"}
+    assert HERE.items() <= first.items()
     assert first["date"].endswith("Z")
+    assert read(path) == [others[1], others[0]]
 
 
 def test_rows_that_count_as_measured(tmp_path: Path) -> None:
-    """All of a shape, from the same environment; also those without a figure, and of a peer that lost the device."""
+    """Those of the same environment, with a figure or without."""
     path = tmp_path / "attention.csv"
-    assert not filled(path, ops=OPS[:2]).finished(SHAPE, ["x"])
-    filled(path, ops=OPS[2:], status=f"{LOST}: RuntimeError: an illegal memory access")
-    ledger, other = Ledger(path, HERE), Shape("flan", 32768).columns()
-    assert [ledger.finished(*of) for of in ((SHAPE, ["x"]), (SHAPE, ["x", "y"]), (other, ["x"]))] == [
-        True,
-        False,
-        False,
-    ]
-    assert [ledger.lost(*of) for of in ((SHAPE, "x"), (SHAPE, "y"), (other, "x"))] == [True, False, False]
-    for changed in ({"commit": "def5678"}, {"torch": "2.13.0"}, {"xformers": "0.0.35"}):
-        assert not Ledger(path, HERE | changed).finished(SHAPE, ["x"])
+    filled(path, "forward", status="ValueError: no")
+    ledger = Ledger(path, HERE)
+    found = ledger.find("forward", CASE, "x")
+    assert found is not None
+    assert (found["status"], ledger.rows()) == ("ValueError: no", [found])
+    for other in (("backward", CASE, "x"), ("forward", "documents=y", "x"), ("forward", CASE, "y")):
+        assert ledger.find(*other) is None
+    for changed in ({"commit": "def5678"}, {"versions": "torch=2.13.0"}, {"device": "another"}):
+        assert Ledger(path, HERE | changed).rows() == []
+
+
+def test_committed_ledgers_have_the_columns() -> None:
+    assert [len(read(ROOT / RESULTS / name)) > 10 for name in ("cpu.csv", "training.csv")] == [True, True]
 
 
 def test_names_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,15 +99,16 @@ def test_names_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_file_with_other_columns_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "attention.csv"
     path.write_text("op,milliseconds\n")
-    with pytest.raises(SystemExit, match="other columns"):
+    with pytest.raises(SystemExit, match="its columns aren't benchmark, case, "):
         Ledger(path, HERE)
     assert path.read_text() == "op,milliseconds\n"
+    with pytest.raises(SystemExit, match="doesn't exist"):
+        read(tmp_path / "none.csv")
 
 
 def test_environment() -> None:
     about = environment(torch.device("cpu"), "abc1234")
     assert tuple(about) == ABOUT
     assert about["commit"] == "abc1234"
-    assert about["torch"] == torch.__version__
-    assert "CPU" in about["device"]
+    assert parted(about["versions"])["torch"] == torch.__version__
     assert environment(torch.device("cpu"))["commit"]

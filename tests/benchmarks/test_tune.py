@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune
-from benchmarks.harness.ledger import ABOUT, Budget
-from benchmarks.tune import Candidate, fastest, in_order, read_table, shipped, times_of, try_all, try_in_process
+from benchmarks.harness.ledger import ABOUT, Ledger
+from benchmarks.harness.run import Budget
+from benchmarks.tune import Candidate, fastest, in_order, shipped, times_of, try_all, try_in_process
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import kernels
 from tritonpack.kernels import tile_shapes
@@ -53,13 +54,13 @@ class TestTable:
 
         monkeypatch.setattr(tune, "try_in_process", outcome)
         path = tmp_path / "tiles.csv"
-        assert try_all(TODO[:2], read_table(path, 100, HERE), 100, 2, Budget(5)) == 0
-        assert try_all(TODO, read_table(path, 100, HERE), 100, 2, Budget(0)) == 2
-        assert try_all(TODO, read_table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO[:2], Ledger(path, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO, Ledger(path, HERE), 100, 2, Budget(0)) == 2
+        assert try_all(TODO, Ledger(path, HERE), 100, 2, Budget(5)) == 0
         assert len(tried) == len(TODO)
         assert set(tried) == set(TODO)
-        times = times_of(read_table(path, 100, HERE), "forward", 128, [c.tile for c in TODO])
-        assert times == {c.tile: 3.0 for c in TODO if c != TODO[1]}
+        assert times_of(Ledger(path, HERE), TODO, 100) == {c.tile: 3.0 for c in TODO if c != TODO[1]}
+        assert times_of(Ledger(path, HERE), TODO, 200) == {}
 
 
 @pytest.mark.compile

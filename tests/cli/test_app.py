@@ -23,6 +23,7 @@ WRONG = [
     ("nonsense", "No such command 'nonsense'"),
     ("check-backend a:b --device tpu", "Invalid value for '--device'"),
     ("check-backend --nonsense", "--nonsense"),
+    (f"check-backend {RIGHT} --dtype int8", "--dtype must be one of 'float32', 'float16', 'bfloat16'; got 'int8'"),
     ("check-backend", "name the function as module:function, such as flash_attn:flash_attn_func; got ''"),
     ("check-backend no_such_module:f", "no_such_module:f can't be imported: ModuleNotFoundError"),
     ("check-backend tritonpack.packing.bins:__doc__", "tritonpack.packing.bins:__doc__ is not a function but str"),
@@ -37,9 +38,8 @@ WRONG = [
     ("doctor --json /proc/nowhere/x", "--json /proc/nowhere/x can't be written: "),
     ("plan . --capacity 8", "is a directory"),
     ("plan a.py --capacity 8", "ends in '.py'; lengths are read from"),
-    ("plan a.json --capacity abc", "Invalid value for '--capacity'"),
     *((f"plan a.json --capacity {bad}", f"'--capacity': must be an integer from 1 to 1073741824; got {bad}.")
-      for bad in (-5, 0, 2**30 + 1)),
+      for bad in (-5, 0, 2**30 + 1, "abc", 2.5)),
     ("plan a.json --capacity 8 --ranks 0", "Invalid value for '--ranks': must be an integer from 1 to 65536; got 0."),
     ("plan a.json --capacity 8 --seed -1", "Invalid value for '--seed'"),
     ("plan a.json --capacity 8 --tail wag", "Invalid value for '--tail'"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonpack
-from tests.ecosystem.training import EXACT, features, pad
+from tests.ecosystem.training import EXACT, apart, features, pad
 from tests.patches import zoo
 from tests.patches.calls import documents, state, told
 from tests.patches.models import tiny_model
@@ -36,10 +36,6 @@ PLACEMENTS: dict[str, Callable[[nn.Module, Path], object]] = {
 }
 
 
-def error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).detach().abs().max() / expected.detach().abs().max())
-
-
 @pytest.mark.parametrize("first", ["patch", "accelerate"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("family", ["mistral", "qwen3_next"])
@@ -57,12 +53,12 @@ def test_placed_models(family: str, placement: str, first: str, tmp_path: Path) 
     before = state(model)
     if first == "accelerate":
         tritonpack.patch(model)
-    assert error(model(ids, **told()).logits, expected) < EXACT
+    assert apart(model(ids, **told()).logits, expected) < EXACT
     if first == "patch":
         accelerate.hooks.remove_hook_from_module(model, recurse=True)
     tritonpack.unpatch(model)
     assert first == "patch" or state(model) == before
-    assert error(torch.cat([model(d).logits for d in documents()], 1), expected) < EXACT
+    assert apart(torch.cat([model(d).logits for d in documents()], 1), expected) < EXACT
 
 
 def run(model: nn.Module, collator: Any, packed: bool, first: str = "patch") -> tuple[list[float], list[Tensor]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tritonpack
-from tests.ecosystem.training import EXACT, features, tokenizer
+from tests.ecosystem.training import EXACT, apart, features, tokenizer
 from tests.patches.models import tiny_model
 from tritonpack.patches.applied_patch import applied_to
 
@@ -44,25 +44,19 @@ def test_a_loaded_model_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     with tritonpack.patch(model) as again:
         assert again.report.attention == "tritonpack"
 
-    documents = features()[:7]
-    whole: list[dict[str, list[int]]] = [
-        {
-            "input_ids": document["input_ids"],
-            "labels": document["input_ids"],
-            "attention_mask": [1] * len(document["input_ids"]),
-            "position_ids": [*range(len(document["input_ids"]))],
-        }
-        for document in documents
+    ids = [document["input_ids"] for document in features()[:7]]
+    whole = [
+        {"input_ids": x, "labels": x, "attention_mask": [1] * len(x), "position_ids": [*range(len(x))]} for x in ids
     ]
     batch = V2BatchSamplerDataCollatorForSeq2Seq(words)([whole[:4], whole[4:]])
     assert int(batch["attention_mask"].max()) == 4  # it numbers documents
     model.eval()
-    lengths = [sum(len(one["input_ids"]) for one in row) for row in (whole[:4], whole[4:])]
+    lengths = [sum(map(len, row)) for row in (ids[:4], ids[4:])]
     with torch.no_grad():
-        alone = torch.cat([model(torch.tensor([one["input_ids"]])).logits[0] for one in documents])
+        alone = torch.cat([model(torch.tensor([one])).logits[0] for one in ids])
         for left_out in (set(), {"attention_mask"}):
             logits = model(**{name: x for name, x in batch.items() if name not in {"labels", *left_out}}).logits
             got = torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)])
-            assert float((got - alone).abs().max() / alone.abs().max()) < EXACT
+            assert apart(got, alone) < EXACT
     manager.post_train_unload(config)
     assert applied_to(model) == []

@@ -20,12 +20,15 @@ DOCUMENTS = features() * 2
 SINGLE = 8 * torch.finfo(torch.float32).eps
 
 
+OPTIONS: dict[str, Any] = {"tokens": 40, "seed": 0, "epochs": EPOCHS}
+
+
 def loader(**options: Any) -> PackedTrainLoader:
-    return PackedTrainLoader(DOCUMENTS, tokens=40, **{"seed": 0, "epochs": EPOCHS, **options})
+    return PackedTrainLoader(DOCUMENTS, **{**OPTIONS, **options})
 
 
 def of_loop(**options: Any) -> Any:
-    return tritonpack.dataloader(DOCUMENTS, tokens=40, **{"seed": 0, "epochs": EPOCHS, **options})
+    return tritonpack.dataloader(DOCUMENTS, **{**OPTIONS, **options})
 
 
 def test_passes_are_those_of_a_loop() -> None:

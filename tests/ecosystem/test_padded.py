@@ -35,15 +35,17 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENCODER = {name: value for name, value in COMMON.items() if name not in ("num_key_value_heads", "head_dim")}
 
 
-def decoder(auto_class: Any) -> PreTrainedModel:
+def seeded(auto_class: Any, kind: str, num_labels: int = 3, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return auto_class.from_config(AutoConfig.for_model("llama", **COMMON, num_labels=3)).double()
+    return auto_class.from_config(AutoConfig.for_model(kind, num_labels=num_labels, **options)).double()
+
+
+def decoder(auto_class: Any) -> PreTrainedModel:
+    return seeded(auto_class, "llama", **COMMON)
 
 
 def encoder(auto_class: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("bert", **ENCODER, **NO_DROPOUT, num_labels=3)
-    return auto_class.from_config(config).double()
+    return seeded(auto_class, "bert", **ENCODER, **NO_DROPOUT)
 
 
 def masking(tokenizer: Any) -> Any:
@@ -134,9 +136,7 @@ def mixtral() -> Any:
 
 
 def scoring() -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **COMMON, num_labels=1)
-    return AutoModelForSequenceClassification.from_config(config).double()
+    return seeded(CLASSES, "llama", 1, **COMMON)
 
 
 def lora() -> Any:
@@ -274,5 +274,5 @@ def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_p
     model = mixtral()
     tritonpack.patch(model, unpad=True)
     trainer = TRAINERS["SFT, experts"].trainer(tmp_path, model)
-    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced since this model was patched"):
+    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced after this model was patched"):
         trainer.train()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import tritonpack
-from tests.ecosystem.test_llama_factory import difference, outcome
-from tests.ecosystem.training import EXACT, features, tokenizer
+from tests.ecosystem.training import EXACT, difference, features, outcome, tokenizer
 from tests.patches.models import tiny_model
 
 DOCUMENTS = [torch.tensor([document["input_ids"]]) for document in features()[:5]]

@@ -98,6 +98,27 @@ def distance(a: Outcome, b: Outcome, least: float = 1e-3) -> float:
     return max(losses, max(float((a[1][name] - b[1][name]).abs().max()) for name in a[1]) / moved)
 
 
+def outcome(model: nn.Module, *calls: dict[str, Any]) -> list[Tensor]:
+    """The loss of all predicted tokens and the gradients of all weights."""
+    model.zero_grad()
+    count = sum(int((call["labels"][:, 1:] != -100).sum()) for call in calls)
+    loss = sum(model(**call, num_items_in_batch=count).loss for call in calls)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def apart(got: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number that is expected."""
+    return float((got - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+def difference(got: list[Tensor], expected: list[Tensor]) -> float:
+    """The larger difference, of the first tensors or of the gradients behind them, relative to the largest gradient."""
+    largest = max(float(x.abs().max()) for x in expected[1:])
+    gradients = max(float((x - y).abs().max()) for x, y in zip(got[1:], expected[1:], strict=True)) / largest
+    return max(apart(got[0], expected[0]), gradients)
+
+
 @contextmanager
 def no_warning() -> Iterator[None]:
     """Fail at warnings, and at log records of TRL and transformers that are as grave."""

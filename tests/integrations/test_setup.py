@@ -310,6 +310,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown": ({}, {"token": 2}, "no option 'token'; the options are lengths, documents, collate_fn"),
     "removed": ({}, {"tiled_loss": True}, r"tiled_loss of setup\(\) was removed: use Liger-Kernel"),
     "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens'; got 'words'"),
+    "labels of another loss": ({}, {"labels": "tokens"}, r"LlamaForCausalLM takes labels='causal'.*Leave it out"),
     "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
     "no document": ({"train_dataset": []}, {}, "the dataset has no document to pack"),
     "a collator": (

@@ -2,7 +2,6 @@
 
 import importlib
 import pkgutil
-import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.launches import Call, calls
+from tests.virtual_gpu.conftest import NEEDS
 from tests.virtual_gpu.driver import fake_gpu
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.backends import launch as launching
@@ -26,21 +26,17 @@ from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.cases import parents_of
 from tritonpack.testing.tolerance import run
 
-pytestmark = [
-    pytest.mark.compile,
-    pytest.mark.skipif(shutil.which("cc") is None, reason="the fake libcuda needs a C compiler"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
-]
-
-ELSEWHERE = ("long", "ordinary", "s", "alibi", "dropout")  # a sample for other GPUs, because kernels compile for long
+pytestmark = NEEDS
+# A sample for other GPUs, because kernels compile for long
+ELSEWHERE = (*(f"large-{name}" for name in ("long", "ordinary", "s", "alibi", "dropout")), "tree-bf16", "tables-tree")
 
 
 def launched() -> list[tuple[str, Call]]:
     """Calls in bfloat16 and of the largest cases; `benchmarks.gpu.compile_ahead --without-gpu sm_90` launches all."""
-    own = [c for c in calls() if c.name.startswith(("large-", "gluon-")) or not c.name.endswith(("fp16", "fp32"))]
-    prefixes = (*(f"large-{name}" for name in ELSEWHERE), "tree-bf16", "tables-tree")
-    others = [c for c in own if c.name.startswith(prefixes) and not c.name.endswith(("fp16", "fp32"))]
-    return [("sm_90", c) for c in own] + [(arch, c) for arch in ("sm_80", "sm_100", "sm_120") for c in others]
+    plain = [c for c in calls() if not c.name.endswith(("fp16", "fp32"))]
+    large = [c for c in calls() if c.name.startswith(("large-", "gluon-")) and c.name.endswith(("fp16", "fp32"))]
+    others = [c for c in plain if c.name.startswith(ELSEWHERE)]
+    return [("sm_90", c) for c in plain + large] + [(arch, c) for arch in ("sm_80", "sm_100", "sm_120") for c in others]
 
 
 @pytest.mark.fast(

@@ -52,11 +52,10 @@ def test_every_row_is_legal_and_taken() -> None:
         assert select_tile(kernel, row, torch.bfloat16, arch, frozenset({feature})) == tile != TILES[arch][kernel][row]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_dk_and_dv_have_the_same_block_n(feature: str) -> None:
-    for arch in TILES:
-        for row in TILES[arch]["dk"]:
-            dk, dv = (select_tile(k, row, torch.bfloat16, arch, frozenset({feature})) for k in ("dk", "dv"))
+def test_dk_and_dv_have_the_same_block_n() -> None:
+    for arch, kernel, row, _ in ROWS:
+        for features in (frozenset({one}) for one in FEATURES if kernel == "dk"):
+            dk, dv = (select_tile(k, row, torch.bfloat16, arch, features) for k in ("dk", "dv"))
             assert dk.block_n == dv.block_n
 
 
@@ -102,13 +101,9 @@ GOOD = {
 # What differs from GOOD in a row, and words of the refusal
 CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"arch": "sm_70"}, "no table has a row for 'sm_70'"),
-    ({"arch": ["sm_90"]}, r"no table has a row for \['sm_90'\]"),
-    ({"block_d": 96}, "no table has a row for 'sm_90', 'forward', 96"),
     ({"block_d": 128.0}, "no table has a row for 'sm_90', 'forward', 128.0"),
     ({"block_m": 100}, "forward on sm_90 at head dimension 128: block_m must be a power of two"),
-    ({"block_m": 128.9}, "block_m of row 1 must be an integer; got 128.9"),
     ({"block_m": 128.0}, "block_m of row 1 must be an integer; got 128.0"),
-    ({"block_m": "128"}, "block_m of row 1 must be an integer; got '128'"),
     ({"num_stages": float("inf")}, "num_stages of row 1 must be an integer; got inf"),
     ({"heads": True}, "heads of row 1 must be an integer; got True"),
     ({"deferred": 1}, "deferred of row 1 must be true or false; got 1"),
@@ -121,7 +116,6 @@ BAD: list[tuple[Any, str]] = [
     *(({"tiles": [GOOD, GOOD | changes]}, message) for changes, message in CHANGED),
     ({"tiles": [{k: v for k, v in GOOD.items() if k != "block_n"}]}, "row 0 lacks block_n"),
     ({"tiles": [GOOD, "sm_90"]}, "row 1 must be a mapping; got str 'sm_90'"),
-    ({"tiles": {"arch": "sm_90"}}, "must hold .*got dict"),
     ({}, r"must hold \{\"tiles\": \[...\]\}; got dict \{\}"),
     ([1, 2], r"must hold \{\"tiles\": \[...\]\}; got list"),
     ("tiles", "JSONDecodeError"),
@@ -140,15 +134,12 @@ def test_amd_gpus_use_the_tiles_of_their_family(gpu: str, arch: str, monkeypatch
     assert tiles.current_arch.__wrapped__(torch.device("cuda", 0)) == arch
 
 
-@pytest.mark.parametrize(
-    ("capability", "kib"), [((8, 0), None), ((8, 6), 99), ((8, 9), 99), ((9, 0), None), ((12, 0), 99), ((7, 5), 64)]
-)
-def test_gpus_with_little_shared_memory(
-    capability: tuple[int, int], kib: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert tiles.small_shared_kib.__wrapped__(torch.device("cuda", 0)) == kib
+    found = {(8, 0): None, (8, 6): 99, (8, 9): 99, (9, 0): None, (12, 0): 99, (7, 5): 64}
+    for capability, kib in found.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, it=capability: it)
+        assert tiles.small_shared_kib.__wrapped__(torch.device("cuda", 0)) == kib
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert tiles.small_shared_kib.__wrapped__(torch.device("cuda", 0)) is None
 
@@ -165,7 +156,7 @@ def test_bad_file_loads_no_tile(content: Any, message: str, tmp_path: Path) -> N
     assert not tiles._loaded
 
 
-@pytest.mark.parametrize("path", [None, 1.5, 0, True, ["tiles.json"], {}])
+@pytest.mark.parametrize("path", [None, 0, ["tiles.json"]])
 def test_path_must_be_a_path(path: Any) -> None:
     with pytest.raises(ValueError, match="path must be the name of a file, a str or a Path; got "):
         load_tiles(path)

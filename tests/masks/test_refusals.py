@@ -35,7 +35,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "lengths whose sum has 65 bits": (lambda: Mask.from_seqlens([2**62] * 4),
      r"seqlens must be at most 2\*\*31 - 1 each; got 4611686018427387904 at index 0"),
     "a device that isn't here": (lambda: Mask.from_seqlens([3], device="cuda:99"),
-     "device must be one that is here, such as 'cpu'; got str 'cuda:99'"),
+     "device must be available on this machine, such as 'cpu'; got str 'cuda:99'"),
     "no such device": (lambda: Mask.from_seqlens([3], device="gpu"),
      "device must be a torch.device, or the name .* got str 'gpu', which torch doesn't know"),
     "a move to no device": (lambda: Mask.from_seqlens([3]).to(torch.float32),
@@ -90,11 +90,11 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
      "query_rows is on meta and the mask on cpu; move them together"),
     **{f"bounds {start} {stop}": (lambda of=(start, stop): Mask(*map(int32, of), 3), message)
        for start, stop, message in (
-        ([0, 0], [1, 4], r"row 1 of the mask sees keys \[0, 4\), which reaches outside the 3 keys"),
-        ([-1, 0], [1, 2], r"row 0 of the mask sees keys \[-1, 1\), which reaches outside"),
-        ([0, 2], [1, 1], r"row 1 of the mask sees keys \[2, 1\), which ends before it begins"),
-        ([1, 0], [1, 2], r"row 1 .* \[0, 2\), which begins or ends before the interval of the row above; .* decrease"),
-        ([0, 0], [3, 2], r"row 1 .* \[0, 2\), which begins or ends before the interval of the row above"),
+        ([0, 0], [1, 4], r"row 1 of the mask has the keys \[0, 4\); intervals must lie within the 3 keys"),
+        ([-1, 0], [1, 2], r"row 0 of the mask has the keys \[-1, 1\); "),
+        ([0, 2], [1, 1], r"row 1 of the mask has the keys \[2, 1\); .* end at or after their begin"),
+        ([1, 0], [1, 2], r"row 1 .* \[0, 2\); .* neither their begins nor their ends may decrease"),
+        ([0, 0], [3, 2], r"row 1 .* \[0, 2\); .* may decrease"),
     )},
     **{f"bounds of keys {name}": (lambda of={name: value}: Mask(
         *map(int32, ([0, 0], [1, 2])), 2, **{"query_start": int32([0, 0]), "query_stop": int32([1, 2])} | of), message)
@@ -102,7 +102,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         ("query_stop", None, "query_stop must be a one-dimensional int32 tensor; got NoneType"),
         ("query_start", torch.zeros(2), "query_start must be a one-dimensional int32"),
         ("key_places", int32([0, 0, 0]), "key_places must hold a number for each of the 2 keys"),
-        ("query_stop", int32([1, 5]), r"key 1 of the mask has queries \[0, 5\), which reaches outside the 2"),
+        ("query_stop", int32([1, 5]), r"key 1 of the mask has the queries \[0, 5\); .* within the 2 queries"),
     )},
     **{f"parents {parents}": (lambda of=parents: Mask.from_tree(of), message) for parents, message in (
         ([-1, 1], r"parents\[1\] is 1: a parent is the place of an earlier token"),

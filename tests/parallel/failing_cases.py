@@ -23,7 +23,7 @@ from tritonpack import SequenceParallel
 from tritonpack.parallel import consistency
 
 LIMIT = timedelta(seconds=3)
-ENDED = r"(?i)timed out|connection (closed|reset)"  # gloo's errors
+ENDED = r"(?i)timed out|timeout|connection (closed|reset)"  # gloo's errors
 
 
 class UserError(Exception):

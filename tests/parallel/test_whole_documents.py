@@ -62,5 +62,5 @@ def test_a_rank_without_documents_gets_one_of_zeros() -> None:
 def test_a_document_longer_than_a_rank_can_compute_is_refused() -> None:
     assert LONGEST == 1.25
     divide([62, 38], 2)
-    with pytest.raises(ValueError, match=r"a document has 63 of the batch's 100 tokens, .*share, 62 tokens\. Put more"):
+    with pytest.raises(ValueError, match=r"a document has 63 of the batch's 100 tokens, .*here 62\. Put more"):
         divide([63, 37], 2)

@@ -25,11 +25,11 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The proofs of a test."""
     proof = pytest.importorskip("tritonpack.patches.proof")
     held: list[Any] = []
-    run = proof._try
+    run = proof._run_trial
 
     def count(*args: Any) -> None:
         held.append(args)
         run(*args)
 
-    monkeypatch.setattr(proof, "_try", count)
+    monkeypatch.setattr(proof, "_run_trial", count)
     return held

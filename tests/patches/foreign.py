@@ -332,7 +332,7 @@ CASES = {
     "a subclass": Case(lambda: Unshown(config())),
     "logits mixed by a head": Case(lambda: Mixing(config()), rf"Mixing {UNKNOWN}.*first in the model itself \(Mixing"),
     "logits centred over the row": Case(lambda: Centred(config()), rf"Centred {UNKNOWN}.*\(Centred\)"),
-    "logits with noise": Case(lambda: Noisy(config()), "Noisy isn't a model.*beside rows of others"),
+    "logits with noise": Case(lambda: Noisy(config()), "Noisy isn't a model.*beside other rows"),
     "remote code that uses its mask": Case(lambda: composed("causal", "add")),
     "remote code that ignores its mask": Case(
         lambda: composed("causal", "ignored"), rf"Composed {UNKNOWN}.*the model itself \(Composed\)"
@@ -388,7 +388,7 @@ CASES = {
     "a fused layer": Case(llama, rf"{OWN}.*\(LlamaDecoderLayer\)", replaced(LlamaDecoderLayer, bypass_layers)),
     "a fused model": Case(llama, OWN, replaced(LlamaModel, bypass_all)),
     "a mask of a file": Case(
-        llama, "(needs the packed one|don't stay apart)",
+        llama, "(instead of the mask of the documents|don't stay apart)",
         lambda model, patch: patch.setattr(modeling_llama, "create_causal_mask", mask_of_its_own),
     ),
     "a mask of a file, for sdpa": Case(

@@ -211,7 +211,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_document(kind: str) -> Non
             require_exact(model, expected, pieces=documents(lengths))
 
     require((3, 8, 5))
-    with pytest.raises(ValueError, match=f"'{kind}'.* more than 8 tokens.*calls of their own"):
+    with pytest.raises(ValueError, match=f"'{kind}'.* more than 8 tokens.*in separate calls"):
         require((3, 12, 5))
     if kind == "longrope":
         require((9, 12))

@@ -80,8 +80,8 @@ def test_a_head_that_adds_tokens_is_refused_by_its_proof() -> None:
 @pytest.mark.parametrize(
     ("kind", "labels", "words"),
     [
-        (Lengthening, None, r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"),
-        (OwnPooler, None, r"returns pooler_output, one for each row.*Documents in each row: \[4\]"),
+        (Lengthening, None, r"runs on \(1, 23\) tokens, but the model around it was given \(1, 22\)"),
+        (OwnPooler, None, r"returns pooler_output with one value for each row.*Documents in each row: \[4\]"),
         (Rater, torch.tensor([0, 1, 2, 0]), r"failed with labels .* for each of 4 documents.*Pass padded rows"),
     ],
 )
@@ -214,7 +214,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", ANSWERS | {"past_key_values": transformers.DynamicCache()},
      r"packed rows can't use a cache.*Leave the cache out, or.* Documents in each row: \[4\]"),
     ("Bert", {"start_positions": START}, "start_positions without end_positions; pass both"),
-    ("XLNet", {}, "one for each row.*Pass padded rows"),
+    ("XLNet", {}, "one value for each row.*Pass padded rows"),
     ("XLM", ANSWERS, "XLMForQuestionAnswering has a loss of its own.*Pass padded rows"),
     ("BigBird", {}, "BigBirdForQuestionAnswering gives one result for"),
 ]  # fmt: skip

@@ -395,7 +395,7 @@ def test_a_shared_configuration_is_refused_with_a_remedy(family: str) -> None:
     row = call_of()["input_ids"]
     expected, apart_ = reference(row).logits, alone(reference, gradients=False)
     one = tritonpack.patch(policy)
-    message = r"configuration.* shared with a patched model.*copy\.deepcopy\(config\).*patch this model, too"
+    message = r"shares its configuration.* with a patched model.*copy\.deepcopy\(config\).*for this model, too"
     with pytest.raises(ValueError, match=message):
         reference(row)
     assert torch.equal(other(row).logits, expected)
@@ -407,7 +407,7 @@ def test_a_shared_configuration_is_refused_with_a_remedy(family: str) -> None:
     assert policy.config._attn_implementation == stock._attn_implementation
 
 
-ON_A_PATCHED_PART = r"LlamaModel.*belongs to LlamaForCausalLM, which is patched.*unpatch.*build.*patch the whole"
+ON_A_PATCHED_PART = r"LlamaModel.*belongs to LlamaForCausalLM, which is patched.*unpatch.*build.*patch the model"
 
 
 def llama(kind: type[PreTrainedModel] = LlamaForCausalLM, config: Any = None) -> PreTrainedModel:

@@ -111,7 +111,7 @@ def test_the_first_call_proves_whatever_it_holds(arguments: dict[str, Tensor], t
     handle.prove()
     assert len(tries) == 4
     handle.unpatch()
-    with pytest.raises(ValueError, match="this patch was undone"):
+    with pytest.raises(ValueError, match="this patch was removed"):
         handle.prove()
 
 
@@ -138,7 +138,7 @@ def test_weights_that_come_later(dtype: torch.dtype, tmp_path: Path) -> None:
             empty = kind(config())
             handle = tritonpack.patch(empty)
             empty(torch.ones(1, 4, dtype=torch.long))
-        with pytest.raises(ValueError, match=r"on the meta device; load them before prove\(\)"):
+        with pytest.raises(ValueError, match=r"on the meta device; load them before you call prove\(\)"):
             handle.prove()
         empty.to_empty(device="cpu").to(dtype).load_state_dict(Unshown(config()).state_dict())
         empty.model.rotary_emb = type(empty.model.rotary_emb)(config())
@@ -260,7 +260,7 @@ def test_compiled_code_is_compiled_once(part: str) -> None:
     handle, forward = tritonpack.patch(model), model
     if part == "whole":
         forward = torch.compile(model, **options)
-        with pytest.raises(Exception, match=r"Unshown isn't proven yet.*Call prove\(\) on the handle"):
+        with pytest.raises(Exception, match=r"Unshown isn't proven yet.*call prove\(\) on the handle"):
             forward(**call_of("without_cache"))
         torch._dynamo.reset()
         graphs.count = 0
@@ -313,7 +313,7 @@ def test_documents_that_share_their_beginnings(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tries: list[Any]
 ) -> None:
     """A class that isn't known for that is proven in the first such call."""
-    monkeypatch.setattr(proof, "is_shown", lambda kind, in_trees=False: not in_trees)
+    monkeypatch.setattr(proof, "is_listed", lambda kind, in_trees=False: not in_trees)
     model = zoo.tiny_model(model_type)
     tritonpack.patch(model)
     model(**call_of())

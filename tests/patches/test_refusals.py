@@ -27,7 +27,7 @@ from tests.patches.sweep.classes import build, cases
 from tests.patches.sweep.subject import Subject
 from tests.patches.zoo import tiny_pair_model
 from tritonpack import UnsupportedModelError
-from tritonpack.patches.parse_inputs import TELLING, meant_by
+from tritonpack.patches.parse_inputs import DOCUMENT_ARGUMENTS, intended_argument
 
 SEGMENTS = told("segments_alone")["attention_mask"]
 OFFSETS = told("offsets_alone")["cu_seq_lens_q"]
@@ -106,7 +106,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"segment_ids": SEGMENTS}, "was called with 'segment_ids'.* Pass seq_idx"),
     ({"positions_ids": PLACES}, "was called with 'positions_ids'.* Pass position_ids"),
     ({"cu_seq_lens_k": OFFSETS}, "was called with 'cu_seq_lens_k'.* Pass "),
-    ({"parents": torch.zeros(1, 22)}, "'parents', which nothing reads.*Pass tree_ends"),
+    ({"parents": torch.zeros(1, 22)}, "'parents', which no code reads.*Pass tree_ends"),
 ]  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_calls(arguments: dict[str, Any], words: str) -> None:
             assert model(IDS, position_ids=PLACES)[0].isfinite().all()
 
 
-MEANT = {
+SIMILAR_NAMES = {
     "cu_seq_lens_q": (
         "cu_seqlens", "cu_seqlens_k", "cu_seq_lens", "cumulative_seqlens", "max_seqlen", "seq_lens", "seq_lengths",
         "document_lengths", "doc_lens", "lengths", "doc_offsets", "Cu_Seqlens", "packed_seq_params", "input_lengths",
@@ -155,10 +155,10 @@ TRAINERS = (
 
 
 def test_names_that_resemble_ours() -> None:
-    assert {name: meant_by(name) for names in MEANT.values() for name in names} == {
-        name: meant for meant, names in MEANT.items() for name in names
+    assert {name: intended_argument(name) for names in SIMILAR_NAMES.values() for name in names} == {
+        name: meant for meant, names in SIMILAR_NAMES.items() for name in names
     }
-    assert not any(meant_by(name) for name in (*TRAINERS, *TELLING))
+    assert not any(intended_argument(name) for name in (*TRAINERS, *DOCUMENT_ARGUMENTS))
 
 
 class Numbered(LlamaForCausalLM):
@@ -228,16 +228,16 @@ PATCHES: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lazily("llama"), {"backend": "cuda"}, "got 'cuda'"),
     (lazily("llama"), {"attention": "flash"}, "got 'flash'"),
     (lazily("llama"), {"unpad": "no"}, "unpad must be True or False; got str 'no'"),
-    (lazily("llama"), {"attention": "sdpa"} | UNPAD, "attention='sdpa' computes all pairs"),
-    (lazily("llama"), {"attention": "eager"} | SHARE, "attention='eager' computes all pairs"),
+    (lazily("llama"), {"attention": "sdpa"} | UNPAD, "attention='sdpa' would compute all pairs"),
+    (lazily("llama"), {"attention": "eager"} | SHARE, "attention='eager' would compute all pairs"),
     (lazily("gemma2"), {"attention": "sdpa"}, r"'gemma2'.* doesn't support sdpa"),
     (sparse, {}, r"set_attention_type\('original_full'\)"),
-    (lambda: decoder("gemma"), {}, r"nothing to be equal to\. Set it to False"),
-    (lambda: decoder("gemma2"), {}, r"nothing to be equal to\. Set it to False"),
+    (lambda: decoder("gemma"), {}, r"packed rows aren't defined\. Set it to False"),
+    (lambda: decoder("gemma2"), {}, r"packed rows aren't defined\. Set it to False"),
     (lazily("bloom"), UNPAD, "takes a dense mask"),
     (lambda: tiny_pair_model("t5"), UNPAD, "an encoder with a decoder"),
     (lazily("mamba2"), SHARE, "on each document by itself"),
-    (lazily("opt"), SHARE, "passes by the OPTModel around it"),
+    (lazily("opt"), SHARE, "doesn't go through the OPTModel around it"),
     # Whether a proof finds it depends on the machine: on some, the best keys of its few tokens are the same.
     (lazily("doge"), SHARE, r"\(DogeAttention\) isn't exact where documents share .* best of"),
 ]
@@ -283,7 +283,7 @@ NAMES = "entity_ids and entity_position_ids"
 # what makes a model, options of patch(), a call, words
 OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] = [
     (lazily("gpt2"), UNPAD, padded() | {"output_attentions": True}, "no weights"),
-    (lazily("opt"), UNPAD, padded(), "OPTDecoder passes by the OPTModel around it"),
+    (lazily("opt"), UNPAD, padded(), "OPTDecoder doesn't go through the OPTModel around it"),
     (lazily("electra-encoder"), SHARE, {"input_ids": IDS[:, :9].expand(4, -1)}, "also sees the tokens after it"),
     (lazily("llama"), UNPAD, padded() | {"labels": padded()["input_ids"]},
      r"the label 0 in row 0 would be predicted at token 7, .* to -100"),
@@ -301,17 +301,17 @@ OF_CLASSES: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
     (lazily("llama"), {}, TREE | {"tree_ends": torch.zeros(SHAPE)}, "tree_ends must be an integer tensor.*got"),
     (lazily("llama"), {}, TREE | {"tree_ends": ones(1, 3)}, r"tree_ends has shape \(1, 3\)"),
     (lazily("llama"), {}, TREE | {"tree_ends": 99 * ones(*SHAPE)}, r"ends\[0\] is 99"),
-    (lazily("llama"), {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both say"),
-    (lazily("llama"), {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both say"),
+    (lazily("llama"), {}, TREE | {"attention_mask": ones(*SHAPE)}, "tree_ends and attention_mask both describe"),
+    (lazily("llama"), {}, TREE | {"seq_idx": ones(*SHAPE)}, "tree_ends and seq_idx both describe"),
     (lazily("llama"), {}, TREE | {"labels": TREE["input_ids"]}, r"other branches.*shift_labels"),
     (lazily("llama"), {}, TREE | {"use_cache": True}, "Leave use_cache out"),
     (lazily("llama"), {}, TREE | {"position_ids": torch.arange(SHAPE[1])[None]},
      "tree_ends and position_ids contradict each other at token 4 of the flattened rows, 4 for a depth of 2.*diagonal"),
     (lazily("llama"), {}, TREE | {"position_ids": TREE["position_ids"] * 0},
      "contradict each other at token 1 of the flattened rows, 0 for a depth of 1"),
-    (lazily("mamba2"), {}, TREE, "without tree_ends"),
-    (lazily("electra-encoder"), {}, TREE, "without tree_ends"),
-    (lambda: of_class("LlamaForSequenceClassification/llama"), {}, TREE, "several documents"),
+    (lazily("mamba2"), {}, TREE, "Leave tree_ends and share_prefixes out"),
+    (lazily("electra-encoder"), {}, TREE, "Leave tree_ends and share_prefixes out"),
+    (lambda: of_class("LlamaForSequenceClassification/llama"), {}, TREE, "for several documents in"),
 ]  # fmt: skip
 
 
@@ -343,22 +343,22 @@ def test_errors_of_the_model_stay_as_they_are() -> None:
 
 # Encoders with decoders
 
-BOTH = "documents in the decoder and 4 in the encoder. Tell documents apart on both sides"
+BOTH = "documents in the decoder and 4 in the encoder. Mark documents on both sides"
 # Changes of a call in which masks number the documents of both sides: of 7, 1, 3 and 11 tokens, and of 5, 2, 6 and 4.
 PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_attention_mask": None}, f"row 0 has 1 {BOTH}"),
-    ({"attention_mask": None}, "row 0 has 4 documents in the decoder and 1 in the encoder. Tell documents apart on"),
+    ({"attention_mask": None}, "row 0 has 4 documents in the decoder and 1 in the encoder. Mark documents on"),
     ({"decoder_attention_mask": torch.tensor([[1] * 5 + [2] * 2 + [4] * 6 + [5] * 4])},
-     "document 4 of the decoder's mask would meet document 3 of the encoder's"),
+     "document 4 of the decoder's mask would see document 3 of the encoder's"),
     ({"decoder_attention_mask": torch.tensor([[1] * 7 + [2] * 6 + [3] * 4])}, "row 0 has 3 documents in the decoder"),
     ({"attention_mask": None, "decoder_attention_mask": None, "seq_idx": torch.tensor([[0] * 11 + [1] * 11])},
      "row 0 has 1 documents in the decoder and 2 in the encoder"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 17]), "cu_seq_lens_k": torch.tensor([0, 11, 22])},
      "lists 4 documents of the decoder and cu_seq_lens_k 2 of the encoder"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 17]), "cu_seq_lens_k": torch.tensor([0, 8, 22, 22])},
-     "a document is empty by cu_seq_lens_q and not by cu_seq_lens_k"),
+     "a document is empty in only one of cu_seq_lens_q and cu_seq_lens_k"),
     ({"cu_seq_lens_q": torch.tensor([0, 17]), "decoder_input_ids": None},
-     "decoder_attention_mask was given without decoder_input_ids"),
+     "decoder_attention_mask was passed without decoder_input_ids"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 15]), "cu_seq_lens_k": OFFSETS},
      "documents of the decoder: .* end with the number of tokens, 17"),
     ({"cu_seq_lens_q": torch.tensor([0, 5, 7, 13, 17]), "cu_seq_lens_k": torch.tensor([0, 8, 10, 15, 20])},
@@ -405,14 +405,14 @@ def test_models_by_name(kind: str) -> None:
     """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
     model = zoo.tiny_model(kind, attention="tritonpack")
     for call in (model, model.forward, model.base_model):
-        with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*was given attn_implementation"):
+        with pytest.raises(UnsupportedModelError, match=r"on padded rows, unpatched.*It has attn_implementation"):
             call(torch.arange(6, 10)[None])
 
 
 def test_a_name_that_is_written_into_a_configuration() -> None:
     model = tiny_model("llama")
     model.config._attn_implementation = "tritonpack"
-    with pytest.raises(ValueError, match=r"isn't patched.*patch this model, too, with tritonpack\.patch"):
+    with pytest.raises(ValueError, match=r"isn't patched.*tritonpack\.patch\(model\) for this model, too"):
         model(**call_of())
 
 
@@ -420,7 +420,7 @@ def test_an_implementation_that_is_set_after_the_patch() -> None:
     model = tiny_model("llama")
     with tritonpack.patch(model):
         model.set_attn_implementation("eager")
-        with pytest.raises(ValueError, match="'eager' since this model was patched"):
+        with pytest.raises(ValueError, match="'eager' after this model was patched"):
             model(**call_of())
     assert model.config._attn_implementation == "sdpa"
 
@@ -435,7 +435,7 @@ def test_layers_that_write_twice_to_a_cache(attention: str) -> None:
     config = transformers.DoryConfig(vocab_size=VOCAB, layer_types=["full_attention"] * 2, num_hidden_layers=2, **sizes)
     model = transformers.DoryForCausalLM(config).eval()
     with tritonpack.patch(model, attention=attention), warnings.catch_warnings():
-        with pytest.raises(ValueError, match=r"DoryAttention changes its keys .* pass use_cache=False"):
+        with pytest.raises(ValueError, match=r"DoryAttention changes the number of keys .* pass use_cache=False"):
             model(**call_of())
         assert model(**call_of(use_cache=False)).logits.isfinite().all()
 

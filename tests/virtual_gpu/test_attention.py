@@ -54,6 +54,10 @@ NAMES = {
 CELLS = [
     *((name, arch, "bf16") for arch, names in NAMES.items() for name in names.split()),
     *((name, arch, dtype) for name in ("causal", "everything") for arch in NAMES for dtype in ("fp16", "fp32")),
+    # 16 bits on sm_120 by mma.sync; sm_100 has tcgen05, which isn't modelled.
+    *((case.name, arch, "fp32") for case in CASES[:3] for arch in ("sm_100", "sm_120")),
+    *((name, "sm_120", "bf16") for name in ("head-dim-64", "head-dim-128", "everything", "tree-everything")),
+    ("causal", "sm_120", "fp16"),
 ]
 
 
@@ -92,42 +96,13 @@ def forms(case: Case) -> Iterator[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "bf16") for name in ("ordinary", "bidirectional", "cross", "window", "tiny")), ("ordinary", "fp16")],
-)
-@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
-def test_gluon(head_dim: int, name: str, dtype: str) -> None:
-    case = next(case for case in SHORT if case.name == f"short-{name}")
-    inputs = make_inputs(replace(case, head_dim=head_dim), DTYPES[dtype], slack_value=NAN)
-    with virtual_gpu("sm_90", seed=head_dim):
-        check_backend(inputs, "gluon")
-
-
-@pytest.mark.parametrize(
-    ("name", "arch", "dtype"),
-    [
-        *((case.name, arch, "fp32") for case in CASES[:3] for arch in ("sm_100", "sm_120")),
-        *((name, "sm_120", "bf16") for name in ("head-dim-64", "head-dim-128", "everything", "tree-everything")),
-        ("causal", "sm_120", "fp16"),
-    ],
-)
-@pytest.mark.slow
-def test_newer_architectures(name: str, arch: str, dtype: str) -> None:
-    """16 bits on sm_120 by mma.sync; sm_100 has tcgen05, which isn't modelled."""
-    check(name, arch, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "backend", "seeds"), [("sm_80", "triton", 50), ("sm_90", "triton", 3), ("sm_90", "gluon", 3)]
-)
-def test_results_are_the_same_in_every_order(arch: str, backend: Any, seeds: int) -> None:
+@pytest.mark.parametrize(("arch", "seeds"), [("sm_80", 50), ("sm_90", 3)])
+def test_results_are_the_same_in_every_order(arch: str, seeds: int) -> None:
     """Orders of programs and warps, and undefined bits, change no bit of results."""
     inputs, expected = make_inputs(SHORT[1], torch.bfloat16), None
     for seed in range(1, seeds + 1):
         with virtual_gpu(arch, seed=seed, races=seed < 4):
-            got = run(inputs, backend)
+            got = run(inputs, "triton")
         expected = expected or got
         assert all(torch.equal(expected[name], got[name]) for name in got), seed
 
@@ -145,24 +120,8 @@ def test_documents_have_the_same_bits_in_every_pack(backend: Any, case: Case, po
     assert not moved
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.slow), "gluon"])
-def test_a_change_in_a_document_changes_no_other_bit(backend: Any) -> None:
-    case = Case("parts", (37, 0, 170, 60), heads=2, kv_heads=1, head_dim=64)
-    inputs, results = make_inputs(case, torch.bfloat16), []
-    for change in (0.0, 1.5):
-        for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
-            x[37:207] += change
-        with virtual_gpu("sm_90"):
-            results.append(run(inputs, backend))
-    for name in ("out", "dq", "dk", "dv"):
-        same = (results[0][name] == results[1][name]).flatten(1).all(1)
-        assert same[:37].all()
-        assert same[207:].all()
-        assert not same[37:207].any()
-
-
 def _elsewhere(x: Tensor, how: str) -> Tensor:
-    """The same values in other memory, with NaN around them."""
+    """The same values in other memory, with NaN around them where it isn't far apart."""
     tokens, heads, dim = x.shape
     if how == "fused":  # a slice of the heads of a larger tensor
         around = torch.full((tokens, heads + 3, dim), NAN, dtype=x.dtype)
@@ -173,21 +132,33 @@ def _elsewhere(x: Tensor, how: str) -> Tensor:
         skipped = 8 // x.element_size()
         around = torch.full((x.numel() + 2 * skipped,), NAN, dtype=x.dtype)
         return around[skipped:-skipped].view(x.shape).copy_(x)
-    # Rows 64 MiB apart, so that offsets exceed 2**31; memory that nothing touches takes no room
+    return _far(x.shape, x.dtype).copy_(x)
+
+
+def _far(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Rows 64 MiB apart, so that offsets exceed 2**31; memory that nothing touches takes no room."""
     apart = 2**26
-    room = mmap.mmap(-1, tokens * apart, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-    return torch.frombuffer(room, dtype=x.dtype).as_strided(x.shape, (apart // x.element_size(), dim, 1)).copy_(x)
+    room = mmap.mmap(-1, shape[0] * apart, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    return torch.frombuffer(room, dtype=dtype).as_strided(shape, (apart // dtype.itemsize, shape[2], 1))
 
 
 @pytest.mark.parametrize("how", ["fused", "head-major", "misaligned", "far"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.fast("sm_90-far")
-def test_memory_of_the_inputs(arch: str, how: str) -> None:
+@pytest.mark.parametrize(("arch", "backend"), [("sm_80", "triton"), ("sm_90", "triton"), ("sm_90", "gluon")])
+@pytest.mark.fast("sm_90-triton-far")
+def test_memory_of_the_inputs(arch: str, backend: Any, how: str) -> None:
+    """Far apart are also the rows of outputs and gradients."""
     case = Case("rows", (1, 90, 0, 17, 60), heads=2, kv_heads=2, head_dim=64, slack=13)  # kernels of "ordinary-64"
     inputs = make_inputs(case, torch.bfloat16, slack_value=NAN)
     moved: dict[str, Any] = {name: _elsewhere(getattr(inputs, name), how) for name in ("q", "k", "v", "dout")}
-    with virtual_gpu(arch, races=how != "far"):
-        results = run(replace(inputs, **moved), "triton")
+    near = Tensor.new_empty
+
+    def new_empty(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        made = near(self, *size, **options)
+        rows = how == "far" and made.is_floating_point() and made.ndim == 3  # no tables
+        return _far(made.shape, made.dtype) if rows else made
+
+    with mock.patch.object(Tensor, "new_empty", new_empty), virtual_gpu(arch, races=how != "far"):
+        results = run(replace(inputs, **moved), backend)
     check_outputs(inputs, results)
 
 

@@ -63,14 +63,14 @@ INVARIANT = invariance.CASES[0]
 FUNCTIONS: dict[str, Callable[[], None]] = {
     "causal": lambda: test_gpu.test_large_cases(CASES[0], torch.float16),
     "ordinary": lambda: test_gpu.test_large_cases(SHORT[1], BF16),
-    "pack-invariant": lambda: test_gpu.test_pack_invariant_documents_have_the_same_bits_in_every_pack(INVARIANT, BF16),
-    "nan": lambda: test_gpu.test_pack_invariant_contains_nan(INVARIANT, invariance.POISONS[0], BF16),
+    **{name: partial(test_gpu.test_pack_invariant_documents_have_the_same_bits_in_every_pack, INVARIANT, poison, BF16)
+       for name, poison in (("pack-invariant", ()), ("nan", invariance.POISONS[0]))},
     "bounds": test_gpu.test_validate_finds_bad_bounds_on_the_device,
     "waiting": test_gpu.test_nothing_waits_for_the_host,
     "isolation": test_gpu.test_a_change_in_a_document_changes_no_other_bit,
     "patched": test_gpu.test_a_patched_model,
     **{name: partial(test_models.test_documents_stay_apart, name, BF16) for name in test_models.KINDS},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,14 +61,15 @@ def test_add_and_softmax(arch: str) -> None:
     torch.testing.assert_close(same_for_all_seeds(arch, softmax), rows.softmax(1))
 
 
-def products() -> list[tuple[str, torch.dtype, str]]:
-    low = [(arch, dtype, "ieee") for arch in ("sm_80", "sm_90") for dtype in (torch.float16, torch.bfloat16)]
-    full = [(arch, torch.float32, "ieee") for arch in ("sm_80", "sm_90", "sm_100", "sm_120")]
-    return [*low, *full, ("sm_80", torch.float32, "tf32")]
+PRODUCTS = [
+    *((arch, dtype, "ieee") for arch in ("sm_80", "sm_90") for dtype in (torch.float16, torch.bfloat16)),
+    *((arch, torch.float32, "ieee") for arch in ("sm_80", "sm_90", "sm_100", "sm_120")),
+    ("sm_80", torch.float32, "tf32"),
+]
 
 
 @pytest.mark.fast("sm_90-bfloat16-ieee")
-@pytest.mark.parametrize(("arch", "dtype", "precision"), products(), ids=lambda value: str(value).split(".")[-1])
+@pytest.mark.parametrize(("arch", "dtype", "precision"), PRODUCTS, ids=lambda value: str(value).split(".")[-1])
 def test_matmul(arch: str, dtype: torch.dtype, precision: str) -> None:
     """By fma in float32, by mma on sm_80 and by wgmma on sm_90 in the others; with rows and columns past the end."""
     a, b = torch.randn(100, 144).to(dtype), torch.randn(144, 120).to(dtype)
@@ -96,23 +98,22 @@ def test_matmul_through_descriptors(transposed: bool) -> None:
     assert error < 144 * 2.0**-21
 
 
-def blocks(x: Tensor) -> Tensor:
-    """The sum of the products of x's blocks of 64 rows with their transposes, by a Gluon kernel in two buffers."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    out = torch.empty(64, 64)
-    described = TensorDescriptor(x, list(x.shape), [64, 1], [64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-    blocks_kernel[(1,)](described, out, x.shape[0] // 64, 64, 2, num_warps=4)
-    return out
-
-
 def test_warps_that_load_and_compute() -> None:
-    """Five blocks pass through two buffers."""
+    """By a Gluon kernel: five blocks pass through two buffers."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
+
     x = torch.randn(320, 64).half()
+    layout = gl.NVMMASharedLayout(128, 16, rank=2)
+
+    def launch() -> Tensor:
+        out = torch.empty(64, 64)
+        blocks_kernel[(1,)](HopperDescriptor(x, [320, 64], [64, 1], [64, 64], layout), out, 5, 64, 2, num_warps=4)
+        return out
+
     expected = sum(block.double() @ block.double().T for block in x.split(64))
-    out = same_for_all_seeds("sm_90", lambda: blocks(x)).double()
-    torch.testing.assert_close(out, expected, rtol=320 * 2.0**-24, atol=320 * 2.0**-21)
+    found = same_for_all_seeds("sm_90", launch).double()
+    torch.testing.assert_close(found, expected, rtol=320 * 2.0**-24, atol=320 * 2.0**-21)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +121,16 @@ def test_warps_that_load_and_compute() -> None:
     [
         ({"arch": "sm_70"}, ValueError, 'arch is "sm_70"; the virtual GPU models sm_80, sm_90, sm_100, sm_120'),
         ({"seed": 0}, ValueError, "seed is 0; seeds begin at 1"),
-        ("a GPU", RuntimeError, "machines without a GPU"),
-        ("no compiler", RuntimeError, "needs a C compiler: install one, or name it in CC"),
+        ({}, RuntimeError, "machines without a GPU"),
     ],
 )
 def test_refusals(arguments: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: arguments == "a GPU")
-    enter: Callable[[], object] = library.library.__wrapped__
-    if arguments == "no compiler":
-        monkeypatch.setenv("CC", "no-such-compiler")
-    else:
-        enter = virtual_gpu(**arguments if isinstance(arguments, dict) else {}).__enter__
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not arguments)
     with pytest.raises(error, match=message):
-        enter()
+        virtual_gpu(**arguments).__enter__()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="needs a C compiler: install one, or name it in CC"):
+        library.library.__wrapped__()
 
 
 @pytest.mark.parametrize(
@@ -146,16 +144,15 @@ def test_refusals(arguments: Any, error: type[Exception], message: str, monkeypa
 )
 def test_unknown_instructions(statement: str, message: str) -> None:
     """An error names the kernel, the line and the statement."""
-
-    def rewrite(name: str, ptx: str) -> str:
-        return ptx.replace("ld.param.b64", f"{statement}\nld.param.b64", 1)
-
-    x = torch.randn(32, 32)
-    with pytest.raises(Unsupported) as raised, virtual_gpu(rewrite=rewrite) as gpu:
-        probe_kernel[(1,)](x, torch.empty(32, 32))
+    with pytest.raises(Unsupported) as raised, virtual_gpu(rewrite=partial(_before_params, statement)) as gpu:
+        probe_kernel[(1,)](torch.randn(32, 32), torch.empty(32, 32))
     assert gpu.executables == []
     expected = rf"probe_kernel, PTX line \d+: {re.escape(statement[:-1])}: {re.escape(message)}"
     assert re.fullmatch(expected, str(raised.value))
+
+
+def _before_params(statement: str, name: str, ptx: str) -> str:
+    return ptx.replace("ld.param.b64", f"{statement}\nld.param.b64", 1)
 
 
 def test_blocks_are_refused_within_a_block() -> None:
@@ -184,13 +181,7 @@ def test_threads_share_a_block() -> None:
 @pytest.mark.slow
 def test_faults_are_raised_with_the_reports() -> None:
     """The error that a call raises because the kernel stopped is the cause."""
-
-    def rewrite(name: str, ptx: str) -> str:
-        return ptx.replace("ld.param.b64", "trap;\nld.param.b64", 1)
-
-    with (
-        pytest.raises(AssertionError, match=r"found 1 faults:\nprobe_kernel, .*: trap") as raised,
-        virtual_gpu(rewrite=rewrite),
-    ):
+    faults = pytest.raises(AssertionError, match=r"found 1 faults:\nprobe_kernel, .*: trap")
+    with faults as raised, virtual_gpu(rewrite=partial(_before_params, "trap;")):
         probe_kernel[(1,)](torch.randn(32, 32), torch.empty(32, 32))
     assert "the kernel stopped" in str(raised.value.__cause__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.virtual_gpu.device import virtual_gpu
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
-from tritonpack.masks.dense import bits, dense
+from tritonpack.kernels import dense_mask
 from tritonpack.testing.cases import parents_of
 
 pytestmark = NEEDS
@@ -24,9 +25,10 @@ LENGTHS = {"long": [300, 20, 1, 0, 170], "one": [1], "equal": [64] * 5, "empty":
 # Trees as (parent, tokens) of each node
 FORESTS = {"two": [[(-1, 200), (0, 33), (0, 100)], [(-1, 16), (0, 1)]], "deep": [[(-1, 70), (0, 40), (1, 2), (1, 9)]]}
 FIELDS = ("key_start", "key_stop", "query_start", "query_stop", "diagonal", "document")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _offsets(lengths: list[int], dtype: torch.dtype) -> Tensor:
+def _offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
@@ -39,19 +41,22 @@ def _segments(lengths: list[int]) -> Tensor:
 
 
 MASKS: dict[str, Callable[[list[int]], BlockDiagonalMask]] = {
-    "offsets": lambda lengths: BlockDiagonalMask.from_cu_seqlens(
-        _offsets(lengths, torch.int64), total_q=sum(lengths) + 9
+    "offsets": lambda n: BlockDiagonalMask.from_cu_seqlens(_offsets(n, torch.int64), total_q=sum(n) + 9),
+    "offsets-int32-window": lambda n: BlockDiagonalMask.from_cu_seqlens(
+        _offsets(n), total_q=sum(n), causal=False, window=(20, 7)
     ),
-    "offsets-int32-window": lambda lengths: BlockDiagonalMask.from_cu_seqlens(
-        _offsets(lengths, torch.int32), total_q=sum(lengths), causal=False, window=(20, 7)
+    "both-directions": lambda n: BlockDiagonalMask.from_cu_seqlens(_offsets(n), total_q=sum(n), causal=False),
+    "offsets-cross": lambda n: BlockDiagonalMask.from_cu_seqlens(
+        _offsets(n), _offsets(n[::-1]), total_q=sum(n), total_k=sum(n)
     ),
-    "offsets-cross": lambda lengths: BlockDiagonalMask.from_cu_seqlens(
-        _offsets(lengths, torch.int32), _offsets(lengths[::-1], torch.int32), total_q=sum(lengths), total_k=sum(lengths)
-    ),
-    "positions": lambda lengths: BlockDiagonalMask.from_position_ids(_positions(lengths)),
-    "segments": lambda lengths: BlockDiagonalMask.from_segment_ids(_segments(lengths)),
-    "padding": lambda lengths: BlockDiagonalMask.from_padding_mask((_segments(lengths) > 1).int()),
-}
+    "few-keys": lambda n: BlockDiagonalMask.from_cu_seqlens(_offsets(n), _offsets([1] * len(n)), total_q=sum(n),
+                                                            total_k=len(n)),
+    "no-keys": lambda n: BlockDiagonalMask.from_cu_seqlens(_offsets(n), _offsets([0] * len(n)), total_q=sum(n),
+                                                           total_k=0),
+    "positions": lambda n: BlockDiagonalMask.from_position_ids(_positions(n)),
+    "segments": lambda n: BlockDiagonalMask.from_segment_ids(_segments(n)),
+    "padding": lambda n: BlockDiagonalMask.from_padding_mask((_segments(n) > 1).int()),
+}  # fmt: skip
 
 
 def _tensors(mask: BlockDiagonalMask) -> dict[str, Tensor]:
@@ -62,7 +67,10 @@ def _built(make: Callable[[], BlockDiagonalMask]) -> dict[str, Tensor]:
     """A mask, its transpose, its dense forms and, without trees, tile tables."""
     mask = make()
     found = _tensors(mask) | {f"transposed {name}": x for name, x in _tensors(mask.transpose()).items()}
-    found |= {"bool": dense(mask, torch.bool, False), "bits": bits(mask)}
+    for size in ((8, 512), (16, 16)):  # the shipped blocks, and such that lie within intervals
+        with mock.patch.multiple(dense_mask, BLOCK_M=size[0], BLOCK_N=size[1]):
+            found |= {f"bool {size}": mask.to_dense(), f"bits {size}": mask.to_bits()}
+            found |= {f"{dtype} {size}": mask.to_dense(dtype, additive=True) for dtype in DTYPES}
     if mask.query_stop is None:
         tables = tile_tables(mask, Cut(32, 64, 128), Cut(128, of_keys=True))
         found |= {f"table {k}": table for k, table in enumerate(tables)}
@@ -76,14 +84,26 @@ def _compare(make: Callable[[], BlockDiagonalMask], seed: int) -> None:
     assert gpu.launches.kernels
     assert got.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(got[name].long(), expected[name].long()), name
+        assert got[name].dtype == expected[name].dtype
+        assert got[name].stride() == expected[name].stride() or not expected[name].numel()
+        assert torch.equal(got[name], expected[name]), name
 
 
-@pytest.mark.fast("offsets-one", "padding-empty")
+@pytest.mark.fast("offsets-one", "padding-empty", "few-keys-long", "both-directions-long")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, lengths: str) -> None:
     _compare(lambda: MASKS[name](LENGTHS[lengths]), seed=len(lengths))
+
+
+@pytest.mark.slow
+def test_a_long_tree() -> None:
+    """Thousands of subtrees end in the rows of one program."""
+    parents = torch.tensor(parents_of([(-1, 10), (0, 4090), (0, 50)]))
+    expected = _tensors(BlockDiagonalMask.from_tree(parents))
+    with virtual_gpu("sm_90"):
+        got = _tensors(BlockDiagonalMask.from_tree(parents))
+    assert all(torch.equal(got[name], expected[name]) for name in FIELDS)
 
 
 @pytest.mark.fast("deep-all")

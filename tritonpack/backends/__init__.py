@@ -1,6 +1,6 @@
-"""The backends of attention: their contract, the registry that every other module asks, and the choice of one.
+"""The backends of attention: their interface, their registry, and the choice of one.
 
-A backend is a module of this folder with the four functions of `BackendModule`, and its name is a row of `Backend`.
+A backend is a module of this folder with the four functions of `BackendModule`. Its name is listed in `Backend`.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
     from tritonpack.masks.block_diagonal import BlockDiagonalMask
     from tritonpack.options import AttentionOptions
 
-# The registry: the names of the backends, each the name of its module; "auto" chooses one of them.
+# The registry: each name is the name of a module; "auto" chooses one of them.
 Backend = Literal["auto", "triton", "gluon", "blocked", "reference"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class BackendModule(Protocol):
-    """The functions of a backend. Their inputs are checked already; rows and documents may be empty anywhere."""
+    """The functions of a backend. Their inputs are already checked; rows and documents may be empty anywhere."""
 
     def check_device(self, q: Tensor) -> None:
-        """Refuse a device or a dtype.
+        """Refuse unsupported devices and dtypes.
 
         Raises:
-            BackendUnavailableError: the backend can't compute with tensors like q on this machine.
+            BackendUnavailableError: the backend can't compute tensors like q on this machine.
         """
 
     def plan_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
     ) -> TileTables:
-        """The tile tables that the kernels read, on the mask's device; without `backward` only the table of forward.
+        """Make the tile tables of the kernels on the mask's device; without `backward` only the table of forward.
 
         torch.compile traces this function, and it must not wait for the device. A backend that needs no tables returns
         `NO_TABLES`.
 
         Raises:
-            BackendUnavailableError: a head dimension or an option that the backend doesn't have.
+            BackendUnavailableError: a head dimension or an option that the backend doesn't support.
         """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
     ) -> tuple[Tensor, Tensor]:
-        """out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32, or float64 for float64."""
+        """Compute out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32, or float64 for float64."""
 
     def backward(
         self,
@@ -65,15 +65,15 @@ class BackendModule(Protocol):
         options: AttentionOptions,
         tiles: TileTables,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v and the options' sinks."""
+        """Compute (dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v and the options' sinks."""
 
 
 def resolve_backend(backend: Backend, q: Tensor) -> str:
-    """The name of the backend, never "auto", that computes with inputs like q.
+    """Return the name of the backend for inputs like q, never "auto".
 
     Raises:
         ValueError: an unknown name.
-        BackendUnavailableError: the backend that was named can't run on these inputs.
+        BackendUnavailableError: the named backend can't run on these inputs.
     """
     check_choice(backend, BACKENDS, "backend")
     if backend == "auto":
@@ -85,7 +85,7 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
 
 @cache
 def has_matrix_products(device: torch.device) -> bool:
-    """Whether Triton multiplies 16-bit matrices on this GPU with matrix instructions; without them it's very slow."""
+    """Return whether Triton has matrix instructions for 16-bit types on this GPU. Without them it is very slow."""
     if torch.version.hip:  # CDNA, and since RDNA 3
         name: str = torch.cuda.get_device_properties(device).gcnArchName
         return name.startswith(("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
@@ -93,12 +93,12 @@ def has_matrix_products(device: torch.device) -> bool:
 
 
 def load(name: str) -> BackendModule:
-    """The module of a backend, imported at its first use.
+    """Return the module of a backend, imported at its first use.
 
     Raises:
         BackendUnavailableError: a package that the backend imports isn't installed.
     """
-    if torch.compiler.is_compiling() or name not in loaded:  # torch.compile keeps what it has read of `loaded`
+    if torch.compiler.is_compiling() or name not in loaded:  # torch.compile caches what it reads from `loaded`
         _import(name)
     return loaded[name]
 
@@ -118,6 +118,6 @@ def _import(name: str) -> None:
         ) from error
 
 
-# torch.compile doesn't trace this import but runs it, because of this mark. torch.compiler.assume_constant_result would
-# set it, and would import the compiler, which takes seconds.
+# This mark makes torch.compile run the import instead of tracing it. torch.compiler.assume_constant_result sets it,
+# too, but imports the compiler, which takes seconds.
 _import._dynamo_marked_constant = True  # type: ignore[attr-defined]

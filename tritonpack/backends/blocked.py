@@ -1,14 +1,15 @@
-"""Attention in torch: O(T) memory, and work only where a query sees a key.
+"""The backend "blocked": attention in torch with O(T) memory, which skips blocks without visible keys.
 
-The default without a GPU. A plan, which is made once per mask, says how each document is computed. On CPUs documents
-whose queries see all keys, or those up to their own, go to torch's fused kernel (fused.py). All else is computed block
-by block. This has the algorithm of the Triton kernels, in a form that is easier to read: the queries are cut into tiles
-of up to `BLOCK_ROWS` rows, and a tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that its
-rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for the plan,
-so on an accelerator this backend waits.
+It is the default without a GPU. A plan, made once per mask, lists how each document is computed. On CPUs torch's fused
+kernel (fused.py) computes documents with full or causal attention. Other documents are computed block by block, with
+the algorithm of the Triton kernels in a form that is easier to read. Queries are cut into tiles of up to `BLOCK_ROWS`
+rows. A tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first to the last key that its rows see; in a
+tree, blocks of keys that no row sees are left out. The host reads the mask for the plan, so on an accelerator this
+backend waits.
 
-Shapes: T tokens, H heads, n key heads, d head dimension. A token has a row for each query head of a group, the heads
-that share a key head: r rows in all, m rows and k keys in a block.
+Shapes: T tokens, H heads, n key heads, d head dimension. A group is the query heads that share a key head. A token has
+    a
+row for each head of a group: r rows in all, m rows and k keys in a block.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from tritonpack.masks.blocks import aligned, cut, relation
 from tritonpack.options import AttentionOptions
 
 BLOCK_ROWS = 128
-BLOCK_KEYS = 512  # a block's scores of eight heads are then 2 MiB, what caches hold
-PIECE = 64  # keys, the unit of blocks in a tree
+BLOCK_KEYS = 512  # the scores of a block with eight heads take 2 MiB, which fits into caches
+PIECE = 64  # unit of blocks in a tree, in keys
 
 LOG2E = 1 / math.log(2)
 
-# Kinds of blocks in the table of a plan, beside what the runs of fused.py see.
+# Kinds of blocks in the table of a plan; smaller numbers are the kinds of runs in fused.py.
 FULL, MASKED = 3, 4
 
 
 class Block(NamedTuple):
-    """The queries of a tile and some of the keys that they see; `masked` if a query doesn't see all of these keys."""
+    """A tile of queries and a block of keys; `masked` if some query doesn't see all of these keys."""
 
     queries: slice
     keys: slice
@@ -48,18 +49,18 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is computed.
+    """The blocks and the fused calls that compute attention with a mask.
 
     Attributes:
-        blocks: blocks, one tile after the other.
-        blind, unseen: (queries, 1, 1) and (keys, 1, 1) bool, the rows that see nothing and those that nothing sees;
-            None if there are none.
-        runs: calls of the fused kernel.
+        blocks: the blocks, ordered by tile.
+        empty, unseen: (queries, 1, 1) and (keys, 1, 1) bool, the queries that see no key and the keys that no query
+            sees; None if there are none.
+        runs: the calls of the fused kernel.
         one_run: whether a single run has all queries and all keys.
     """
 
     blocks: list[Block]
-    blind: Tensor | None
+    empty: Tensor | None
     unseen: Tensor | None
     runs: list[fused.Run]
     one_run: bool
@@ -72,14 +73,14 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The plan, made once per mask; no table where the mask can't be read now, as under torch.compile."""
+    """Make the plan, once per mask; no table if the mask can't be read now, as under torch.compile."""
     return read_plan(q, k, mask, options, None) if on_host(mask.key_start) else NO_TABLES
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
+    """Compute out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32 or float64, all in this wider dtype."""
     plan, dtype, head_dim_v = tiles.plan or read_plan(q, k, mask, options, tiles.blocks).plan, q.dtype, v.shape[2]
     q, k, v = _widened(options, q, k, v)
     if plan.one_run:
@@ -101,7 +102,7 @@ def forward(
 def _forward_blocks(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) and lse (H, T_q) of the blocks; zeros and -inf in rows of no block."""
+    """Compute out (T_q, H, D_v) and lse (H, T_q) of the blocks; other rows are zeros and -inf."""
     qs, ks, vs = _rows_first(plan, q, k, v)
     out = qs.new_zeros(*qs.shape[:2], v.shape[2])
     m_i = qs.new_full((*qs.shape[:2], 1), -math.inf)  # the largest score so far, [n, r, 1]
@@ -126,7 +127,7 @@ def _forward_blocks(
         m_old.copy_(m_new)
     if sinks is not None and not mask.is_tree:
         l_i.masked_fill_((mask.key_start == mask.key_stop).repeat_interleave(group)[:, None], 0.0)
-    elif sinks is not None:  # in a tree, whose bounds don't tell the rows that see a key, it is the last key
+    elif sinks is not None:  # in a tree, whose bounds don't show which rows see a key, it is the last key
         m_old, m_i = m_i, torch.maximum(m_i, sinks)
         alpha = m_old.sub(m_i).mul_(LOG2E).exp2_()
         l_i.mul_(alpha).add_(sinks.sub(m_i).mul_(LOG2E).exp2_()).masked_fill_(m_old == -math.inf, 0.0)
@@ -147,7 +148,7 @@ def backward(
     options: AttentionOptions,
     tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
+    """Compute (dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
     plan = tiles.plan or read_plan(q, k, mask, options, tiles.blocks).plan
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
     dout, q, k, v, out = _widened(options, dout, q, k, v, out)
@@ -190,11 +191,11 @@ def _backward_blocks(
     mask: BlockDiagonalMask,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (T_q, H, D), dk (T_k, n, D) and dv (T_k, n, D_v) of the blocks; zeros in rows of no block."""
+    """Compute dq (T_q, H, D), dk (T_k, n, D) and dv (T_k, n, D_v) of the blocks; other rows are zeros."""
     qs, ks, vs = _rows_first(plan, q, k, v)
     delta = (out * dout).sum(-1) if dlse is None else (out * dout).sum(-1) - dlse.T
-    if plan.blind is not None:
-        dout, delta = dout.masked_fill(plan.blind, 0.0), delta.masked_fill(plan.blind[..., 0], 0.0)
+    if plan.empty is not None:
+        dout, delta = dout.masked_fill(plan.empty, 0.0), delta.masked_fill(plan.empty[..., 0], 0.0)
     douts, delta = _rows(dout, ks), _rows(delta, ks)[..., None]
     # Rows that see nothing have +inf, so that their probabilities are 0.
     lse = _rows(lse.masked_fill(lse == -math.inf, math.inf).T, ks)[..., None]
@@ -223,8 +224,8 @@ def _backward_blocks(
 def read_plan(
     q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, table: Tensor | None
 ) -> TileTables:
-    """The plan of a call, from its table or made now; once per mask. Waits for the mask's device."""
-    fuse, pack_invariant = fused.serves(q, k, options), options.pack_invariant
+    """Return the plan of a call, from its table or made now, once per mask. Waits for the mask's device."""
+    fuse, pack_invariant = fused.supports(q, k, options), options.pack_invariant
     return mask.cached(("plan", fuse, pack_invariant), partial(_plan, mask, fuse, pack_invariant, table))
 
 
@@ -238,36 +239,37 @@ def _plan(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool, table: Tens
         else:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
     one_run = not blocks and len(runs) == 1 and runs[0][:4] == (0, mask.num_queries, 0, mask.num_keys)
-    blind = unseen = None
+    empty = unseen = None
     if blocks:
         transposed = mask.transpose()
         rows, keys = mask.key_start == mask.key_stop, transposed.key_start == transposed.key_stop
-        blind = rows[:, None, None] if bool(rows.any()) else None
+        empty = rows[:, None, None] if bool(rows.any()) else None
         unseen = keys[:, None, None] if bool(keys.any()) else None
-    return TileTables(None, None, None, table, Plan(blocks, blind, unseen, runs, one_run))
+    return TileTables(None, None, None, table, Plan(blocks, empty, unseen, runs, one_run))
 
 
 def plan_rows(mask: BlockDiagonalMask, fuse: bool, pack_invariant: bool) -> list[tuple[int, int, int, int, int]]:
-    """The plan of a mask: row, row_end, key, key_end and kind of each block and each run.
+    """Return the table of a plan: row, row_end, key, key_end and kind of each block and each run.
 
     Args:
-        fuse: whether the fused kernel computes the documents that it can.
+        fuse: whether the fused kernel computes the documents that it supports.
         pack_invariant: whether no tile may hold two documents.
     """
-    found = fused.documents_of(mask)
+    documents = fused.documents_of(mask)
     if not fuse or mask.is_tree:
-        found[:, 4] = fused.OTHER
-    documents = found.tolist()
-    tiles = torch.tensor(_tiles(documents, pack_invariant), dtype=torch.int64, device=mask.key_start.device).view(-1, 2)
-    plan = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
+        documents = [run._replace(seen=fused.OTHER) for run in documents]
+    plan: list[tuple[int, int, int, int, int]] = []
+    if tiles := _tiles(documents, pack_invariant):
+        rows = torch.tensor(tiles, dtype=torch.int64, device=mask.key_start.device)
+        plan += _cut_tree(mask, rows) if mask.is_tree else _cut_tiles(mask, rows)
     for document in documents:
-        if document[4] != fused.OTHER:
-            plan += fused.pieces(fused.Run(*document))
+        if document.seen != fused.OTHER:
+            plan += fused.pieces(document)
     return plan
 
 
 def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, int, int, int]]:
-    """The blocks of tiles [first, end), (tiles, 2), in a mask without trees."""
+    """Return the blocks of tiles [first, end), (tiles, 2), in a mask without trees."""
     first, last = tiles[:, 0], tiles[:, 1] - 1
     start, stop = mask.key_start, mask.key_stop
     # A tile sees the keys from its first row's start to its last row's stop. All of its rows see the keys from the last
@@ -283,7 +285,7 @@ def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, i
 
 
 def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, int, int, int]]:
-    """The blocks of tiles in a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
+    """Return the blocks of tiles in a mask of trees: neighbouring pieces of `PIECE` keys of one kind are joined."""
     assert mask.query_start is not None
     assert mask.query_stop is not None
     queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], BLOCK_ROWS)
@@ -302,11 +304,11 @@ def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> list[tuple[int, int, in
     return torch.stack([*tiles[begins // width].T, key, key_end, kinds], 1).tolist()
 
 
-def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, int]]:
-    """Rows [first, end) of each tile, for the documents that the fused kernel doesn't compute.
+def _tiles(documents: list[fused.Run], pack_invariant: bool) -> list[tuple[int, int]]:
+    """Return the rows [first, end) of each tile, for the documents that the fused kernel doesn't compute.
 
     Documents share a tile while they fit, unless results must be `pack_invariant`. A longer document begins a tile, and
-    so does one after a document of the fused kernel. Rows that see nothing, before and after the documents of a tile,
+    so does a document after one of the fused kernel. Rows that see no key, before and after the documents of a tile,
     are left out.
     """
     tiles, first, last_end = [], 0, 0  # the open tile has the documents that lie in rows [first, last_end)
@@ -327,8 +329,8 @@ def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, 
 def _scores(
     qs: Tensor, ks: Tensor, mask: BlockDiagonalMask, block: Block, options: AttentionOptions, scratch: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of the rows qs [n, m, d] of a block, [n, m, k], -inf where a key is hidden, and their slope by the scaled
-    product (None: 1)."""
+    """Compute scores [n, m, k] of the rows qs [n, m, d] of a block, -inf for hidden keys, and their derivative by the
+    scaled product (None: 1)."""
     queries = block.queries
     group = qs.shape[1] // (queries.stop - queries.start)
     scores = _times_into(scratch, qs, ks[:, block.keys].mT, options.scale)
@@ -345,7 +347,7 @@ def _scores(
         distance = (mask.diagonal[queries, None] - places).abs()
         slopes = options.alibi_slopes.expand(mask.num_queries, -1)[queries].unflatten(1, (-1, group))
         by_head -= slopes.transpose(0, 1)[..., None] * distance[:, None]
-    if block.masked:  # a minimum costs far less than filling through a mask
+    if block.masked:  # torch.minimum is much faster than masked_fill
         seen = (keys >= mask.key_start[queries, None]) & (keys < mask.key_stop[queries, None])
         if mask.query_start is not None and mask.query_stop is not None:
             rows = torch.arange(queries.start, queries.stop, device=qs.device)[:, None]
@@ -367,10 +369,10 @@ def _dropped(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
 
 
 def _rows_first(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, r, d], k and v [n, T_k, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
-    NaN."""
-    if plan.blind is not None:
-        q = q.masked_fill(plan.blind, 0.0)
+    """Return q [n, r, d], k and v [n, T_k, d], with zeros for queries that see no key and keys that no query sees,
+    because 0 * NaN is NaN."""
+    if plan.empty is not None:
+        q = q.masked_fill(plan.empty, 0.0)
     if plan.unseen is not None:
         k, v = k.masked_fill(plan.unseen, 0.0), v.masked_fill(plan.unseen, 0.0)
     ks = k.transpose(0, 1)
@@ -378,20 +380,21 @@ def _rows_first(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 
 def _rows(x: Tensor, ks: Tensor) -> Tensor:
-    """(T, H, ...) as [n, r, ...], given keys [n, ...]: the heads of a token that share a key head are neighbours."""
+    """Turn (T, H, ...) into [n, r, ...] for keys [n, ...]: the heads of a token that share a key head are
+    neighbours."""
     return x.unflatten(1, (ks.shape[0], -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _tokens_first(x: Tensor, q: Tensor) -> Tensor:
-    """[n, r, ...] as (T, H, ...), given q (T, H, d): `_rows` undone."""
+    """Turn [n, r, ...] into (T, H, ...) for q (T, H, d): the inverse of `_rows`."""
     return x.unflatten(1, (q.shape[0], -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _widened(options: AttentionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors (T, H, D) of one dtype in float32, or float64 if they are float64.
+    """Return tensors (T, H, D) of one dtype in float32, or float64 if they are float64.
 
-    With `pack_invariant` D grows by zeros and may be copied, so that each row begins at a multiple of 16 bytes: from
-    other addresses the matrix library may sum in another order.
+    With `pack_invariant` D is padded with zeros and the tensor may be copied, so that each row begins at a multiple of
+    16 bytes. From other addresses the matrix library may sum in another order.
     """
     if tensors[0].dtype not in (torch.float32, torch.float64):
         tensors = tuple(x.float() for x in tensors)
@@ -402,8 +405,8 @@ def _widened(options: AttentionOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _times_into(scratch: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """x @ y * scale in a part of `scratch`, which has room for a block's scores. Allocating it for every block would
-    take a tenth of the time, mostly page faults."""
+    """Compute x @ y * scale in a part of `scratch`, which has room for a block's scores. Allocating it for every block
+    would take a tenth of the time, mostly page faults."""
     shape = (*x.shape[:2], y.shape[2])
     out = scratch[: math.prod(shape)].view(shape)
     return torch.baddbmm(out, x, y, beta=0, alpha=scale, out=out)

@@ -1,4 +1,4 @@
-"""The random bits of dropout in torch, equal to the bits of the kernels: a function of seed, head, query and key.
+"""The random bits of dropout in torch. They equal the bits of the kernels: a function of seed, head, query and key.
 
 So nothing is stored for backward, and all backends drop the same pairs. Two neighbouring queries and two neighbouring
 keys share one call of the generator (docs/math.md, section 6). Source: Salmon et al., Parallel random numbers: as easy
@@ -17,7 +17,7 @@ _ROUNDS = 7
 
 
 def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropout_p: float) -> Tensor:
-    """Whether dropout keeps each pair.
+    """Return the pairs that dropout keeps.
 
     Args:
         seed: () int64.
@@ -36,7 +36,7 @@ def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropou
 
 
 def philox(key: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Both words of Philox 2x32-7 for a key and the two words of a counter, which broadcast.
+    """Return both words of Philox 2x32-7 for a key and the two words of a counter, which broadcast.
 
     All words have 32 bits, in tensors of int64.
     """
@@ -48,12 +48,12 @@ def philox(key: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drop_below(dropout_p: float) -> int:
-    """The bound below which a random number of 31 bits drops its pair, an int32."""
+    """Return the bound, an int32, below which a random number of 31 bits drops its pair."""
     return min(round(dropout_p * 2**31), 2**31 - 1)
 
 
 def _product(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and lower 32 bits of x times the multiplier, without an overflow of int64."""
+    """Return the upper and lower 32 bits of x times the multiplier, without an overflow of int64."""
     low, high = x & 0xFFFF, x >> 16
     low = low * _MULTIPLIER
     middle = high * _MULTIPLIER + (low >> 16)

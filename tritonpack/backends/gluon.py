@@ -1,4 +1,4 @@
-"""The backend "gluon": kernels for Hopper; `auto` never chooses it.
+"""The backend "gluon": experimental kernels for Hopper; `auto` never chooses it.
 
 It supports 16-bit types, head dimensions 64, 128 and 256, and plain softmax. At head dimension 256 the Triton backend
 computes the gradients.
@@ -45,29 +45,29 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The tile tables of all kernels; without `backward` only the table of forward.
+    """Make the tile tables of all kernels; without `backward` only the table of forward.
 
     Raises:
-        BackendUnavailableError: (a ValueError) a dtype, a head dimension or an option that the kernel doesn't support.
+        BackendUnavailableError: (a ValueError) a dtype, a head dimension or an option that the kernels don't support.
     """
     _check(q, v, options)
     if mask.is_tree:
-        raise BackendUnavailableError("backend='gluon' has no masks of trees; use backend='triton' or 'auto'.")
+        raise BackendUnavailableError("backend='gluon' doesn't support masks of trees; use backend='triton' or 'auto'.")
     head_dim, rows = q.shape[2], 2 * ROWS.value
     tile = HOPPER_TILES[head_dim]
     tokens = rows // heads_per_tile(tile, q.shape[1] // k.shape[1])
-    of_forward = Cut(tokens, tile.block_n, rows)
+    forward_cut = Cut(tokens, tile.block_n, rows)
     if not backward or head_dim not in HOPPER_DQ_TILES:
-        return plan_cuts(q, k, v, mask, options, of_forward, backward=backward)
-    of_keys = Cut(rows, HOPPER_DKDV_TILES[head_dim].block_m, of_keys=True)
-    of_queries = Cut(rows, HOPPER_DQ_TILES[head_dim].block_n)
-    return TileTables(*tile_tables(mask, of_forward, of_keys, of_queries, whole_documents=options.pack_invariant))
+        return plan_cuts(q, k, v, mask, options, forward_cut, backward=backward)
+    dkdv_cut = Cut(rows, HOPPER_DKDV_TILES[head_dim].block_m, of_keys=True)
+    dq_cut = Cut(rows, HOPPER_DQ_TILES[head_dim].block_n)
+    return TileTables(*tile_tables(mask, forward_cut, dkdv_cut, dq_cut, whole_documents=options.pack_invariant))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D) in q's dtype, lse (H, T_q) float32; `tiles` from `plan_tiles`."""
+    """Compute out (T_q, H, D) in q's dtype and lse (H, T_q) float32; `tiles` are from `plan_tiles`."""
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     if not q.shape[0] or not k.shape[0]:
@@ -77,9 +77,9 @@ def forward(
     heads = heads_per_tile(tile, q.shape[1] // k.shape[1])
     num_tiles, head_blocks = tiles.forward.shape[0], q.shape[1] // heads
     q, k, v = aligned(q), aligned(k), aligned(v)
-    of_half = max(heads // 2, 1)  # heads of a half of the tile
+    half_heads = max(heads // 2, 1)  # heads of half a tile
     arguments = {
-        "q_desc": _swizzled(q, ROWS.value // of_half, of_half),
+        "q_desc": _swizzled(q, ROWS.value // half_heads, half_heads),
         "k_desc": _swizzled(k, tile.block_n),
         "v_desc": _swizzled(v, tile.block_n),
         "v_ptr": v,
@@ -124,9 +124,9 @@ def backward(
     options: AttentionOptions,
     tiles: TileTables,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, None) in the shapes and dtypes of q, k, v.
+    """Compute (dq, dk, dv, None) in the shapes and dtypes of q, k, v.
 
-    It allocates 8 bytes more per query row and head. Head dimension 256 goes to the Triton backend.
+    It allocates 8 more bytes per query row and head. The Triton backend computes head dimension 256.
     """
     if q.shape[2] not in HOPPER_DQ_TILES or not q.shape[0] or not k.shape[0]:
         return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, options, tiles)
@@ -137,7 +137,7 @@ def backward(
     (num_queries, heads, head_dim), kv_heads = q.shape, k.shape[1]
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
-    of_queries, of_keys, transposed = HOPPER_DQ_TILES[head_dim], HOPPER_DKDV_TILES[head_dim], mask.transpose()
+    dq_tile, dkdv_tile, transposed = HOPPER_DQ_TILES[head_dim], HOPPER_DKDV_TILES[head_dim], mask.transpose()
     lse2, delta = (torch.empty(heads, num_queries, dtype=torch.float32, device=q.device) for _ in range(2))
     common = {
         "lse2_ptr": lse2,
@@ -154,8 +154,8 @@ def backward(
     with torch.cuda.device_of(q):
         arguments = {
             "q_desc": _swizzled(q, ROWS.value),
-            "k_desc": _swizzled(k, of_queries.block_n),
-            "v_desc": _swizzled(v, of_queries.block_n),
+            "k_desc": _swizzled(k, dq_tile.block_n),
+            "v_desc": _swizzled(v, dq_tile.block_n),
             "dout_desc": _swizzled(dout, ROWS.value),
             "k_ptr": k,
             "v_ptr": v,
@@ -177,13 +177,13 @@ def backward(
             "num_heads": heads,
             **common,
         }
-        constants = {**group, "BLOCK_N": of_queries.block_n, **_constants(q, of_queries)}
+        constants = {**group, "BLOCK_N": dq_tile.block_n, **_constants(q, dq_tile)}
         launch(hopper_dq_kernel, heads * tiles.queries.shape[0], arguments, constants)
         arguments = {
-            "q_desc": _swizzled(q, of_keys.block_m),
+            "q_desc": _swizzled(q, dkdv_tile.block_m),
             "k_desc": _swizzled(k, ROWS.value),
             "v_desc": _swizzled(v, ROWS.value),
-            "dout_desc": _swizzled(dout, of_keys.block_m),
+            "dout_desc": _swizzled(dout, dkdv_tile.block_m),
             "q_ptr": q,
             "dout_ptr": dout,
             "dk_ptr": dk,
@@ -200,13 +200,13 @@ def backward(
             "num_kv_heads": kv_heads,
             **common,
         }
-        constants = {**group, "BLOCK_M": of_keys.block_m, **_constants(q, of_keys)}
+        constants = {**group, "BLOCK_M": dkdv_tile.block_m, **_constants(q, dkdv_tile)}
         launch(hopper_dkdv_kernel, kv_heads * tiles.keys.shape[0], arguments, constants)
     return dq, dk, dv, None
 
 
 def _constants(q: Tensor, tile: HopperTileShape | HopperDqTileShape | HopperDkdvTileShape) -> dict[str, Any]:
-    """The compile-time constants and options that all three kernels take."""
+    """Return the compile-time constants and options of all three kernels."""
     return {
         "BLOCK_D": q.shape[2],
         "STAGES": tile.stages,
@@ -232,21 +232,21 @@ def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
         "alibi_slopes": options.alibi_slopes is not None,
         "dropout_p": bool(options.dropout_p),
     }
-    given = [name for name, used in features.items() if used]
-    if given:
+    names = [name for name, used in features.items() if used]
+    if names:
         raise BackendUnavailableError(
-            f"backend='gluon' computes plain softmax attention; got {', '.join(given)}. {remedy}"
+            f"backend='gluon' computes plain softmax attention; got {', '.join(names)}. {remedy}"
         )
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time: each takes all registers of a multiprocessor."""
+    """Return the number of programs that run at a time: each takes all registers of a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _swizzled(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
-    """A tensor (T, H, D) from `aligned` as blocks of rows of a few heads, with the shared-memory layout of tensor
+    """Describe a tensor (T, H, D) from `aligned` as blocks of rows and heads, in the shared-memory layout of tensor
     cores."""
     plain = descriptor(x, rows, heads=heads)
     assert not isinstance(plain, tuple), "Hopper has TMA"

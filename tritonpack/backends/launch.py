@@ -1,8 +1,8 @@
-"""Launches of Triton kernels that search for each binary once.
+"""Launches of Triton kernels that look up each binary once.
 
-`kernel[grid](...)` searches at every launch, which takes longer than the launch. It returns the binary, and `launch`
-runs this binary for all arguments that Triton's search doesn't tell apart. Triton's settings that change a binary, such
-as TRITON_DEBUG, are read at its first launch.
+`kernel[grid](...)` looks the binary up at every launch, which takes longer than the launch. It returns the binary, and
+`launch` runs this binary again for all arguments for which Triton would find the same one. Settings of Triton that
+change a binary, such as TRITON_DEBUG, are read at its first launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import JITFunction
 from triton.runtime import driver
 
-# Binaries, and what brings a kernel's arguments into the order of its signature.
+# Binaries, each with a function that puts a kernel's arguments in the order of its signature.
 _binaries: dict[Hashable, tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]]]] = {}
 
 
@@ -26,22 +26,22 @@ def launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: dic
 
     Args:
         kernel: a function decorated by `triton.jit` or `gluon.jit`.
-        programs: their number.
-        arguments: the kernel's arguments at run time: tensors, descriptors, numbers, or None.
-        constants: its compile-time constants, and Triton's options, such as num_warps.
+        programs: the number of programs.
+        arguments: the kernel's run-time arguments: tensors, descriptors, numbers, or None.
+        constants: the kernel's compile-time constants, and Triton's options, such as num_warps.
     """
     if torch.version.hip or not isinstance(kernel, JITFunction):
-        # Binaries for AMD also depend on the bytes of a tensor's storage. The interpreter has no binaries.
+        # Binaries for AMD also depend on the size of a tensor's storage. The interpreter has no binaries.
         kernel[(programs,)](**arguments, **constants)
         return
     key = (kernel.fn, driver.active.get_current_device(), *constants.values(), *_kinds(arguments.values()))
-    found = _binaries.get(key)
-    if found is None:
+    entry = _binaries.get(key)
+    if entry is None:
         binary = kernel[(programs,)](**arguments, **constants)
         if binary is not None:  # it is None if a hook of Triton took the launch
             _binaries[key] = binary, itemgetter(*signature(kernel.fn).parameters)
         return
-    binary, in_order = found
+    binary, in_order = entry
     binary[programs, 1, 1](*in_order(arguments | constants))
 
 
@@ -50,8 +50,8 @@ def _kinds(values: Iterable[Any]) -> list[Hashable]:
 
 
 def _kind(x: Any) -> Hashable:
-    """The properties of an argument, other than a tensor, on which a binary may depend: its type, and whether an
-    integer is 1, a multiple of 16, or too large for 32 or 63 bits. There are few, whatever the token counts."""
+    """Return the properties of an argument, other than a tensor, on which a binary may depend: its type, and whether an
+    integer is 1, a multiple of 16, or too large for 32 or 63 bits. There are few kinds for all token counts."""
     if x is None:
         return None
     if isinstance(x, int):

@@ -1,4 +1,4 @@
-"""The reference: dense attention as in the formulas, in any dtype, on any device, with O(T^2) memory."""
+"""The backend "reference": dense attention as in the formulas, in any dtype, on any device, with O(T^2) memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """No tables.
+    """Return no tables.
 
     Raises:
-        BackendUnavailableError: `pack_invariant`.
+        BackendUnavailableError: `pack_invariant` was passed.
     """
     if options.pack_invariant:
         raise BackendUnavailableError(
@@ -35,7 +35,7 @@ def plan_tiles(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
+    """Compute out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32 or float64, all in this wider dtype."""
     q_, k_, v_ = _clean(q, k, v, mask)
     scores, _ = _scores(q_, k_, mask, options)
     lse = torch.logsumexp(scores, dim=-1)
@@ -58,7 +58,7 @@ def backward(
     options: AttentionOptions,
     tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks: the gradients of docs/math.md, section 3."""
+    """Compute (dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
     q_, k_, v_ = _clean(q, k, v, mask)
     live = (mask.key_start < mask.key_stop)[:, None, None]
     dout_ = torch.where(live, dout.to(q_.dtype), 0.0)
@@ -80,7 +80,7 @@ def backward(
 
 
 def _clean(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the wider dtype, key heads repeated, zeros in rows that see nothing or are unseen (0 * NaN is NaN)."""
+    """Widen q, k and v, repeat key heads, and zero queries without keys and unseen keys, because 0 * NaN is NaN."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     seeing = (mask.key_start < mask.key_stop)[:, None, None]
@@ -92,7 +92,7 @@ def _clean(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Te
 
 
 def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> tuple[Tensor, Tensor | float]:
-    """Scores [H, T_q, T_k], -inf where the mask hides a key, and their slope by the scaled product of q and k."""
+    """Compute scores [H, T_q, T_k], -inf for hidden keys, and their derivative by the scaled product of q and k."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
     slope: Tensor | float = 1.0
     if options.softcap:
@@ -104,7 +104,7 @@ def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOpt
 
 
 def _kept(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
-    """Dropout's factor of each pair's weight, [H, T_q, T_k]."""
+    """Return dropout's factors of weights, [H, T_q, T_k]."""
     if not options.dropout_p:
         return 1.0
     assert options.dropout_seed is not None
@@ -114,7 +114,7 @@ def _kept(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    # A row that sees nothing has lse = -inf, and -inf - -inf is NaN. With 0 in its place the result is exp(-inf) = 0.
+    # A row that sees no key has lse = -inf, and -inf - -inf is NaN. With 0 in its place the result is exp(-inf) = 0.
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
 
 

@@ -1,14 +1,14 @@
 """The tile table: the query rows of each tile, in the order in which programs start.
 
-Results are correct wherever tiles begin, because the mask decides which keys a row sees. Speed depends on it: in a tile
-with rows of two long documents every block needs masking, and a tile with one short document is mostly empty. So a
-document as long as a tile begins a tile, and shorter documents share tiles. Tiles with most keys start first.
+The mask decides which keys a row sees, so tiles may begin anywhere. But in a tile with rows of two long documents every
+block needs masking, and a tile with one short document is mostly empty. So a document as long as a tile begins a tile,
+and shorter documents share tiles. Tiles with most keys start first.
 
 A tile `reads_unseen_keys` if its blocks hold keys that no query sees (padding, slack). Those keys may be NaN, so
 kernels zero them.
 
-The table is built on the mask's device, without waiting for it: the host knows a bound of its length, and the entries
-that aren't needed are empty. On GPUs tritonpack/kernels/tables.py builds the same tables in one launch.
+The table is built on the mask's device without waiting for it: the host knows an upper bound of its length, and unused
+entries are empty. On GPUs tritonpack/kernels/tables.py builds the same tables in one launch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 
 class TileTables(NamedTuple):
-    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need.
+    """The tile tables of a call; None for a table that the call doesn't need.
 
-    `blocks` lists the blocks that tiles visit: in a mask of trees those of all three tables (tree_table.py), in the
-    backend "blocked" all blocks. `plan` is what "blocked" has read of it; operators, which take tensors, read it again.
+    Attributes:
+        forward, keys, queries: the tables of forward, of dk and dv, and of dq.
+        blocks: the blocks that tiles visit: with a mask of trees for all three tables (tree_table.py), in the backend
+            "blocked" all blocks.
+        plan: the plan that "blocked" has read from `blocks`. Operators, which take only tensors, read it again.
     """
 
     forward: Tensor | None
@@ -43,22 +46,22 @@ class TileTables(NamedTuple):
 
 NO_TABLES = TileTables(None, None, None)
 
-# Of more tiles neighbours are ordered together, because all pairs are compared. A group then has as much work as a
-# single tile in a shorter batch has of all work.
-MOST_ORDERED = 1024
+# Sorting is O(n^2). With more tiles, groups of neighbours are sorted instead. A group then has the same share of all
+# work as a single tile in a shorter batch.
+MAX_SORTED = 1024
 
 
 class Cut(NamedTuple):
-    """How a kernel cuts a mask into tiles, and into blocks on the other side.
+    """The sizes by which a kernel cuts a mask into tiles, and into blocks on the other side.
 
     Attributes:
-        rows: rows of a tile, of queries, or of keys if `of_keys`.
-        block: rows of a block on the other side. In a mask without trees it decides which tiles read unseen keys:
-            None if the kernel doesn't ask.
-        long: documents of at least this many rows begin a tile; at least `rows`, None means `rows`. It is more than
-            `rows` if several heads share a tile.
+        rows: rows of a tile; queries, or keys with `of_keys`.
+        block: rows of a block on the other side. Without trees it decides which tiles read unseen keys; None if the
+            kernel doesn't need to know.
+        long: documents with at least this many rows begin a tile; None means `rows`. It is more than `rows` if several
+            heads share a tile.
         of_keys: whether tiles cut the keys.
-        even: whether blocks begin at even rows, as with dropout: at a tile's first key, or at the key before it.
+        even: whether blocks begin at even rows, for dropout: at a tile's first key, or at the key before it.
     """
 
     rows: int
@@ -76,17 +79,17 @@ class Cut(NamedTuple):
 
 
 def tile_tables(mask: BlockDiagonalMask, *cuts: Cut, whole_documents: bool = False) -> list[Tensor]:
-    """Cut all rows into tiles, once for each kernel of a call; kept with the mask.
+    """Cut all rows into tiles, once for each kernel of a call. The tables are cached with the mask.
 
     Args:
         mask: a mask without trees.
-        cuts: how each kernel cuts it.
+        cuts: the cut of each kernel.
         whole_documents: whether no tile may hold rows of two documents.
 
     Returns:
-        For each cut (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and
-        whether it reads unseen keys, 0 or 1. Without `block`, and with `whole_documents`, this is 1 in all tiles. Tiles
-        with most keys come first (`_order`); unused entries have first = end.
+        For each cut (capacity, 3) int32 on the mask's device: the rows [first, end) of each tile, and 1 if it reads
+        unseen keys, else 0. Without `block`, and with `whole_documents`, this is 1 in all tiles. Tiles with most keys
+        come first (`_order`); unused entries have first = end.
     """
 
     def build() -> list[Tensor]:
@@ -102,7 +105,8 @@ def tile_tables(mask: BlockDiagonalMask, *cuts: Cut, whole_documents: bool = Fal
 
 
 def bounds_for_kernels(mask: BlockDiagonalMask, *, exact: bool) -> Bounds:
-    """What the kernels of tritonpack/kernels/tables.py read of a mask; with `exact`, see `document_begins`."""
+    """Return the bounds of a mask for the kernels of tritonpack/kernels/tables.py; for `exact` see
+    `document_begins`."""
     from tritonpack.kernels.tables import Bounds
 
     document = mask.document if exact else None
@@ -129,12 +133,12 @@ def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...], whole_documents:
         tuple(int(cut.even) for cut in cuts),
         [capacity(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in cuts],
         whole=whole_documents,
-        groups=MOST_ORDERED,
+        groups=MAX_SORTED,
     )
 
 
 def _table(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool) -> Tensor:
-    """The table of the queries; pass the transpose for the table of the keys."""
+    """Make the table of the queries; pass the transpose for the table of the keys."""
     tiles = cut_rows(mask, cut, whole_documents)
     first, end = tiles[:, 0], tiles[:, 1]
     if mask.num_queries:
@@ -145,19 +149,19 @@ def _table(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool) -> Tensor:
 
 
 def _order(keys: Tensor, used: Tensor) -> Tensor:
-    """Tiles with most keys first, up to `MOST_ORDERED` groups of neighbours; then those that fill no group, and unused
-    ones. A group is ordered by its first tile, and has as few tiles, a power of two, as that number allows."""
+    """Order tiles in up to `MAX_SORTED` groups of neighbours, those with most keys in their first tile first. Tiles
+    that fill no group, and unused ones, come last. Groups have the smallest possible size that is a power of two."""
     number, place = used.sum(), torch.arange(used.shape[0], device=used.device)
-    size = 2 ** (number > MOST_ORDERED * 2 ** torch.arange(32, device=used.device)).sum()
+    size = 2 ** (number > MAX_SORTED * 2 ** torch.arange(32, device=used.device)).sum()
     in_group = place < number // size * size
     return torch.where(in_group, keys[place // size * size], -1).argsort(descending=True, stable=True)
 
 
 def capacity(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -> int:
-    """A bound of the number of tiles: the full ones, and a partial one at the end of each stretch between begins."""
+    """Return an upper bound of the number of tiles: full ones, and a partial one at the end of each stretch."""
     total = mask.num_queries
     stretches = 2 * (total // cut.threshold) + 1  # a long document begins a stretch, and its end begins another
-    if whole_documents:  # every document, and every run of rows that see nothing, before and after each
+    if whole_documents:  # all documents, and runs of rows that see no key before and after each
         known = mask.document_source is not None and mask.max_documents is not None
         stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
     # One more than needed, because torch.compile makes another graph for a table with a single entry.
@@ -165,7 +169,7 @@ def capacity(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -
 
 
 def cut_rows(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -> Tensor:
-    """(capacity, 2) int32, the rows [first, end) of each tile, in their order; unused entries come last."""
+    """Return (capacity, 2) int32, the rows [first, end) of each tile in ascending order; unused entries come last."""
     total = mask.num_queries
     if not total:
         return mask.key_start.new_empty(0, 2)
@@ -186,7 +190,7 @@ def cut_rows(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -
 
 
 def _reads_unseen_keys(mask: BlockDiagonalMask, tiles: Tensor, block: int, even: bool) -> Tensor:
-    """(tiles,) int32, whether a tile reads keys that no query sees, in whole blocks from the first key that it sees."""
+    """Return (tiles,) int32, 1 for a tile whose blocks, which begin at its first visible key, hold unseen keys."""
     used = tiles[:, 0] < tiles[:, 1]
     first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)
     start, stop = mask.key_start[first], mask.key_stop[last]
@@ -199,7 +203,7 @@ def _reads_unseen_keys(mask: BlockDiagonalMask, tiles: Tensor, block: int, even:
 
 
 def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
-    """(num_keys + 1,) int32, the number of keys before each key that no query sees; kept with the mask."""
+    """Return (num_keys + 1,) int32, the number of unseen keys before each key; cached with the mask."""
 
     def count() -> Tensor:
         queries = mask.transpose()

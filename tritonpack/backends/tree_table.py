@@ -1,11 +1,11 @@
-"""The tile tables of a mask of trees, and the list of the blocks that their tiles visit.
+"""The tile tables of a mask of trees, and the list of blocks that their tiles visit.
 
 A tile of a tree visits several stretches of keys: the path from its first token to the root, and the tile itself. Its
-entry in the table names a part of a list, in which the blocks lie one after the other: first those that need masking,
-then those of which every pair is visible. Blocks begin at multiples of their size (docs/math.md, section 8).
+entry in the table points at a part of a list of blocks: first the blocks that need masking, then the blocks in which
+every pair is visible. Blocks begin at multiples of their size (docs/math.md, section 8).
 
-The tables of a mask that came from host memory (`BlockDiagonalMask.to`) are built there and copied. Those of another
-mask are built on its device, without waiting for it, with room for all blocks of all tiles; on GPUs by
+The tables of a mask that was moved from host memory (`BlockDiagonalMask.to`) are built there and copied. The tables of
+another mask are built on its device, without waiting for it, with room for all blocks of all tiles; on GPUs by
 tritonpack/kernels/tree_tables.py in four launches.
 """
 
@@ -23,24 +23,24 @@ from tritonpack.masks.blocks import aligned, cut, relation
 
 
 def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tensor]:
-    """The tables of several kernels, and the list of blocks that they share; kept with the mask.
+    """Return the tables of several kernels, and the list of blocks that they share. They are cached with the mask.
 
     Args:
         mask: a mask of trees.
-        cuts: how each kernel cuts it.
+        cuts: the cut of each kernel.
 
     Returns:
-        For each cut (capacity, 5) int32: of each tile the rows [first, end), and the parts [2, 3) and [3, 4) of the
-        list that hold its masked and its full blocks; tiles with most blocks first, unused entries have first = end.
-        And the list, int32: the first row of each block. All lie on the mask's device.
+        For each cut (capacity, 5) int32: the rows [first, end) of each tile, then the begin of its masked blocks in the
+        list, the begin of its full blocks, and their end. Tiles with most blocks come first; unused entries have
+        first = end. And the list, int32: the first row of each block. All are on the mask's device.
     """
 
     different = tuple(dict.fromkeys(cuts))
 
     def build() -> tuple[list[Tensor], Tensor]:
         if mask.origin is not None and on_host(mask.origin.key_start):
-            made, joined = tree_tables(mask.origin, *different)
-            return [x.to(mask.device, non_blocking=True) for x in made], joined.to(mask.device, non_blocking=True)
+            tables, blocks = tree_tables(mask.origin, *different)
+            return [x.to(mask.device, non_blocking=True) for x in tables], blocks.to(mask.device, non_blocking=True)
         if kernels.serve(mask.key_start) and mask.num_queries and mask.num_keys:
             return _by_kernels(mask, different)
         tables, lists, length = [], [], 0
@@ -62,9 +62,9 @@ def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...]) -> tuple[list[Te
     rooms = [_room(side, each) for side, each in zip(sides, cuts, strict=True)]
     if sum(rooms) >= 2**31:
         raise ValueError(
-            f"the lists of blocks of a mask of trees with {mask.num_queries} tokens need {sum(rooms)} places, and can "
-            "have 2**31 - 1, because the mask was built on a device. Build it in host memory and move it: its lists "
-            "hold visited blocks alone."
+            f"the lists of blocks of a mask of trees with {mask.num_queries} tokens need {sum(rooms)} entries, more "
+            "than 2**31 - 1, because the mask was built on a device. Build it in host memory and move it: its lists "
+            "then hold only visited blocks."
         )
     return tables_of_trees(
         bounds_for_kernels(mask, exact=False),
@@ -78,7 +78,8 @@ def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...]) -> tuple[list[Te
 
 
 def _room(mask: BlockDiagonalMask, how: Cut) -> int:
-    """Pairs of a tile and a block, rounded up to a multiple of 16. A tree without branches visits half of them."""
+    """Return the number of pairs of a tile and a block, rounded up to a multiple of 16. A tree without branches visits
+    half."""
     assert how.block is not None
     return -(-capacity(mask, how) * -(-mask.num_keys // how.block) // 16) * 16
 
@@ -96,8 +97,10 @@ def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
     masked = visited & ~full
     counts = torch.stack([masked.sum(1), full.sum(1)], 1)
     ends = counts.flatten().cumsum(0).view(-1, 2)
-    bounds = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)  # of each tile's masked and full blocks
-    # Pairs of a tile and a block, tile by tile: on the host those that are visited, whose number it can know.
+    bounds = torch.cat(
+        [ends[:, :1] - counts[:, :1], ends], 1
+    )  # of each tile's masked and full blocks
+    # Pairs of a tile and a block, tile by tile: on the host only visited pairs, because it can read their number.
     if on_host(visited):
         tile, number = visited.nonzero(as_tuple=True)
     else:
@@ -111,7 +114,7 @@ def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
         bounds[tile, 0] + is_masked.cumsum(0) - before[tile, 0],
     )
     length = tile.shape[0] if on_host(visited) else _room(mask, how)
-    place = torch.where(is_masked | is_full, place - 1, length)  # one more place takes what isn't visited
+    place = torch.where(is_masked | is_full, place - 1, length)  # the last place takes pairs that aren't visited
     blocks = tiles.new_zeros(length + 1)
     blocks.scatter_(0, place, (number * block).to(torch.int32))
     order = counts.sum(1).argsort(descending=True, stable=True)

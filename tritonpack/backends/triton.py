@@ -58,7 +58,7 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The tile tables of all kernels; without `backward` only the table of forward."""
+    """Make the tile tables of all kernels; without `backward` only the table of forward."""
     tile = _tiles("forward", max(_padded(q), _padded(v)), q, mask, options)["forward"]
     cut = _cut("forward", tile, q.shape[1] // k.shape[1], mask, options)
     return plan_cuts(q, k, v, mask, options, cut, backward=backward)
@@ -67,12 +67,11 @@ def plan_tiles(
 def plan_cuts(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, forward: Cut, *, backward: bool
 ) -> TileTables:
-    """`plan_tiles` for a forward kernel that cuts the mask in this way.
+    """Do the same as `plan_tiles` for a forward kernel with this cut.
 
-    In a mask of trees the field `keys` has a table for each kernel that computes gradients of keys.
+    With a mask of trees the field `keys` has a table for each kernel that computes gradients of keys.
     """
-    cuts = [forward]
-    tree = mask.is_tree
+    cuts, tree = [forward], mask.is_tree
     if backward:
         tiles, group = _tiles("backward", max(_padded(q), _padded(v)), q, mask, options), q.shape[1] // k.shape[1]
         cuts += [_cut(kernel, tile, group, mask, options) for kernel, tile in tiles.items()]
@@ -90,51 +89,17 @@ def plan_cuts(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` from `plan_tiles`."""
+    """Compute out (T_q, H, D_v) in q's dtype and lse (H, T_q) float32; `tiles` are from `plan_tiles`."""
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
     q, k, v = aligned(q), aligned(k), aligned(v)
-    block_d, block_v, tree = _padded(q), _padded(v), mask.is_tree
-    tile = _tiles("forward", max(block_d, block_v), q, mask, options)["forward"]
-    (num_queries, heads, _), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
-    shared = heads_per_tile(tile, heads // kv_heads)
-    head_blocks = heads // shared
-    transposed = mask.transpose()
-    describe = partial(descriptor, by_pointers=tile.by_pointers)
-    arguments = {
-        "q_desc": describe(q, tile.block_m // shared, heads=shared),
-        "k_desc": describe(k, tile.block_n),
-        "v_desc": describe(v, tile.block_n),
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "tiles_ptr": tiles.forward,
-        "blocks_ptr": tiles.blocks,
-        "key_start_ptr": mask.key_start,
-        "key_stop_ptr": mask.key_stop,
-        "query_start_ptr": transposed.key_start,
-        "query_stop_ptr": transposed.key_stop,
-        "sinks_ptr": options.sinks,
-        "stride_ot": out.stride(0),
-        "stride_oh": out.stride(1),
-        "num_queries": num_queries,
-        "num_keys": num_keys if tree else None,
-        **_numbers(mask, options),
-    }
-    constants = {
-        "HEAD_BLOCKS": head_blocks,
-        "HEADS": shared,
-        "HEAD_DIM": q.shape[2],
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_V": block_v,
-        "DEFERRED": tile.deferred,
-        **_constants(q, heads // kv_heads, tile),
-    }
+    tile = _tiles("forward", max(_padded(q), _padded(v)), q, mask, options)["forward"]
+    arguments, constants, programs = _of_queries(tile, q, k, v, out, lse, mask, options, tiles, tiles.forward)
     with torch.cuda.device_of(q):
-        launch(forward_kernel, head_blocks * tiles.forward.shape[0], arguments, constants)
+        launch(forward_kernel, programs, arguments, constants | {"DEFERRED": tile.deferred})
     return out, lse
 
 
@@ -150,20 +115,18 @@ def backward(
     options: AttentionOptions,
     tiles: TileTables,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
+    """Compute (dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    It allocates 8 bytes more per query row and head and per row of a block, and with sinks 4 bytes per tile and head.
+    It allocates 8 more bytes per query row and head and per row of a block, and with sinks 4 bytes per tile and head.
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
+    (num_queries, heads, _), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
     if not num_queries or not num_keys:
         dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
     assert tiles.keys is not None
     assert tiles.queries is not None
-    block_d, block_v, tree = _padded(q), _padded(v), mask.is_tree
-    transposed = mask.transpose()
-    key_gradients = _tiles("backward", max(block_d, block_v), q, mask, options)
+    key_gradients = _tiles("backward", max(_padded(q), _padded(v)), q, mask, options)
     dq_tile = key_gradients.pop("dq")
     # dK and dV read blocks of whole rows, so the last one may end past the last row.
     statistics = heads * num_queries + max(tile.block_m for tile in key_gradients.values())
@@ -173,95 +136,86 @@ def backward(
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
     assert lse.is_contiguous(), "the kernel takes no strides of lse"
     assert out.stride(2) == 1 or head_dim_v == 1, "the kernel takes no stride of the columns of out"
-    numbers = {
-        "num_queries": num_queries,
-        "num_keys": num_keys if tree else None,
-        "scale": options.scale,
-        **_numbers(mask, options),
-    }
-    sizes = {"HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": block_d, "BLOCK_V": block_v}
-
+    own = {"lse2_ptr": lse2, "delta_ptr": delta, "scale": options.scale}
     with torch.cuda.device_of(q):
         tile = dq_tile
-        shared = heads_per_tile(tile, heads // kv_heads)
-        head_blocks = heads // shared
-        describe = partial(descriptor, by_pointers=tile.by_pointers)
-        arguments = {
-            "q_desc": describe(q, tile.block_m // shared, heads=shared),
-            "k_desc": describe(k, tile.block_n),
-            "v_desc": describe(v, tile.block_n),
-            "dout_desc": describe(dout, tile.block_m // shared, heads=shared),
-            "out_ptr": out,
-            "lse_ptr": lse,
+        arguments, constants, programs = _of_queries(tile, q, k, v, out, lse, mask, options, tiles, tiles.queries)
+        shared = constants["HEADS"]
+        arguments |= own | {
+            "dout_desc": descriptor(dout, tile.block_m // shared, heads=shared, by_pointers=tile.by_pointers),
             "dlse_ptr": dlse,
-            "lse2_ptr": lse2,
-            "delta_ptr": delta,
             "dq_ptr": dq,
             "dsinks_ptr": shares,
-            "tiles_ptr": tiles.queries,
-            "blocks_ptr": tiles.blocks,
-            "key_start_ptr": mask.key_start,
-            "key_stop_ptr": mask.key_stop,
-            "query_start_ptr": transposed.key_start,
-            "query_stop_ptr": transposed.key_stop,
-            "sinks_ptr": options.sinks,
-            "stride_ot": out.stride(0),
-            "stride_oh": out.stride(1),
             "stride_dlh": None if dlse is None else dlse.stride(0),
             "stride_dlt": None if dlse is None else dlse.stride(1),
             "stride_dqt": dq.stride(0),
             "stride_dqh": dq.stride(1),
-            **numbers,
         }
-        constants = {
-            "HEAD_BLOCKS": head_blocks,
-            "HEADS": shared,
-            **sizes,
-            **_constants(q, heads // kv_heads, tile),
-        }
-        launch(dq_kernel, head_blocks * tiles.queries.shape[0], arguments, constants)
+        launch(dq_kernel, programs, arguments, constants)
         for number, (kernel, tile) in enumerate(key_gradients.items()):
-            key_tiles = tiles.keys[number] if tree else tiles.keys
-            describe = partial(descriptor, by_pointers=tile.by_pointers)
-            arguments = {
-                "q_desc": describe(q, tile.block_m),
-                "k_desc": describe(k, tile.block_n),
-                "v_desc": describe(v, tile.block_n),
-                "dout_desc": describe(dout, tile.block_m),
-                "lse2_ptr": lse2,
-                "delta_ptr": delta,
+            key_tiles = tiles.keys[number] if mask.is_tree else tiles.keys
+            arguments = _common_arguments(tile, 1, q, k, v, mask, options, tiles, key_tiles) | own
+            arguments |= {
+                "dout_desc": descriptor(dout, tile.block_m, by_pointers=tile.by_pointers),
                 "dk_ptr": None if kernel == "dv" else dk,
                 "dv_ptr": None if kernel == "dk" else dv,
-                "tiles_ptr": key_tiles,
-                "blocks_ptr": tiles.blocks,
-                "key_start_ptr": mask.key_start if tree else None,
-                "key_stop_ptr": mask.key_stop if tree else None,
-                "query_start_ptr": transposed.key_start,
-                "query_stop_ptr": transposed.key_stop,
                 "stride_dkt": dk.stride(0),
                 "stride_dkh": dk.stride(1),
                 "stride_dvt": dv.stride(0),
                 "stride_dvh": dv.stride(1),
-                **numbers,
             }
-            constants = {
-                "HEAD_BLOCKS": kv_heads,
-                "QUERIES_LEFT": tile.queries_left,
-                **sizes,
-                **_constants(q, heads // kv_heads, tile),
-            }
+            if not mask.is_tree:
+                arguments |= {"key_start_ptr": None, "key_stop_ptr": None}
+            constants = {"HEAD_BLOCKS": kv_heads, "QUERIES_LEFT": tile.queries_left, **_constants(q, v, tile)}
             launch(dkdv_kernel, kv_heads * key_tiles.shape[0], arguments, constants)
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
-def _numbers(mask: BlockDiagonalMask, options: AttentionOptions) -> dict[str, Any]:
-    """The arguments at run time of ALiBi, dropout, scale and softcap, which all three attention kernels take; None for
-    a feature that isn't used."""
-    slopes, seed = options.alibi_slopes, options.dropout_seed
+def _of_queries(
+    tile: TileShape, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockDiagonalMask,
+    options: AttentionOptions, tiles: TileTables, table: Tensor,
+) -> tuple[dict[str, Any], dict[str, Any], int]:  # fmt: skip
+    """The arguments, the constants and the number of programs of a kernel whose tiles, of a table, cut the queries."""
+    shared = heads_per_tile(tile, q.shape[1] // k.shape[1])
+    head_blocks = q.shape[1] // shared
+    arguments = _common_arguments(tile, shared, q, k, v, mask, options, tiles, table) | {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "sinks_ptr": options.sinks,
+        "stride_ot": out.stride(0),
+        "stride_oh": out.stride(1),
+    }
+    constants = {"HEAD_BLOCKS": head_blocks, "HEADS": shared, **_constants(q, v, tile)}
+    return arguments, constants, head_blocks * table.shape[0]
+
+
+def _common_arguments(
+    tile: TileShape, shared: int, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions,
+    tiles: TileTables, table: Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the run-time arguments of all three attention kernels; None for an unused feature.
+
+    Args:
+        shared: the number of heads that share a tile of queries.
+        table: the tile table of the kernel.
+    """
+    transposed, slopes, seed = mask.transpose(), options.alibi_slopes, options.dropout_seed
+    describe = partial(descriptor, by_pointers=tile.by_pointers)
     slope_strides = (
         (None, None) if slopes is None else (slopes.stride(0) if slopes.shape[0] > 1 else 0, slopes.stride(1))
     )
     return {
+        "q_desc": describe(q, tile.block_m // shared, heads=shared),
+        "k_desc": describe(k, tile.block_n),
+        "v_desc": describe(v, tile.block_n),
+        "tiles_ptr": table,
+        "blocks_ptr": tiles.blocks,
+        "key_start_ptr": mask.key_start,
+        "key_stop_ptr": mask.key_stop,
+        "query_start_ptr": transposed.key_start,
+        "query_stop_ptr": transposed.key_stop,
+        "num_queries": q.shape[0],
+        "num_keys": k.shape[0] if mask.is_tree else None,
         "diagonal_ptr": None if slopes is None else mask.diagonal,
         "places_ptr": None if slopes is None else mask.places,
         "alibi_ptr": slopes,
@@ -275,16 +229,20 @@ def _numbers(mask: BlockDiagonalMask, options: AttentionOptions) -> dict[str, An
     }
 
 
-def _constants(q: Tensor, group: int, tile: TileShape) -> dict[str, Any]:
-    """The compile-time constants that all three attention kernels take; none depends on a token count."""
+def _constants(q: Tensor, v: Tensor, tile: TileShape) -> dict[str, Any]:
+    """Return the compile-time constants of all three kernels; none depends on a token count."""
     return {
-        "GROUP": group,
+        "HEAD_DIM": q.shape[2],
+        "HEAD_DIM_V": v.shape[2],
+        "BLOCK_D": _padded(q),
+        "BLOCK_V": _padded(v),
+        "GROUP": q.shape[1] // v.shape[1],
         "UPCAST": q.dtype == torch.bfloat16 and INTERPRETED,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # Triton 3.10 won't by default
+        "enable_fp_fusion": True,  # off by default in Triton 3.10
     }
 
 
@@ -299,7 +257,7 @@ def _tiles(
     direction: Literal["forward", "backward"], block_d: int, q: Tensor, mask: BlockDiagonalMask,
     options: AttentionOptions,
 ) -> dict[Kernel, TileShape]:  # fmt: skip
-    """The tile of each kernel of a direction, in the order of the launches; `block_d` as in `select_tile`."""
+    """Return the tile of each kernel of a direction, in launch order; `block_d` as in `select_tile`."""
     if q.dtype == torch.float32:
         _check_float32(direction, block_d, q.device)
     arch = current_arch(q.device)
@@ -324,8 +282,8 @@ def _check_float32(direction: Literal["forward", "backward"], block_d: int, devi
     if limit is not None and needed > limit:
         fitting = max(row for row, kib in FLOAT32_KIB.items() if kib[direction] <= limit)
         raise BackendUnavailableError(
-            f"backend='triton' in float32 at head dimension {block_d} (a power of two that holds that of queries and "
-            f"values) needs {needed} KiB of shared memory in {direction}; this GPU has {limit}, which are enough for "
+            f"backend='triton' in float32 at head dimension {block_d} (rounded up to a power of two) "
+            f"needs {needed} KiB of shared memory in {direction}, but this GPU has {limit} KiB, enough for "
             f"head dimensions up to {fitting}. Use backend='blocked', or a 16-bit type."
         )
 
@@ -337,11 +295,11 @@ def _padded(x: Tensor) -> int:
 def descriptor(
     x: Tensor, rows: int, *, heads: int = 1, by_pointers: bool = False
 ) -> TensorDescriptor | tuple[Tensor, int, int, int]:
-    """A tensor (T, H, D) from `aligned` as blocks of `rows` rows of `heads` heads, with zeros outside.
+    """Describe a tensor (T, H, D) from `aligned` as blocks of `rows` rows and `heads` heads, with zeros outside.
 
-    On GPUs without TMA, and with `by_pointers`: its pointer, 16 T, and the bytes between heads and between rows. All
-    three numbers are multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are aligned to
-    16 bytes.
+    On GPUs without TMA, and with `by_pointers`, return its pointer, 16 T, and the bytes between heads and between rows.
+    All three numbers are multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are
+    aligned to 16 bytes.
     """
     (tokens, all_heads, width), (stride_t, stride_h, _) = x.shape, x.stride()
     if by_pointers or current_arch(x.device) in WITHOUT_TMA:
@@ -350,17 +308,18 @@ def descriptor(
 
 
 class _Descriptor(TensorDescriptor):
-    """A descriptor without Triton's checks, which take most of its time: `aligned` and the tiles fulfil them."""
+    """A descriptor without Triton's checks, which take most of its time. `aligned` and the tiles make them
+    unnecessary."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A tensor (T, H, D) as descriptors take it: copied if it isn't, so call this once per tensor.
+    """Return a tensor (T, H, D) in the form of descriptors; it may be a copy, so call this once per tensor.
 
-    Its address and its strides are multiples of 16 bytes, none is 0, and the last one is a single element. torch gives
-    the stride of a dimension of size 1 any value, also in contiguous tensors, so such a stride is replaced.
+    Its address and its strides are multiples of 16 bytes, no stride is 0, and the last one is a single element. The
+    stride of a dimension of size 1 may have any value, also in contiguous tensors, so it is replaced.
     """
     unit = 16 // x.element_size()
     (tokens, heads, width), (stride_t, stride_h, stride_d) = x.shape, x.stride()

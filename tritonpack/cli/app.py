@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -19,15 +18,15 @@ from tritonpack.removed import COMMANDS
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
 
-def _number(smallest: int, largest: int, *names: str, help: str) -> Any:
-    """An option for an integer. Its message for a number out of range shows the number; typer's doesn't."""
+def _integer(smallest: int, largest: int, *names: str, help: str) -> Any:
+    """An option for an integer. Its message says what was given and what is allowed; typer's doesn't."""
 
-    def check(value: int) -> int:
-        if not smallest <= value <= largest:
-            raise typer.BadParameter(f"must be an integer from {smallest} to {largest}; got {value}.")
-        return value
+    def parse(given: str | int) -> int:
+        if re.fullmatch(r"[+-]?[0-9]+", str(given)) and smallest <= int(given) <= largest:
+            return int(given)
+        raise typer.BadParameter(f"must be an integer from {smallest} to {largest}; got {given}.")
 
-    return Option(*names, help=f"{help} From {smallest} to {largest}.", callback=check)
+    return Option(*names, help=f"{help} From {smallest} to {largest}.", parser=parse, metavar="<int>")
 
 
 # Options that several commands have.
@@ -35,8 +34,8 @@ DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the 
 JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
-CapacityOption = Annotated[int, _number(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
-SeedOption = Annotated[int, _number(0, 2**63 - 1, help="Decides the random order.")]
+CapacityOption = Annotated[int, _integer(1, 2**30, help="Tokens of a row, which one GPU takes per step.")]
+SeedOption = Annotated[int, _integer(0, 2**63 - 1, help="Decides the random order.")]
 OverlongOption = Annotated[
     Literal["error", "truncate", "split", "drop"], Option(help="What to do with documents longer than --capacity.")
 ]
@@ -60,20 +59,12 @@ def common(
     """Packed (padding-free) training of language models."""
 
 
-class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
-    """Data types that a backend can be checked in."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
 @app.command()
 def check_backend(
     function: Annotated[str, Argument(metavar="MODULE:FUNCTION", show_default=False)] = "",
     device: DeviceOption = "auto",
-    dtype: Annotated[list[CheckedDType] | None, Option(
-        help="Of q, k and v; repeatable.", show_default="float32 and bfloat16, bfloat16 on a GPU")] = None,
+    dtype: Annotated[list[str] | None, Option(help="float32, float16 or bfloat16, of q, k and v; repeatable.",
+        show_default="float32 and bfloat16, bfloat16 on a GPU")] = None,
     only: Annotated[list[str] | None, Option(help="Checks by pattern, such as 'backward/*'; repeatable.")] = None,
     skip: Annotated[list[str] | None, Option(help="Checks to leave out, by pattern; repeatable.")] = None,
     json: JsonOption = None,
@@ -88,7 +79,7 @@ def check_backend(
     if list_:
         typer.echo("\n".join(one.name for one in conformance.checks(only or ["*"], skip or [])))
         raise typer.Exit
-    passed = examine(function, device, [one.value for one in dtype or []], only or ["*"], skip or [], json)
+    passed = examine(function, device, dtype or [], only or ["*"], skip or [], json)
     raise typer.Exit(int(not passed))
 
 
@@ -106,9 +97,10 @@ def check(
 
     Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, or unknown.
     """
+    options = locals()
     from tritonpack.cli.check import examine
 
-    raise typer.Exit(examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json))
+    raise typer.Exit(examine(**options))
 
 
 @app.command()
@@ -117,7 +109,7 @@ def plan(
         "document: whole numbers in a .txt or .npy file, or these or lists of token ids in .json, .jsonl, .parquet, "
         ".csv.")],
     capacity: CapacityOption,
-    num_ranks: Annotated[int, _number(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
+    num_ranks: Annotated[int, _integer(1, 2**16, "--ranks", help="GPUs (data-parallel processes).")] = 1,
     seed: SeedOption = 0,
     objective: Annotated[Literal["quadratic", "linear"], Option(help="What the ranks of a step share evenly: "
         "squared lengths (attention's load) or tokens.")] = "quadratic",
@@ -152,7 +144,7 @@ def pack(
                          ] = "best_fit_decreasing",
     seed: SeedOption = 0,
     shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
-    jobs: Annotated[int, _number(1, 1024, help="Processes.")] = 1,
+    jobs: Annotated[int, _integer(1, 1024, help="Processes.")] = 1,
     json: JsonOption = None,
 ) -> None:  # fmt: skip
     """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.

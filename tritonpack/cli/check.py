@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,15 +13,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from tritonpack.cli.machine import console_beside, print_grid, require_writable, resolve_device, write_json
-from tritonpack.cli.model_source import load_config, load_model
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.forwards import installed
+from tritonpack.patches.interface import use_eager_if_sdpa_differs
 from tritonpack.patches.measuring import quiet
 from tritonpack.patches.pipeline import ONE_RESULT
+from tritonpack.patches.proof import one_line
 from tritonpack.testing import check_isolation
 
 EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for "leak" and "unknown"; 2 is a wrong command line
+# transformers' auto classes, in the order in which a model is looked for.
+_AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 
 
 class Result(NamedTuple):
@@ -28,41 +33,34 @@ class Result(NamedTuple):
     verdict: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}"
 
-def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, path: Path | None) -> int:
-    """Check a model, print the results, and write them to `path` as JSON. The arguments are the command's options.
 
-    Without `weights` the model is built on the meta device: what is said then is what the tests of tritonpack have
-    shown of its class.
+def examine(*, model: str, weights: bool, device: str, trust_remote_code: bool, json: Path | None) -> int:
+    """Check a model, print the results, and write them as JSON; returns the exit code.
 
-    Returns:
-        The exit code: 0 if packing with tritonpack is exact, 1 if refused, 3 for anything else.
-
-    Raises:
-        ValueError: no such model, or it can't be built or loaded; `path` can't be written.
+    The arguments are the command's options. Without `weights` the model is built on the meta device: what is said then
+    is what the tests of tritonpack have shown of its class.
     """
     if device == "cuda" and not weights:
         raise ValueError("--device is for --weights: nothing runs without them")
     where = resolve_device(device)
-    require_writable(path, inputs=[Path(name)])
-    with quiet(), Console(stderr=True).status(f"reading the configuration of {escape(name)}") as status:
-        config = load_config(name, trust_remote_code)
-        status.update(f"loading {escape(name)}")
-        model, instead = load_model(name, config, where if weights else None, trust_remote_code)
-        status.update("packing documents, with stock transformers and patched")
-        stock = _run(model) if weights else None
-        patched, report = _patched(model, runs=weights)
-    kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
-    print_grid(console_beside(path), {
-        "model": name,
-        "class": f"{kind} in {dtype}" + (f", in place of {instead}" if instead else ""),
+    require_writable(json, inputs=[Path(model)])
+    with quiet(), Console(stderr=True).status(f"checking {escape(model)}"):
+        built = load_model(model, where if weights else None, trust_remote_code)
+        stock = _run(built) if weights else None
+        patched, report = _patched(built, runs=weights)
+    kind, dtype = type(built).__name__, str(built.dtype).removeprefix("torch.")
+    print_grid(console_beside(json), {
+        "model": model,
+        "class": f"{kind} in {dtype}",
         "patch": report or "none",
-        **({"stock transformers": f"{stock.verdict}: {stock.reason}"} if stock else {}),
-        "tritonpack": f"{patched.verdict}: {patched.reason}",
+        "stock transformers": stock and str(stock),
+        "tritonpack": str(patched),
     })  # fmt: skip
-    write_json(path, {
-        "model": name, "weights": weights, "model_type": model.config.model_type, "class": kind,
-        "instead_of": instead or None, "dtype": dtype,
+    write_json(json, {
+        "model": model, "weights": weights, "model_type": built.config.model_type, "class": kind, "dtype": dtype,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "stock": stock and stock._asdict(), "tritonpack": {**patched._asdict(), "report": report},
     })  # fmt: skip
@@ -96,3 +94,60 @@ def _patched(model: Any, *, runs: bool) -> tuple[Result, str]:
             return Result("exact", f"shown by tritonpack's tests with transformers {installed()}."), report
     except UnsupportedModelError as error:
         return Result("refused", str(error)), ""
+
+
+def load_model(name: str, device: torch.device | None, trust_remote_code: bool) -> Any:
+    """A model with its weights, in their dtype, on a device; without a device it is built on "meta".
+
+    Args:
+        name: a model on the Hub, a folder with a config.json, or such a file.
+
+    Raises:
+        ValueError: there is none, or it can't be built or loaded.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1):
+        raise ValueError(f"there is no file or folder {name}")
+    source = str(path) if path.exists() else name
+    with _errors_as_one_line(f"the configuration of {name} can't be loaded"):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if device is not None and path.is_file():
+        raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
+    with _errors_as_one_line(f"the model {name} can't be {'built' if device is None else 'loaded'}"):
+        kind = _class_of(config, trust_remote_code)
+        own = {} if issubclass(kind, transformers.PreTrainedModel) else {"trust_remote_code": True}
+        if device is not None:
+            model = kind.from_pretrained(source, config=config, dtype="auto", **own).to(device).eval()
+        else:
+            with torch.device("meta"):
+                model = kind.from_config(config, **own) if own else kind(config)
+    use_eager_if_sdpa_differs(model)
+    return model
+
+
+def _class_of(config: Any, trust_remote_code: bool) -> Any:
+    """The class that a configuration names, else the one of transformers' auto classes for it.
+
+    It is an auto class if the model brings its own code.
+    """
+    own = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    autos = [getattr(transformers, name) for name in _AUTO]
+    for auto in autos:
+        if auto.__name__ in own:
+            return auto
+    if config.architectures:
+        return getattr(transformers, config.architectures[0])
+    found = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]
+    if not found:
+        raise ValueError(f"transformers has no model for a {type(config).__name__}")
+    return found[0]
+
+
+@contextmanager
+def _errors_as_one_line(what: str) -> Iterator[None]:
+    """Turn errors of transformers, the Hub, or a configuration's or a model's own code into one, with our option."""
+    try:
+        yield
+    except Exception as error:  # such code may raise anything
+        remedy = ". Read its code first; --trust-remote-code runs it" if "trust_remote_code" in str(error) else ""
+        raise ValueError(f"{what}: {one_line(error)}{remedy}") from error

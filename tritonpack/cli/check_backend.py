@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tritonpack.checks import check_choice
 from tritonpack.cli.machine import console_beside, require_writable, resolve_device, write_json
 from tritonpack.testing import conformance
 
@@ -23,18 +24,13 @@ _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "
 def examine(
     function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
 ) -> bool:
-    """Run the checks, print their results as a table, and write them to `path` as JSON.
+    """Run the checks, print their results as a table, and write them as JSON; returns whether one passed, none failed.
 
     The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
-
-    Returns:
-        Whether a check passed and none failed.
-
-    Raises:
-        ValueError: there is no such function or device, the function has other parameters, no check is left, or `path`
-            can't be written.
     """
     require_writable(path)
+    for name in dtypes:
+        check_choice(name, ("float32", "float16", "bfloat16"), "--dtype")
     where, called, asked = resolve_device(device), resolve(function), [getattr(torch, name) for name in dtypes] or None
     with Console(stderr=True).status(f"checking {escape(function)}"):
         report = conformance.run(called, dtypes=asked, device=where, only=only, skip=skip)
@@ -52,8 +48,7 @@ def resolve(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: the module can't be imported, or has no such function.
     """
-    module, _, path = name.partition(":")
-    if not module or not path:
+    if not all(name.partition(":")):
         raise ValueError(f"name the function as module:function, such as flash_attn:flash_attn_func; got {name!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

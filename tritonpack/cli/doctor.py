@@ -25,14 +25,7 @@ from rich.table import Table
 
 import tritonpack
 from tritonpack.backends import BACKENDS, Backend, has_matrix_products, resolve_backend
-from tritonpack.cli.machine import (
-    console_beside,
-    installed_version,
-    print_grid,
-    require_writable,
-    resolve_device,
-    write_json,
-)
+from tritonpack.cli import machine
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.packing.lengths import count
 
@@ -55,23 +48,16 @@ class Finding(NamedTuple):
 
 
 def examine(path: Path | None = None) -> bool:
-    """Print versions, the device and the result of each check; write the same to `path` as JSON if there is one.
-
-    Returns:
-        Whether everything that can run here is right.
-
-    Raises:
-        ValueError: `path` can't be written.
-    """
-    require_writable(path)
+    """Print versions, the device and the result of each check, and write them as JSON; returns whether all is right."""
+    machine.require_writable(path)
     facts = {"tritonpack": tritonpack.__version__, "system": f"{platform.system()} {platform.machine()}"}
     facts |= {name: version or "not installed" for name, version in _versions().items()}
     facts["device"] = f"CPU, {count(torch.get_num_threads(), 'thread')} (torch sees no GPU)"
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         facts["device"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
-    console = console_beside(path)
-    print_grid(console, facts)
+    console = machine.console_beside(path)
+    machine.print_grid(console, facts)
 
     torch.set_num_threads(1)  # the tensors are tiny
     findings, rows = [], Table("what", "here", "seconds", "")
@@ -82,14 +68,15 @@ def examine(path: Path | None = None) -> bool:
             outcome = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
             rows.add_row(one.what, outcome, f"{one.seconds:.1f}", escape(one.detail))
     named = {outcome: ", ".join(f.what for f in findings if f.outcome == outcome) for outcome in _STYLES}
-    verdict = f"Something should work here and doesn't: {named['wrong']}."
-    if not named["wrong"]:
-        rest = f" Not on this machine: {named['not here']}." if named["not here"] else ""
-        noted = f" Mind the warnings: {named['warning']}." if named["warning"] else ""
-        verdict = f"Everything that can run here is right.{rest}{noted}"
-    console.print(rows, escape(verdict), sep="\n")
+    sentences = {
+        "Something should work here and doesn't": named["wrong"],
+        "Not on this machine": named["not here"],
+        "Mind the warnings": named["warning"],
+    }
+    said = [f"{sentence}: {names}." for sentence, names in sentences.items() if names]
     passed = not named["wrong"]
-    write_json(path, {"passed": passed, "facts": facts, "findings": [finding._asdict() for finding in findings]})
+    console.print(rows, escape(" ".join([*["Everything that can run here is right."] * passed, *said])), sep="\n")
+    machine.write_json(path, {"passed": passed, "facts": facts, "findings": [one._asdict() for one in findings]})
     return passed
 
 
@@ -100,26 +87,24 @@ def run_check(what: str, check: Callable[[], str]) -> Finding:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             outcome, detail = "right", check()
-    except SkipTest as error:
-        outcome, detail = "not here", str(error)
-    except UserWarning as error:
-        outcome, detail = "warning", str(error)
+    except (SkipTest, UserWarning) as error:
+        outcome, detail = "not here" if isinstance(error, SkipTest) else "warning", str(error)
     except Exception as error:
         outcome, detail = "wrong", f"{type(error).__name__}: {error}"
     return Finding(what, outcome, detail, round(time.perf_counter() - begin, 2))
 
 
 def _versions() -> dict[str, str | None]:
-    return {name: platform.python_version() if name == "python" else installed_version(name) for name in OLDEST}
+    return {name: platform.python_version() if name == "python" else machine.installed_version(name) for name in OLDEST}
 
 
 def versions() -> str:
     """Compare the versions of packages with the oldest that work, and transformers with the newest that was tested."""
     found = {name: version for name, version in _versions().items() if version}
-    old = [f"{name} {version}" for name, version in found.items() if _minor(version) < _minor(OLDEST[name])]
+    old = {name: version for name, version in found.items() if _minor(version) < _minor(OLDEST[name])}
     if old:
-        wanted = " ".join(f"'{name}>={OLDEST[name]}'" for name in (one.split()[0] for one in old))
-        raise RuntimeError(f"{', '.join(old)}: too old; pip install -U {wanted}")
+        wanted = " ".join(f"'{name}>={OLDEST[name]}'" for name in old)
+        raise RuntimeError(f"{', '.join(map(' '.join, old.items()))}: too old; pip install -U {wanted}")
     transformers = found.get("transformers", NEWEST_TRANSFORMERS)
     if _minor(transformers) > _minor(NEWEST_TRANSFORMERS):
         raise UserWarning(
@@ -150,7 +135,7 @@ def attention(backend: Backend) -> str:
     """Compare outputs and gradients of a backend with float64, by the rule of `tritonpack.testing`."""
     from tritonpack.testing import CASES, check_backend, make_inputs
 
-    device = resolve_device("auto")
+    device = machine.resolve_device("auto")
     try:
         used = resolve_backend(backend, torch.empty(1, 1, 16, device=device))
     except BackendUnavailableError as error:
@@ -185,8 +170,8 @@ def models() -> str:
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape)).to(resolve_device("auto"))
-    with patch(model):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **shape))
+    with patch(model.to(machine.resolve_device("auto"))):
         report = check_isolation(model)
     differs = f"packed differs from alone by {report.packed_against_alone:.0e}"
     return f"a small Llama, patched: {differs}, and documents change each other by {report.moved_by_others:g}"

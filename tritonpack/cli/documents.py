@@ -26,15 +26,22 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
         ValueError: they can't be read, or there are none.
         OSError: the disk is full.
     """
-    files = _files(name, split)
-    if files is None:
+    path = Path(name).expanduser()
+    if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        return _saved(path, split), lambda number: f"{number} of {name}"
+    if not path.exists() and not glob.has_magic(name):
+        within = path.parent.name != "" and path.parent.is_dir()
+        if name.startswith((".", "/", "~")) or path.suffix in KINDS or within:
+            raise ValueError(f"there is no file or folder {name}.")
         try:
             return datasets.load_dataset(name, split=split or "train"), lambda number: f"{number} of {name}"
         except Exception as error:  # of many kinds, by what is wrong with the name, the dataset or the network
             what = f"there is no file or folder {name}, and datasets.load_dataset can't load it"
             raise ValueError(f"{what} ({type(error).__name__}: {str(error).partition(chr(10))[0]}).") from error
+    if split is not None:
+        raise ValueError(f"{name} has no splits; leave out split={split!r}, or name the split's files.")
     parts: dict[str, Any] = {}
-    for file in files:
+    for file in _files(path):
         try:
             if part := _read(file, cache):
                 parts[file] = part
@@ -54,13 +61,31 @@ def open_documents(name: str, split: str | None, cache: Path) -> tuple[Any, Plac
     return documents, place
 
 
-def _unreadable(path: object, error: Exception) -> Exception:
-    """The error to raise for one of datasets' or pyarrow's, of many kinds by the format."""
-    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
-        return cause
-    reason = " ".join(str(cause).split()) or type(cause).__name__
-    return ValueError(f"{path} can't be read: {reason.rstrip('.')}. Write it again.")
+def _saved(path: Path, split: str | None) -> Any:
+    """The dataset in a folder of save_to_disk."""
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    splits = sorted(found) if isinstance(found, datasets.DatasetDict) else []
+    if splits and split not in splits:
+        raise ValueError(f"{path} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
+    if not splits and split is not None:
+        raise ValueError(f"{path} has no splits; leave out split={split!r}.")
+    return found[split] if splits else found
+
+
+def _files(path: Path) -> list[str]:
+    """The file, the files of a folder, or those that a pattern names."""
+    if path.is_dir():
+        files = [str(file) for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir()]
+    else:
+        files = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+    endings = {Path(file).suffix.lower() for file in files}
+    if not endings <= {*KINDS} or len({KINDS[ending] for ending in endings}) != 1:
+        given = f"files that end in {', '.join(map(repr, sorted(endings)))}" if files else "no file that can be read"
+        raise ValueError(f"{path} has {given}; name files of one format: {', '.join(KINDS)}.")
+    return sorted(files)
 
 
 def _read(file: str, cache: Path) -> Any:
@@ -74,30 +99,10 @@ def _read(file: str, cache: Path) -> Any:
     return datasets.load_dataset(kind, data_files=glob.escape(file), split="train", cache_dir=str(cache))
 
 
-def _files(name: str, split: str | None) -> list[str] | None:
-    """The files of a folder of save_to_disk, a file, a folder of files, or a pattern; None for a name on the Hub."""
-    folder = Path(name).expanduser()
-    splits = {path.parent.name: path.parent for path in sorted(folder.glob("*/state.json"))}
-    if splits and split not in splits:
-        raise ValueError(f"{name} has the splits {', '.join(splits)}; name one of them as split; got {split!r}.")
-    if not splits and not folder.exists() and not glob.has_magic(name):
-        within = folder.parent.name != "" and folder.parent.is_dir()
-        if name.startswith((".", "/", "~")) or folder.suffix in KINDS or within:
-            raise ValueError(f"there is no file or folder {name}.")
-        return None
-    if not splits and split is not None:
-        raise ValueError(f"{name} has no splits; leave out split={split!r}, or name the split's files.")
-    if (saved := splits.get(split or "", folder) / "state.json").is_file():
-        try:
-            return [file["filename"] for file in datasets.load_from_disk(str(saved.parent)).cache_files]
-        except Exception as error:
-            raise _unreadable(saved.parent, error) from error
-    if folder.is_dir():
-        files = [str(file) for file in folder.rglob("*") if file.suffix in KINDS and not file.is_dir()]
-    else:
-        files = [str(folder)] if folder.exists() else glob.glob(str(folder), recursive=True)
-    endings = {Path(file).suffix.lower() for file in files}
-    if not endings <= {*KINDS} or len({KINDS[ending] for ending in endings}) != 1:
-        given = f"files that end in {', '.join(map(repr, sorted(endings)))}" if files else "no file that can be read"
-        raise ValueError(f"{name} has {given}; name files of one format: {', '.join(KINDS)}.")
-    return sorted(files)
+def _unreadable(path: object, error: Exception) -> Exception:
+    """The error to raise for one of datasets' or pyarrow's, of many kinds by the format."""
+    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:  # the copy couldn't be written
+        return cause
+    reason = " ".join(str(cause).split()) or type(cause).__name__
+    return ValueError(f"{path} can't be read: {reason.rstrip('.')}. Write it again.")

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.lengths import MAX_INT32, whole_lengths
+
 TABLES = (".csv", ".jsonl", ".parquet")
 LENGTHS = (".json", ".npy", ".txt", *TABLES)
 # The columns that are read without --column; the first that a file has.
 USUAL_COLUMNS = ("length", "lengths", "input_ids")
-_MOST = 2**31 - 1  # tokens of a document: sums over documents then stay within 64 bits
 # Raised by json, numpy or pyarrow. numpy parses the header of an .npy file as Python.
-_DAMAGED = (ValueError, OSError, EOFError, MemoryError, RecursionError, SyntaxError, TokenError)
-_REMEDY = "Count the tokens of every document with your tokenizer, and write one whole number for each"
+_DAMAGED = (ValueError, OSError, EOFError, MemoryError, OverflowError, RecursionError, SyntaxError, TokenError)
 
 
 def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
@@ -40,21 +40,15 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
         raise ValueError(f"{path} has no columns, but --column {column} was asked for; leave it out")
     try:
         if ending == ".npy":
-            with path.open("rb") as file:
-                lengths = np.lib.format.read_array(file, allow_pickle=False)
+            lengths = np.load(path, allow_pickle=False)
         elif ending in TABLES:
             lengths = _read_table(path, column)
         else:
             text = path.read_text(encoding="utf-8-sig")
             lengths = _count_tokens([int(word) for word in text.split()] if ending == ".txt" else json.loads(text))
-        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-            raise ValueError(f"it holds {lengths.dtype} of shape {lengths.shape}, not a row of integers. {_REMEDY}")
-        bad = np.flatnonzero((lengths < 1) | (lengths > _MOST))
-        if len(bad):
-            tokens = f"document {bad[0]} has {lengths[bad[0]]} tokens; a document has from 1 to {_MOST}"
-            raise ValueError(f"{tokens}. {_REMEDY}")
-        if not len(lengths):
-            raise ValueError(f"it holds no document. {_REMEDY}")
+        lengths = whole_lengths(lengths)
+        if lengths.max() > MAX_INT32:  # sums over documents stay within 64 bits
+            raise ValueError(f"document {lengths.argmax()} has {lengths.max()} tokens; at most {MAX_INT32} are planned")
     except _DAMAGED as error:
         what = ". Save the file in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise ValueError(f"{path} can't be read: {' '.join(str(error).split())}{what}") from error
@@ -63,13 +57,18 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
 
 def _count_tokens(documents: Any) -> NDArray[Any]:
     if not isinstance(documents, list):
-        raise ValueError(f"it holds {_shown(documents)}, not a list of documents. {_REMEDY}")
+        raise ValueError(f"it holds {_shown(documents)}, not a list of documents")
     counts = [len(one) if isinstance(one, list) and all(type(x) is int for x in one) else one for one in documents]
     for number, tokens in enumerate(counts):
-        if type(tokens) is not int or abs(tokens) > _MOST:
-            what = f"neither a number of tokens from 1 to {_MOST} nor a list of token ids"
-            raise ValueError(f"document {number} is {_shown(documents[number])}, {what}. {_REMEDY}")
+        if type(tokens) is not int:
+            raise ValueError(f"document {number} is {_shown(tokens)}, neither a number of tokens nor a list of them")
     return np.array(counts, dtype=np.int64)
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON writes it, cut if it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _read_table(path: Path, column: str | None) -> NDArray[Any]:
@@ -97,12 +96,6 @@ def _read_table(path: Path, column: str | None) -> NDArray[Any]:
             values, kind = compute.list_value_length(values), kind.value_type
         if not types.is_integer(kind) or values.null_count:
             what = "missing values (null)" if types.is_integer(kind) else f"values of the type {kind}"
-            raise ValueError(f"column {name!r} has {what}, not integers or lists of token ids. {_REMEDY}")
+            raise ValueError(f"column {name!r} has {what}, not integers or lists of token ids")
         lengths.append(np.asarray(values))
     return np.concatenate(lengths[1:] or lengths)
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON writes it, cut if it is long."""
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -42,15 +42,21 @@ def console_beside(path: Path | None) -> Any:
     return Console(stderr=path == STANDARD_OUTPUT, highlight=False)
 
 
-def print_grid(console: Any, rows: Mapping[str, str]) -> None:
-    """Print names and what belongs to each, in two columns."""
+def print_grid(console: Any, rows: Mapping[str, str | None]) -> None:
+    """Print names and what belongs to each, in two columns; a name without anything is left out."""
     from rich.markup import escape
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
     for name, what in rows.items():
-        grid.add_row(name, escape(what))
+        if what:
+            grid.add_row(name, escape(what))
     console.print(grid)
+
+
+def percent(share: float) -> str:
+    """A share from 0 to 1 as a number with two decimals; "100" means all."""
+    return "100" if share == 1 else f"{min(100 * share, 99.99):.2f}"
 
 
 def require_writable(path: Path | None, option: str = "--json", inputs: Sequence[Path] = ()) -> None:

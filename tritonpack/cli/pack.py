@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 
 from tritonpack.cli.documents import open_documents
-from tritonpack.cli.machine import console_beside, print_grid, require_writable, write_json
+from tritonpack.cli.machine import console_beside, percent, print_grid, require_writable, write_json
 from tritonpack.errors import OutputError
 from tritonpack.packing.columns import LEARNED
 from tritonpack.packing.lengths import count
@@ -25,12 +25,7 @@ def examine(
     *, dataset: str, out: Path, split: str | None, columns: str | None, seed: int, shuffle: bool, json: Path | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Pack, print the summary, write it as JSON. The arguments are the command's options.
-
-    Raises:
-        ValueError: see `pack_dataset`, or documents or an output can't be read or written.
-        OSError: a result can't be written.
-    """
+    """Pack, print the summary, write it as JSON. The arguments are the command's options."""
     given = {**locals(), **options}
     del given["options"]
     require_writable(json)
@@ -69,25 +64,22 @@ def examine(
         raise OutputError(error.errno, reason, str(out)) from error
     shutil.rmtree(cache)
     read, kept = choose_columns(names, asked)
-    learned = [name for name in read if name in LEARNED and name not in kept.values()]
-    report = packing.report
-    found = {
-        "options": given, "path": out, "documents": total, "tokens": packing.num_tokens + report.tokens_lost,
-        "rows": packing.num_bins, "row_documents": len(packing.items), "row_tokens": packing.num_tokens,
-        "capacity": packing.capacity, "lower_bound": packing.lower_bound, "efficiency": packing.efficiency,
-        "report": asdict(report), "columns": rows.column_names, "labels_from": learned,
-        "left_out": [name for name in names if name not in (*kept.values(), *learned)],
-    }  # fmt: skip
-    share = packing.efficiency
-    full = "100%" if share == 1 else f"{min(100 * share, 99.99):.2f}%"  # 100% means all
+    learned = [name for name in read if name in LEARNED and name not in kept]
+    left_out = [name for name in names if name not in (*kept, *learned)]
+    report, tokens = packing.report, packing.num_tokens + packing.report.tokens_lost
     print_grid(console, {
-        "documents": f"{total:,} of {count(found['tokens'], 'token')}",
-        **({"longer": f"{report}"} if report.documents else {}),
-        "rows": f"{packing.num_bins:,} of {count(packing.capacity, 'token')}, {full} full; no packing needs fewer than "
-        f"{packing.lower_bound:,}",
+        "documents": f"{total:,} of {count(tokens, 'token')}",
+        "longer": str(report) if report.documents else None,
+        "rows": f"{packing.num_bins:,} of {count(packing.capacity, 'token')}, {percent(packing.efficiency)}% full; no "
+        f"packing needs fewer than {packing.lower_bound:,}",
         "columns": ", ".join(rows.column_names),
-        **({"labels are made from": ", ".join(learned)} if learned else {}),
-        **({"left out": ", ".join(found["left_out"])} if found["left_out"] else {}),
+        "labels are made from": ", ".join(learned),
+        "left out": ", ".join(left_out),
         "to load the rows": f"datasets.load_from_disk({str(out)!r})",
     })  # fmt: skip
-    write_json(json, found)
+    write_json(json, {
+        "options": given, "path": out, "documents": total, "tokens": tokens, "rows": packing.num_bins,
+        "row_documents": len(packing.items), "row_tokens": packing.num_tokens, "capacity": packing.capacity,
+        "lower_bound": packing.lower_bound, "efficiency": packing.efficiency, "report": asdict(report),
+        "columns": rows.column_names, "labels_from": learned, "left_out": left_out,
+    })  # fmt: skip

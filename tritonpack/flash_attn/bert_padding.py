@@ -41,9 +41,19 @@ def unpad_input(
     Raises:
         ValueError: other shapes, dtypes or numbers.
     """
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None or name == "attention_mask":
-            _check_mask(mask, name, hidden_states)
+    shape = getattr(hidden_states, "shape", ())[:2]
+    if len(shape) < 2:
+        raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
+    for name, mask in {"unused_mask": unused_mask, "attention_mask": attention_mask}.items():
+        if mask is None and name == "unused_mask":
+            continue
+        if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype not in MASKS:
+            raise ValueError(f"{name} must be a bool or integer tensor {tuple(shape)}; got {describe(mask)}.")
+        require(
+            ((mask == 0) | (mask == 1)).all(),
+            f"{name} must hold 0 and 1; other numbers tell no documents apart here. Lay documents end to end and pass "
+            "their cu_seqlens instead.",
+        )
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
@@ -74,16 +84,3 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         lambda: f"indices must lie in 0..{batch * seqlen - 1}, the places of {batch} x {seqlen}.",
     )
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
-
-
-def _check_mask(mask: Tensor | None, name: str, hidden_states: Tensor) -> None:
-    shape = getattr(hidden_states, "shape", ())[:2]
-    if len(shape) < 2:
-        raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
-    if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype not in MASKS:
-        raise ValueError(f"{name} must be a bool or integer tensor {tuple(shape)}; got {describe(mask)}.")
-    require(
-        ((mask == 0) | (mask == 1)).all(),
-        f"{name} must hold 0 and 1; other numbers tell no documents apart here. Lay documents end to end and pass "
-        "their cu_seqlens instead.",
-    )

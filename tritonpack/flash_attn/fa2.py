@@ -31,8 +31,7 @@ from torch import Tensor
 
 from tritonpack.backends import Backend
 from tritonpack.checks import Window, check_flag, is_number
-from tritonpack.flash_attn.adapter import to_ours
-from tritonpack.flash_attn.core import flash_attention
+from tritonpack.flash_attn.adapter import attention
 
 __all__ = [
     "flash_attn_func",
@@ -123,20 +122,11 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _call(arguments: dict[str, Any]) -> Result:
-    given = to_ours(arguments)
-    for name, count in (("qkv", 3), ("kv", 2)):
-        if name in given:
-            x, ndim = given.pop(name), 4 if "cu_seqlens_q" in given else 5
-            if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != count:
-                shape = f"({'total' if ndim == 4 else 'batch, seqlen'}, {count}, heads, headdim)"
-                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must be {shape}; got {found}.")
-            given.update(zip("qkv"[-count:], x.unbind(-3), strict=True))
-    with_lse = check_flag(given.pop("return_attn_probs"), "return_attn_probs")
-    if with_lse and is_number(given["dropout_p"]) and 0 < given["dropout_p"] < 1:
+    with_lse, dropout_p = check_flag(arguments.pop("return_attn_probs"), "return_attn_probs"), arguments["dropout_p"]
+    if with_lse and is_number(dropout_p) and 0 < dropout_p < 1:
         raise ValueError(
             "return_attn_probs=True can't be used with dropout_p above 0: tritonpack has no S_dmask, the probabilities "
             "with the pattern of dropout. For the log-sum-exp use tritonpack.varlen_attention(..., return_lse=True)."
         )
-    out, lse = flash_attention(**given)
+    out, lse = attention(arguments)
     return (out, lse.masked_fill(lse.isneginf(), float("inf")), out.new_empty(0)) if with_lse else out

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritonpack.backends import Backend
-from tritonpack.checks import Window, check_flag, describe, is_int
-from tritonpack.flash_attn.adapter import to_ours
-from tritonpack.flash_attn.core import flash_attention
+from tritonpack.checks import Window, check_flag
+from tritonpack.flash_attn.adapter import attention
 from tritonpack.flash_attn.fa2 import flash_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -54,21 +52,7 @@ def flash_attn_qkvpacked_func(
     It is (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of q,
     then of k, then of v.
     """
-    arguments = {**locals()}
-    del arguments["qkv"], arguments["num_heads_q"]
-    shape = qkv.shape if isinstance(qkv, Tensor) else torch.Size()
-    heads = num_heads_q if is_int(num_heads_q) else 0
-    if len(shape) == 5 and shape[2] == 3:
-        q, k, v = qkv.unbind(2)
-    elif len(shape) == 4 and 0 < heads < shape[2] and (shape[2] - heads) % 2 == 0:
-        kv_heads = (shape[2] - heads) // 2
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], 2)
-    else:
-        raise ValueError(
-            "qkv must be (batch, seqlen, 3, heads, headdim), or (batch, seqlen, num_heads_q + 2 * kv_heads, headdim) "
-            f"with num_heads_q; got {describe(qkv)} and num_heads_q={num_heads_q!r}."
-        )
-    return _call(arguments | {"q": q, "k": k, "v": v})
+    return _call(locals())
 
 
 def flash_attn_varlen_func(
@@ -88,7 +72,6 @@ def flash_attn_varlen_func(
 
 
 def _call(arguments: dict[str, Any]) -> Result:
-    given = to_ours(arguments)
-    with_lse = check_flag(given.pop("return_attn_probs"), "return_attn_probs")
-    out, lse = flash_attention(**given)
+    with_lse = check_flag(arguments.pop("return_attn_probs"), "return_attn_probs")
+    out, lse = attention(arguments)
     return (out, lse) if with_lse else out

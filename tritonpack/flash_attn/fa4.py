@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tritonpack.backends import Backend
-from tritonpack.flash_attn.adapter import to_ours
-from tritonpack.flash_attn.core import flash_attention, read_window
+from tritonpack.flash_attn.adapter import attention, read_window
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -64,11 +63,10 @@ def flash_attn_varlen_func(
 
 
 def _call(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    given = to_ours(arguments)
-    read_window(given["window_size"])
-    if sorted(side is not None and side < 0 for side in given["window_size"]) == [False, True]:
-        raise ValueError(  # FlashAttention-4 moves the window
-            "window_size must be (left, right) of at least 0, or None for a side without limit; got "
-            f"{given['window_size']!r}."
+    sides = arguments["window_size"]
+    read_window(sides)
+    if sum(side is not None and side < 0 for side in sides) == 1:  # FlashAttention-4 moves the window
+        raise ValueError(
+            f"window_size must be (left, right) of at least 0, or None for a side without limit; got {sides!r}."
         )
-    return flash_attention(**given)
+    return attention(arguments)

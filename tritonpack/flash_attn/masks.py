@@ -1,9 +1,8 @@
 """The mask of a call with cumulative offsets, built once for all layers that pass the same offsets.
 
-A mask is kept as long as the tensor of query offsets lives. It is used again only if the call passes the same tensor
-objects and they are unchanged. torch doesn't count some writes (through numpy, `.data`, another library's kernel, a
-collective in place). So values are compared, too: on the CPU a changed value builds the mask again; on a GPU an
-assertion there stops the program.
+A mask is kept as long as the tensor of query offsets lives, and used again if the call passes the same tensors,
+unchanged. torch doesn't count some writes (see `_OUTDATED`). So values are compared, too: on the CPU a changed value
+builds the mask again; on a GPU an assertion there stops the program.
 """
 
 from __future__ import annotations
@@ -18,19 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tritonpack.checks import as_integers, require
+from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.masks.bounds import is_capturing
+from tritonpack.masks.bounds import is_capturing, outside_inference_mode
 
-# How many masks with different windows or totals are kept for one tensor of offsets.
-MASKS_PER_OFFSETS = 8
+MASKS_PER_OFFSETS = 8  # with different windows or totals
 
 _OUTDATED = (
     "cu_seqlens or seqused were overwritten since the last call in a way that torch doesn't count (a collective in "
     "place, .data, another library's kernel), and the mask kept for them is outdated. Pass a new tensor for a new "
     "batch: cu_seqlens.clone()."
 )
-
 
 # Tensor of query offsets -> options and identities -> the mask, and a reference, the version and a copy of each tensor.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -67,7 +64,7 @@ def mask_from_offsets(
     key = (*options.items(), *map(id, roles), torch.is_inference_mode_enabled())
     masks = _kept.setdefault(cu_q, {})
     mask, sources = masks.get(key, (None, []))
-    if mask is None or not _unchanged(tensors, sources):
+    if mask is None or not all(map(_is_unchanged, tensors, sources)):
         if key not in masks and len(masks) == MASKS_PER_OFFSETS:
             masks.clear()
         mask = _build(*roles, options)
@@ -75,32 +72,25 @@ def mask_from_offsets(
     return mask
 
 
-def _unchanged(tensors: list[Tensor], sources: list[tuple[weakref.ref[Tensor], int, Tensor]]) -> bool:
-    """Whether tensors are the objects that a mask was made from, with the values that they had then."""
-    pairs = list(zip(tensors, sources, strict=True))
-    if any(ref() is not x or v != x._version or value.shape != x.shape for x, (ref, v, value) in pairs):
+def _is_unchanged(x: Tensor, source: tuple[weakref.ref[Tensor], int, Tensor]) -> bool:
+    """Whether a tensor is the object that a mask was made from, with the values that it had then."""
+    ref, version, value = source
+    if ref() is not x or x._version != version or x.shape != value.shape:
         return False
-    for x, (_, _, value) in pairs:
-        if x.device.type != "cpu":
-            require((value == x).all(), _OUTDATED)
-        elif not torch.equal(value, x):
-            return False
+    if x.device.type == "cpu":
+        return torch.equal(value, x)
+    require((value == x).all(), _OUTDATED)
     return True
 
 
 def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
     """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same arguments."""
-    return (_kept_offsets if _keeps(device) else _new_offsets)(batch, seqlen, device)
-
-
-def _new_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+    return (_offsets if _keeps(device) else _offsets.__wrapped__)(batch, seqlen, device)
 
 
 @lru_cache(maxsize=16)
-def _kept_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _new_offsets(batch, seqlen, device)
+def _offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    return outside_inference_mode(lambda: torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen)
 
 
 def _keeps(device: torch.device) -> bool:
@@ -127,11 +117,9 @@ def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:
     """The end of the used rows of each document."""
     if used is None:
         return cu[1:]
-    used = as_integers(used, name)
-    if used.shape[0] != cu.shape[0] - 1 or used.device != cu.device:
+    if used.shape[0] != cu.shape[0] - 1:
         raise ValueError(
-            f"{name} must hold a length for each of the {cu.shape[0] - 1} documents, on {cu.device}; got "
-            f"{used.shape[0]} on {used.device}."
+            f"{name} must hold a length for each of the {cu.shape[0] - 1} documents; got {used.shape[0]} lengths."
         )
     require(((used >= 0) & (used <= cu.diff())).all(), f"{name} must lie between 0 and the length of its document.")
     return (cu[:-1] + used).to(cu.dtype)

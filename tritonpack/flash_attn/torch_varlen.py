@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tritonpack.backends import Backend
 from tritonpack.checks import Window, check_flag, is_int
-from tritonpack.flash_attn.adapter import to_ours
-from tritonpack.flash_attn.core import flash_attention
+from tritonpack.flash_attn.adapter import attention
 
 
 def torch_varlen_attn(
@@ -42,8 +41,8 @@ def torch_varlen_attn(
 
     Source: torch/nn/attention/varlen.py.
     """
-    given = to_ours(locals())
-    del given["return_aux"], given["enable_gqa"]
+    arguments = {**locals(), "pack_invariant": num_splits == 1}
+    del arguments["return_aux"], arguments["enable_gqa"]
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
     alike = enable_gqa is not None and not check_flag(enable_gqa, "enable_gqa")
@@ -54,5 +53,5 @@ def torch_varlen_attn(
         )
     if num_splits is not None and not is_int(num_splits):
         raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
-    out, lse = flash_attention(pack_invariant=num_splits == 1, **given)
+    out, lse = attention(arguments)
     return (out, lse) if return_aux is not None and return_aux.lse else out

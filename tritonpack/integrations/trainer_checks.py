@@ -14,7 +14,7 @@ from tritonpack.packing.reader import fetch
 from tritonpack.packing.vision.families import FAMILIES
 
 # transformers' name for the loss of a model -> what its labels belong to.
-LABELS = {
+LABELS: dict[str | None, str] = {
     "ForCausalLM": "causal",
     "ForConditionalGeneration": "causal",  # of images and text; encoders with decoders are told apart before
     "ForMaskedLM": "tokens",
@@ -39,27 +39,37 @@ def _bare(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def labels_of(trainer: Trainer) -> str:
+def labels_of(trainer: Trainer, asked: str | None) -> str:
     """What a label of the trainer's model belongs to, as PackingCollator's `objective` names it.
 
+    Args:
+        asked: what the user says; None finds it by the model's loss.
+
     Raises:
-        ValueError: a model whose loss doesn't tell, or that gives one result for each row.
+        ValueError: the model's loss doesn't tell, or takes other labels than `asked`; the model gives one result for
+            each row.
     """
     model = _bare(trainer.model)
     loss = getattr(model, "loss_type", None)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return "tokens"
-    if loss == "ForSequenceClassification":
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    known = "tokens" if is_encoder_decoder else LABELS.get(loss)
+    if loss == "ForSequenceClassification" and not is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} gives one result for each row, so its documents can't share rows. Call "
             "tritonpack.patch(trainer.model, unpad=True) in place of setup: it leaves out the padding of the batches."
         )
-    if loss not in LABELS:
+    if asked is not None and trainer.compute_loss_func is None and known not in (None, asked):
+        raise ValueError(
+            f"the loss of {type(model).__name__} takes labels={known!r}; got labels={asked!r}. Leave it out, or pass a "
+            "compute_loss_func for such labels to the trainer."
+        )
+    found = asked or known
+    if found is None:
         raise ValueError(
             f"the loss of {type(model).__name__} doesn't tell what its labels belong to. Pass labels='causal' (the "
             "next token) or 'tokens' (the token itself)."
         )
-    return LABELS[loss]
+    return found
 
 
 def check_trainer(trainer: Any) -> None:

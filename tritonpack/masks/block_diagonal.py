@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, docum
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_intervals", "mask_from_tree_ends"]
+__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_intervals", "tree_mask"]
 
 
 class BlockDiagonalMask(Bounds):
@@ -142,17 +142,9 @@ class BlockDiagonalMask(Bounds):
         if cu_q.device != cu_k.device:
             raise ValueError(f"cu_seqlens is on {cu_q.device} and cu_seqlens_k on {cu_k.device}; move them together.")
         checks.check_documents(cu_q, cu_k)
-        key_name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
         total_q = checks.check_total(cu_q, total_q, "total_q", "cu_seqlens")
-        total_k = checks.check_total(cu_k, total_k, "total_k", key_name)
-
-        def build(reach: Reach) -> Intervals:
-            found, sound = intervals.from_offsets(cu_q, cu_k, total_q, total_k, reach)
-            if sound is not None:
-                checks.check_sound(sound[0], cu_q, total_q, "total_q", "cu_seqlens")
-                checks.check_sound(sound[1], cu_k, total_k, "total_k", key_name)
-            return found
-
+        total_k = checks.check_total(cu_k, total_k, "total_k", "cu_seqlens" if cu_k is cu_q else "cu_seqlens_k")
+        build = partial(intervals.from_offsets, cu_q, cu_k, total_q, total_k)
         return mask_from_intervals(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
 
     @classmethod
@@ -198,7 +190,7 @@ class BlockDiagonalMask(Bounds):
         """
         reach = checks.check_reach(window, causal, chunk_size)
         ids = checks.check_rows(segment_ids, "segment_ids")
-        return mask_from_intervals(partial(intervals.from_segment_ids, ids), reach, spans)
+        return mask_from_intervals(partial(intervals.from_rows, ids, "segments"), reach, spans)
 
     @classmethod
     def from_padding_mask(
@@ -217,7 +209,7 @@ class BlockDiagonalMask(Bounds):
         """
         reach = checks.check_reach(window, causal, chunk_size)
         rows = checks.check_rows(attention_mask, "attention_mask", mask=True)
-        return mask_from_intervals(partial(intervals.from_padding_mask, rows), reach, spans)
+        return mask_from_intervals(partial(intervals.from_rows, rows, "padding"), reach, spans)
 
     @classmethod
     def from_tree(
@@ -247,8 +239,7 @@ class BlockDiagonalMask(Bounds):
 
         Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
-        reach = checks.check_reach(window, True, chunk_size)
-        return _tree_mask(partial(tree.forest_bounds, parents, "parents", reach))
+        return tree_mask(parents, "parents", checks.check_reach(window, True, chunk_size))
 
     @classmethod
     def from_tree_ends(
@@ -268,7 +259,7 @@ class BlockDiagonalMask(Bounds):
         >>> BlockDiagonalMask.from_tree_ends([5, 5, 4, 4, 5]).to_dense().int()[4].tolist()
         [1, 1, 0, 0, 1]
         """
-        return mask_from_tree_ends(ends, checks.check_reach(window, True, chunk_size))
+        return tree_mask(ends, "ends", checks.check_reach(window, True, chunk_size))
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
@@ -314,24 +305,20 @@ class BlockDiagonalMask(Bounds):
         return block_mask.block_mask(self, BLOCK_SIZE)
 
 
-def mask_from_tree_ends(ends: Lengths, reach: Reach) -> BlockDiagonalMask:
-    """The mask of `BlockDiagonalMask.from_tree_ends`."""
-    return _tree_mask(partial(tree.forest_bounds, ends, "ends", reach))
-
-
 def mask_from_intervals(
     build: Callable[[Reach], Intervals], reach: Reach, spans: Tensor | None = None, num_keys: int | None = None,
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:  # fmt: skip
     """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""
 
-    def with_spans() -> Intervals:
+    def find() -> Intervals:
         seen = build(reach)
-        assert spans is not None
+        if spans is None:
+            return seen
         flat = checks.check_spans(spans, seen.start.shape[0], seen.start.device)
         return intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), flat)
 
-    seen = outside_inference_mode(partial(build, reach) if spans is None else with_spans)
+    seen = outside_inference_mode(find)
     num_keys = seen.start.shape[0] if num_keys is None else num_keys
     mask = BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
     if seen.seen_by is not None:
@@ -339,7 +326,9 @@ def mask_from_intervals(
     return mask
 
 
-def _tree_mask(build: Callable[[], tree.TreeBounds]) -> BlockDiagonalMask:
-    start, stop, query_start, query_stop, depth, first = outside_inference_mode(build)
+def tree_mask(values: Lengths, kind: Literal["parents", "ends"], reach: Reach) -> BlockDiagonalMask:
+    """The mask of `BlockDiagonalMask.from_tree` or `from_tree_ends`, for a reach."""
+    found = outside_inference_mode(partial(tree.forest_bounds, values, kind, reach))
+    start, stop, query_start, query_stop, depth, first = found
     source = partial(intervals.number_documents, first)
     return BlockDiagonalMask(start, stop, start.shape[0], depth, source, None, query_start, query_stop, trusted=True)

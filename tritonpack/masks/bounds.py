@@ -40,7 +40,7 @@ class Bounds:
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
     _versions: ClassVar[list[tuple[str, Tensor, int]]]
-    _captured: ClassVar[bool]
+    _captured: ClassVar[bool]  # whether it was made in the capture of a CUDA graph
     origin: ClassVar[Any]  # the mask that `to` made this one of, or None
     is_tree: ClassVar[bool]  # whether the keys, too, have intervals of queries that may see them
 
@@ -284,40 +284,30 @@ class Bounds:
 
     def _require_valid(self, device: torch.device) -> None:
         """Check values in host memory, or on a device by an assertion there, which the host doesn't wait for."""
-        ascending = not self.is_tree
-        _require_intervals(self.key_start.to(device), self.key_stop.to(device), self.num_keys, "row", "keys", ascending)
+        sides = [(self.key_start, self.key_stop, self.num_keys, "row", "keys")]
         if self.query_start is not None and self.query_stop is not None:
-            start, stop = self.query_start.to(device), self.query_stop.to(device)
-            _require_intervals(start, stop, self.num_queries, "key", "queries", ascending)
+            sides.append((self.query_start, self.query_stop, self.num_queries, "key", "queries"))
+        for start, stop, size, own, other in sides:
+            _require_intervals(start.to(device), stop.to(device), size, own, other, ascending=not self.is_tree)
 
 
-def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascending: bool) -> None:
+def _require_intervals(start: Tensor, stop: Tensor, size: int, own: str, other: str, *, ascending: bool) -> None:
     """Raise, or assert on the device, unless intervals lie within `size` others, and ascend if they must."""
-    falls = torch.zeros_like(start, dtype=torch.bool)
+    good = (start >= 0) & (start <= stop) & (stop <= size)
     if ascending:
-        falls[1:] = (start[1:] < start[:-1]) | (stop[1:] < stop[:-1])
-    faults = {
-        f"reaches outside the {size} {other}": (start < 0) | (stop > size),
-        "ends before it begins": stop < start,
-        f"begins or ends before the interval of the {own} above": falls,
-    }
-    wrong = torch.stack(list(faults.values()))
-    verb, rule = ("sees", ", and neither their begins nor their ends may decrease") if ascending else ("has", "")
+        good[1:] &= (start[1:] >= start[:-1]) & (stop[1:] >= stop[:-1])
+    rule = f"intervals must lie within the {size} {other} and end at or after their begin" + (
+        ", and neither their begins nor their ends may decrease" if ascending else ""
+    )
 
     def message() -> str:
-        rules = f"intervals must lie within the {size} {other} and end at or after their begin{rule}"
         if not on_host(start):
-            return (
-                f"a mask's {rules}. mask.validate() names the first wrong one, on a copy of the bounds in host memory."
-            )
-        number = int(wrong.any(0).nonzero()[0, 0])
-        fault = list(faults)[int(wrong[:, number].nonzero()[0, 0])]
-        return (
-            f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which {fault}; "
-            f"{rules}. Check the offsets, ids or indices that the mask was built from."
-        )
+            return f"a mask's {rule}. mask.validate() names the first wrong one, from a copy in host memory."
+        wrong = int((~good).nonzero()[0])
+        found = f"{own} {wrong} of the mask has the {other} [{int(start[wrong])}, {int(stop[wrong])}); {rule}"
+        return f"{found}. Check the offsets, ids or indices that the mask was built from."
 
-    require(~wrong.any(), message)
+    require(good.all(), message)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonpack import kernels
-from tritonpack.checks import UNLIMITED, Reach, check_rows, on_host, require
+from tritonpack.checks import UNLIMITED, Reach, check_rows, check_sound, on_host, require
 
 WHOLE_DOCUMENT = Reach(UNLIMITED, UNLIMITED, UNLIMITED)
 
@@ -32,17 +32,18 @@ class Intervals(NamedTuple):
     seen_by: tuple[Tensor, Tensor] | None = None
 
 
-def from_offsets(
-    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: Reach
-) -> tuple[Intervals, Tensor | None]:
-    """The intervals of documents given by offsets, and (2,) bool, whether each side's offsets are sound.
+def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: Reach) -> Intervals:
+    """The intervals of documents given by offsets of queries and of keys.
 
-    The latter is None if the kernel that computes the intervals asserts it.
+    Raises:
+        ValueError: offsets that decrease, don't begin with 0 or exceed the total.
     """
     if kernels.serve(cu_q):
         from tritonpack.kernels.intervals import intervals_of_offsets
 
-        return Intervals(*intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)), None
+        return Intervals(*intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach))
+    check_sound(cu_q, total_q, "total_q", "cu_seqlens")
+    check_sound(cu_k, total_k, "total_k", "cu_seqlens" if cu_k is cu_q else "cu_seqlens_k")
     rows = torch.arange(total_q, device=cu_q.device)
     # The last document that starts at or before the row. Slack rows get the number after the last document, and with
     # it the empty interval [cu[-1], cu[-1]).
@@ -50,11 +51,8 @@ def from_offsets(
     following = (document + 1).clamp(max=cu_q.shape[0] - 1)
     begin, end = cu_k[document], cu_k[following]
     document = document.clamp(max=max(cu_q.shape[0] - 2, 0)).to(torch.int32)
-    sound = torch.stack(
-        [(cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= n) for cu, n in ((cu_q, total_q), (cu_k, total_k))]
-    )
     diagonal = rows - cu_q[following] + end
-    return Intervals(*visible_keys(diagonal, begin, end, reach), diagonal.to(torch.int32), document), sound
+    return Intervals(*visible_keys(diagonal, begin, end, reach), diagonal.to(torch.int32), document)
 
 
 def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
@@ -67,57 +65,40 @@ def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
     return from_runs(document_starts(position_ids), None, reach)
 
 
-def from_segment_ids(segment_ids: Tensor, reach: Reach) -> Intervals:
-    """The intervals of segment ids, (B, T) integers, 0 for padding.
+def from_rows(ids: Tensor, rule: Literal["segments", "padding"], reach: Reach) -> Intervals:
+    """The intervals of (B, T) segment ids, 0 for padding, or of a padding mask, in which all tokens have one number.
 
     Raises:
         ValueError: negative ids, or a document in several pieces; on an accelerator an assertion fails.
     """
-    if kernels.serve(segment_ids):
-        return _by_kernel(segment_ids, "segments", reach)
-    _require_in_one_piece(
-        segment_ids,
-        segment_ids,
-        "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
-        "padding)",
-        "renumber the pieces, or move the tokens of each document together.",
-    )
-    return from_runs(changes(segment_ids), segment_ids != 0, reach)
-
-
-def from_padding_mask(attention_mask: Tensor, reach: Reach) -> Intervals:
-    """The intervals of a padding mask, (B, T) integers or bool.
-
-    Raises:
-        ValueError: padding between the tokens of a row; on an accelerator an assertion fails.
-    """
-    if kernels.serve(attention_mask):
-        return _by_kernel(attention_mask, "padding", reach)
-    live = attention_mask != 0
-    _require_in_one_piece(
-        live.to(torch.uint8),
-        attention_mask,
-        "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right only",
-        "for several documents in a row use from_segment_ids.",
-    )
-    return from_runs(changes(live), live, reach)
-
-
-def _require_in_one_piece(ids: Tensor, values: Tensor, rule: str, remedy: str) -> None:
-    """Require that no id is negative or in several pieces of its row; the message shows the row of `values`."""
-    starts, in_order = changes(ids), ids.sort(dim=1).values
-    pieces = (starts & (ids != 0)).sum(1)
+    if kernels.serve(ids):
+        return _by_kernel(ids, rule, reach)
+    numbers = ids if rule == "segments" else (ids != 0).to(torch.uint8)
+    starts, in_order = changes(numbers), numbers.sort(dim=1).values
+    pieces = (starts & (numbers != 0)).sum(1)
     documents = (changes(in_order) & (in_order != 0)).sum(1)
-    wrong = (ids < 0).any(1) | (pieces != documents)
+    wrong = (numbers < 0).any(1) | (pieces != documents)
 
     def message() -> str:
-        where = ""
-        if on_host(values):
-            row = int(wrong.nonzero()[0, 0])
-            where = f"row {row} is {values[row].tolist()!r:.200}; "
-        return f"{rule}; {where}{remedy}"
+        row = int(wrong.nonzero()[0, 0]) if on_host(ids) else None
+        what, remedy = _RULES[rule]
+        return what + ("" if row is None else f"; row {row} is {ids[row].tolist()!r:.200}") + remedy
 
     require(~wrong.any(), message)
+    return from_runs(starts, numbers != 0, reach)
+
+
+_RULES = {
+    "segments": (
+        "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
+        "padding)",
+        "; renumber the pieces, or move the tokens of each document together.",
+    ),
+    "padding": (
+        "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right only",
+        "; for several documents in a row use from_segment_ids.",
+    ),
+}
 
 
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:

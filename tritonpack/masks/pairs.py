@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tritonpack.checks import describe, require
 
-ROWS_AT_ONCE = 1024  # of the comparison with the documents that were read
-
 # Addends up to here give weights of exactly 0: float16's minimum, to which an overflow of larger ones is clamped.
 HIDDEN = torch.finfo(torch.float16).min
 
@@ -26,8 +24,8 @@ REMEDY = (
 def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
     """The number of each token's document in its row from 1, and 0 for padding, as (B, T) int32.
 
-    A token that sees no key is padding. The mask is compared with that of the documents pair by pair: in host memory at
-    once, on an accelerator by an assertion there, which doesn't wait.
+    A token that sees no key is padding. Every row of pairs is checked: in host memory at once, on an accelerator by an
+    assertion there, which doesn't wait.
 
     Args:
         mask: (B or 1, 1, T, T), True or 0 where a query sees a key, False or -65504 or less where it doesn't.
@@ -50,43 +48,32 @@ def number_documents(mask: Tensor, tokens: torch.Size) -> Tensor:
             known.all(),
             lambda: (
                 "attention_mask holds addends other than 0 and the smallest numbers (at most -65504)"
-                f"{_first(mask, ~known)}. A patched model adds no bias to scores. {REMEDY}"
+                f"{f', such as {mask[~known][0].item():g}' if mask.device.type == 'cpu' else ''}. A patched model adds "
+                f"no bias to scores. {REMEDY}"
             ),
         )
     seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
-    count = seen.sum(-1)
+    places, bits = torch.arange(length, device=mask.device), seen.view(torch.uint8)
+    count, first, last = seen.sum(-1), bits.argmax(-1), length - 1 - bits.flip(-1).argmax(-1)
     live = count > 0
     starts = live & (count == 1)  # the first token of a document sees itself alone
-    places = torch.arange(length, device=mask.device)
     begin = torch.where(starts, places, -1).cummax(1).values
-    for first in range(0, length, ROWS_AT_ONCE):
-        some = slice(first, first + ROWS_AT_ONCE)
-        expected = live[:, some, None] & (places >= begin[:, some, None]) & (places <= places[some, None])
-        differ = seen[:, some] != expected
-        require(~differ.any(), lambda first=first, differ=differ: _message(differ, seen, begin, first))  # type: ignore[misc]
-    return torch.where(live, starts.cumsum(1), 0).to(torch.int32).expand(rows, length)
+    wrong = live & ((first != begin) | (last != places) | (count != places - begin + 1))
 
-
-def _first(mask: Tensor, wrong: Tensor) -> str:
-    if wrong.device.type != "cpu":
-        return ""
-    row, _, query, key = wrong.nonzero()[0].tolist()
-    return f": {mask[row, 0, query, key].item():g} in row {row} for token {query} and token {key}"
-
-
-def _message(differ: Tensor, seen: Tensor, begin: Tensor, first: int) -> str:
-    where = ""
-    if differ.device.type == "cpu":
-        row, query, key = differ.nonzero()[0].tolist()
-        query += first
-        verb, start = "sees" if seen[row, query, key] else "doesn't see", int(begin[row, query])
-        where = f": in row {row} token {query} {verb} token {key}, and " + (
-            f"its document begins at token {start}"
-            if start >= 0
-            else "no token before it sees itself alone, as the first token of a document does"
+    def message() -> str:
+        where = ""
+        if wrong.device.type == "cpu":
+            row, query = wrong.nonzero()[0].tolist()
+            start = int(begin[row, query])
+            key = int((seen[row, query] != ((places >= start) & (places <= query))).nonzero()[0])
+            verb = "sees" if seen[row, query, key] else "doesn't see"
+            where = f": in row {row} token {query} {verb} token {key}, and "
+            where += f"its document begins at token {start}" if start >= 0 else "no token before it sees itself alone"
+        return (
+            f"attention_mask isn't block-diagonal and causal{where}. From a mask of pairs a patched model reads "
+            "documents, in which each token sees exactly itself and the tokens before it, and the first one itself "
+            f"alone, and padding, which sees nothing. Windows and images come from the model. {REMEDY}"
         )
-    return (
-        f"attention_mask isn't block-diagonal and causal{where}. From a mask of pairs a patched model reads documents, "
-        "in which each token sees exactly itself and the tokens before it, and padding, which sees nothing. Windows "
-        f"and images come from the model. {REMEDY}"
-    )
+
+    require(~wrong.any(), message)
+    return torch.where(live, starts.cumsum(1), 0).to(torch.int32).expand(rows, length)

@@ -8,6 +8,7 @@ the kernels of tritonpack/kernels/trees.py compute the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +19,20 @@ from tritonpack import kernels
 from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, describe, on_host, require
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
+
+PLACE_RULE = (
+    "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a tree, "
+    "or -2 for a token outside every tree. Put the tokens into depth-first order, parents first."
+)
+ORDER_RULE = (
+    "the subtree of this parent has ended before the token, or the parent is outside every tree. Put the tokens into "
+    "depth-first order, each subtree in one piece, and count places from the begin of the row."
+)
+END_RULE = (
+    "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every "
+    "tree."
+)
+NESTING_RULE = "a subtree that begins within another one ends after it. Subtrees lie within each other or apart."
 
 
 class TreeBounds(NamedTuple):
@@ -47,62 +62,34 @@ def forest_bounds(values: Lengths, kind: Literal["parents", "ends"], reach: Reac
         from tritonpack.kernels.trees import bounds_of_rows
 
         return TreeBounds(*bounds_of_rows(rows, kind, reach.left, reach.chunk))
-    if kind == "parents":
-        return _bounds(_ends_of_parents(rows), reach)
     place = torch.arange(rows.shape[1], device=rows.device)
-    rule = (
-        "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every"
-    )
-    ends = _checked_stream(rows, (place, rows.shape[1]), "ends", f"{rule} tree.")
-    bounds = _bounds(ends, reach)
-    parent = _ancestors_at(bounds.depth.long() - 1, bounds.depth.long(), bounds.key_stop > bounds.key_start)
-    _require_all(
-        ((bounds.depth == 0) | (ends[parent] >= ends)).view_as(rows),
-        rows,
-        "ends",
-        "a subtree that begins within another one ends after it. Subtrees lie within each other or apart.",
-    )
+    row_begin = torch.arange(rows.shape[0], device=rows.device)[:, None] * rows.shape[1]
+    stream = torch.where(rows < 0, rows, rows + row_begin).flatten()  # places in the stream instead of the row
+    if kind == "parents":
+        _require_all((rows >= SLACK) & (rows < place), rows, kind, PLACE_RULE)
+        ends = _ends_of_parents(stream)
+        # Tokens are in depth-first order if each subtree ends within its parent's.
+        within = (stream < 0) | (ends[stream.clamp(min=0)] >= ends)
+        _require_all(within, rows, kind, ORDER_RULE, lambda: _first_out_of_order(stream.tolist()))
+        return _bounds(ends, reach)
+    _require_all((rows >= place) & (rows <= rows.shape[1]), rows, kind, END_RULE)
+    bounds = _bounds(stream, reach)
+    depth = bounds.depth.long()
+    parents = _ancestors_at(depth - 1, depth, bounds.key_stop > bounds.key_start)
+    _require_all((depth == 0) | (stream[parents] >= stream), rows, kind, NESTING_RULE)
     return bounds
 
 
 def _ends_of_parents(parents: Tensor) -> Tensor:
-    """The end of each token's subtree, (B * T,) int64, of (B, T) parents."""
-    place = torch.arange(parents.shape[1], device=parents.device)
-    stream = _checked_stream(
-        parents,
-        (SLACK, place - 1),
-        "parents",
-        "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a "
-        "tree, or -2 for a token outside every tree. Put the tokens into depth-first order, parents first.",
-    )
-    total, live = stream.shape[0], stream != SLACK
-    # Descendants and ancestors at most 1, 2, 4, ... steps away; those of roots are counted at place `total`.
-    up = pad(torch.where(stream < 0, total, stream), (0, 1), value=total)
+    """The end of each token's subtree, (T,) int64, if tokens are in depth-first order. The end of a token outside every
+    tree is its own place."""
+    total = parents.shape[0]
+    # Tokens of the subtree at most 1, 2, 4, ... steps below each token; those above roots are counted at place `total`.
+    up = pad(torch.where(parents < 0, total, parents), (0, 1), value=total)
     size = torch.ones_like(up)
-    depth = (up < total).to(torch.int64)
     for _ in range(total.bit_length()):
-        size, depth, up = size.index_add(0, up, size), depth + depth[up], up[up]
-    size, depth = size[:-1], depth[:-1]
-    # In depth-first order a token is at most one deeper than the token before, and its parent is the last token of the
-    # parent's depth.
-    before = pad(torch.where(live, depth, -1), (1, 0), value=-1)[:-1]
-    follows = (stream < 0) | ((depth <= before + 1) & (_ancestors_at(depth - 1, depth, live) == stream))
-    _require_all(
-        follows.view_as(parents),
-        parents,
-        "parents",
-        "the subtree of this parent has ended before the token, or the parent is outside every tree. Put the tokens "
-        "into depth-first order, each subtree in one piece, and count places from the begin of the row.",
-    )
-    return torch.arange(total, device=stream.device) + torch.where(live, size, 0)
-
-
-def _checked_stream(values: Tensor, limits: tuple[int | Tensor, int | Tensor], name: str, rule: str) -> Tensor:
-    """(B, T) places within rows, which must lie between the limits, as (B * T,) int64 places in the stream."""
-    values = values.to(torch.int64)
-    _require_all((values >= limits[0]) & (values <= limits[1]), values, name, rule)
-    row_begin = torch.arange(values.shape[0], device=values.device)[:, None] * values.shape[1]
-    return torch.where(values < 0, values, values + row_begin).reshape(-1)
+        size, up = size.index_add(0, up, size), up[up]
+    return torch.arange(total, device=parents.device) + torch.where(parents == SLACK, 0, size[:-1])
 
 
 def _bounds(ends: Tensor, reach: Reach) -> TreeBounds:
@@ -139,14 +126,27 @@ def _ancestors_at(level: Tensor, depth: Tensor, live: Tensor) -> Tensor:
     return in_levels[number.clamp(min=0)] & UNLIMITED if depth.numel() else depth
 
 
-def _require_all(good: Tensor, values: Tensor, name: str, rule: str) -> None:
-    """Raise, or assert on the device, that all values are good; the message names the first that isn't."""
+def _first_out_of_order(parents: list[int]) -> int:
+    """The first token whose parent isn't on the path from the root to the token before."""
+    path: list[int] = []
+    for token, parent in enumerate(parents):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent >= 0 and not path:
+            return token
+        path += [token] if parent != SLACK else []
+    raise AssertionError("the tokens are in depth-first order")
+
+
+def _require_all(good: Tensor, rows: Tensor, name: str, rule: str, first: Callable[[], int] | None = None) -> None:
+    """Raise, or assert on the device, that all values of rows are good; the message names the first that isn't."""
 
     def message() -> str:
         if not on_host(good):
             return f"{name}: {rule}"
-        row, place = (~good).nonzero()[0].tolist()
-        where = f"{place}" if good.shape[0] == 1 else f"{row}, {place}"
-        return f"{name}[{where}] is {int(values[row, place])}: {rule}"
+        place = first() if first is not None else int((~good).flatten().nonzero()[0])
+        row, place = divmod(place, rows.shape[1])
+        where = f"{place}" if rows.shape[0] == 1 else f"{row}, {place}"
+        return f"{name}[{where}] is {int(rows[row, place])}: {rule}"
 
     require(good.all(), message)

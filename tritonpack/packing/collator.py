@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,18 +13,19 @@ from torch import Tensor
 from tritonpack import notices
 from tritonpack.packing.columns import (
     IGNORED_LABEL,
+    LABELS,
     MADE,
+    MASK,
     PER_TOKEN,
     TAKEN,
-    Columns,
-    Name,
+    TOKENS,
+    Named,
     Objective,
     check_names,
     check_objective,
     documents_of,
     join,
     masked_labels,
-    quote,
     read_feature,
 )
 from tritonpack.packing.lengths import check_integer
@@ -58,11 +58,11 @@ class PackingCollator:
     | column | in the batch |
     |---|---|
     | `input_ids` | the same |
-    | `labels`, `label` or `label_ids` | `labels`, see `objective` |
+    | `labels` | the same, see `objective` |
     | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and the columns in `per_token` | the same |
     | `completion_mask`, `assistant_masks` | the same; labels of tokens are -100 where it is 0. Labels that aren't a \
-copy of the input ids must be -100 there already, but for the first token of a causal model's document. transformers' \
-Trainer removes both columns first unless `remove_unused_columns=False` |
+copy of the input ids must be -100 there already. transformers' Trainer removes both columns first unless \
+`remove_unused_columns=False` |
     | `attention_mask` | left out; it must be 1 everywhere |
     | `seq_lengths` | the lengths of the documents of a row |
     | `position_ids` | made; given ones must count from 0 in each document, and say where the documents of a row begin |
@@ -73,7 +73,7 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
             document (positions from 0, labels -100, its own offset), so no other document sees it. The batch then has
             an `attention_mask`, 0 for padding. With that mask transformers' own FlashAttention doesn't keep documents
             apart; a patched model does.
-        pad_token_id: the token of the padding, required with `pad_to_multiple_of`.
+        pad_token_id: the token of the padding, at least 0.
         objective: what a label belongs to. "causal": the next token. Labels are made from the input ids if no document
             of the batch has any. "tokens": the token itself, for masked language models, token classification and
             encoders with decoders. All labels are kept, and none are made.
@@ -82,32 +82,22 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
             document must have them. Padding is 0 in them.
 
     Raises:
-        ValueError: a wrong setting, or one of `pad_to_multiple_of` and `pad_token_id` without the other.
+        ValueError: a wrong setting.
     """
 
     pad_to_multiple_of: int | None = None
-    pad_token_id: int | None = None
+    pad_token_id: int = 0
     objective: Objective = "causal"
     max_document_length: int | None = None
     per_token: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        multiple, token, names = self.pad_to_multiple_of, self.pad_token_id, self.per_token
-        if multiple is not None:
-            check_integer(multiple, "pad_to_multiple_of")
-        if self.max_document_length is not None:
-            check_integer(self.max_document_length, "max_document_length")
-        if token is not None:
-            check_integer(token, "pad_token_id", 0)
-        if (multiple is None) != (token is None):
-            raise ValueError(
-                "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
-                f"pad_to_multiple_of={multiple} and pad_token_id={token}."
-            )
+        for option in ("pad_to_multiple_of", "max_document_length"):
+            if getattr(self, option) is not None:
+                check_integer(getattr(self, option), option)
+        check_integer(self.pad_token_id, "pad_token_id", 0)
         check_objective(self.objective, "objective")
-        check_names(names, "per_token")
-        if reserved := sorted({*TAKEN, *MADE}.intersection(names)):
-            raise ValueError(f"per_token names {quote(reserved)}, which PackingCollator knows already; leave them out.")
+        check_names(self.per_token, "per_token", {*TAKEN, *MADE})
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:
         """Collate one batch.
@@ -115,7 +105,7 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
         Args:
             features: one mapping per document, with the columns of the table above. `input_ids`, masks and labels of
                 tokens are one-dimensional lists, arrays or tensors of integers. A feature may also be a list of such
-                mappings, as an item of PackedDataset is, or a row of documents with `seq_lengths`, `position_ids` or
+                mappings, or a row of documents with `seq_lengths`, `position_ids` or
                 both.
 
         Returns:
@@ -130,22 +120,18 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
                 is empty, isn't a row of integers, has a negative token or padding, labels of another length, or labels
                 that contradict a mask.
         """
-        columns: list[Columns] = []
-        names: list[Name] = []
-        for document, name in zip(*documents_of(features, "PackingCollator"), strict=True):
-            parts = read_feature(document, name, self.objective, self.per_token, self.max_document_length)
-            columns += parts
-            names += [name] * len(parts)
-        return self.join(columns, names, "PackingCollator")
+        documents: list[Named] = []
+        for name, feature in documents_of(features, "PackingCollator"):
+            documents += read_feature(feature, name, self.per_token, self.max_document_length)
+        return self.join(documents, "PackingCollator")
 
-    def join(self, documents: list[Columns], names: list[Name], collator: str) -> dict[str, Tensor | int]:
-        """The batch of documents that are read. Their names and the collator's are for messages."""
-        rows = join(documents, names)
-        lengths = [*map(len, map(itemgetter("input_ids"), documents))]
-        if self.objective == "causal" and "labels" not in rows:
-            rows["labels"] = masked_labels(rows, lengths)
-        padded = "don't, because of the attention_mask that pad_to_multiple_of adds"
-        flash = "do so, too" if self.pad_to_multiple_of is None else padded
+    def join(self, documents: list[Named], collator: str) -> dict[str, Tensor | int]:
+        """The batch of documents that are read; the collator's name is for messages."""
+        rows = join(documents)
+        lengths = [len(columns[TOKENS]) for _, columns in documents]
+        if self.objective == "causal" and LABELS not in rows:
+            rows[LABELS] = torch.from_numpy(masked_labels(rows, lengths))
+        flash = "do so, too" if self.pad_to_multiple_of is None else "don't beside the mask of pad_to_multiple_of"
         warn_if_unpatched(
             documents,
             "unpatched-model",
@@ -156,29 +142,25 @@ Trainer removes both columns first unless `remove_unused_columns=False` |
         )
         tokens = sum(lengths)
         padding = -tokens % (self.pad_to_multiple_of or 1)
-        total = tokens + padding
-        if total >= 2**31:
-            raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
-        batch: dict[str, Tensor | int] = {}
-        if self.pad_to_multiple_of is not None:
-            batch["attention_mask"] = (torch.arange(total, device="cpu") < tokens).to(torch.int64)[None]
+        if tokens + padding >= 2**31:
+            raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {tokens + padding}. Pass fewer documents.")
         if padding:
             lengths.append(padding)
-            filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
+            filling: dict[str, Any] = {TOKENS: self.pad_token_id, LABELS: IGNORED_LABEL, **PER_TOKEN}
             for name, row in rows.items():
                 rows[name] = torch.cat([row, row.new_full((padding, *row.shape[1:]), filling.get(name, 0))])
-        counts = torch.tensor(lengths, device="cpu")
+        counts, places = torch.tensor(lengths, device="cpu"), torch.arange(tokens + padding, device="cpu")
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        seq_idx = torch.repeat_interleave(counts)
         if self.objective == "causal":
-            rows["labels"][offsets[:-1]] = IGNORED_LABEL
-        for name, row in rows.items():
-            batch[name] = row[None]
-        seq_idx = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)
-        batch["position_ids"] = (torch.arange(total, device="cpu") - offsets[seq_idx])[None]
-        batch["seq_idx"] = seq_idx.to(torch.int32)[None]
-        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = offsets.to(torch.int32)
-        batch["max_length_q"] = batch["max_length_k"] = max(lengths)
-        return batch
+            rows[LABELS][offsets[:-1]] = IGNORED_LABEL
+        if self.pad_to_multiple_of is not None:
+            rows[MASK] = (places < tokens).to(torch.int64)
+        rows |= {"position_ids": places - offsets[seq_idx], "seq_idx": seq_idx.to(torch.int32)}
+        offsets, longest = offsets.to(torch.int32), max(lengths)
+        return {name: row[None] for name, row in rows.items()} | {
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest,
+        }  # fmt: skip
 
 
 def warn_if_unpatched(documents: Sized, key: str, message: str) -> None:

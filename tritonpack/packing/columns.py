@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,27 +16,22 @@ from tritonpack.removed import refuse_removed
 
 Objective = Literal["causal", "tokens"]
 Columns = dict[str, Tensor]
-Name = int | str  # of a document, for messages: its number, or "0 of example 5"
+Named = tuple[str, Columns]  # the name of a document for messages, such as "document 3", and its columns
 
-TOKENS = "input_ids"
+TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 IGNORED_LABEL = -100  # transformers and torch's cross_entropy leave it out of the loss
-LABELS = ("labels", "label", "label_ids")  # the names in transformers' collators
 # Columns with one value per token, and their value for padding.
 PER_TOKEN = {
-    "token_type_ids": 0,
-    "mm_token_type_ids": 0,
-    "completion_mask": 0,
-    "assistant_masks": 0,
-    "special_tokens_mask": 1,
-}
+    "token_type_ids": 0, "mm_token_type_ids": 0, "completion_mask": 0, "assistant_masks": 0, "special_tokens_mask": 1,
+}  # fmt: skip
 LEARNED = ("completion_mask", "assistant_masks")  # 0 for tokens without a label
 LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Boundaries of a row that holds several documents; the first is TRL's name.
 SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
-TAKEN = (TOKENS, *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
-_TAKEN = frozenset(TAKEN)
+_INTEGERS = (TOKENS, LABELS, MASK, *PER_TOKEN)  # columns with one integer per token
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
+TAKEN = (*_INTEGERS, *LEFT_OUT, SEQ_LENGTHS, POSITIONS)
 
 
 class Numbered(list[Any]):
@@ -57,8 +51,15 @@ def is_unit(example: Any) -> bool:
     return isinstance(example, (list, tuple)) and all(isinstance(document, Mapping) for document in example)
 
 
-def documents_of(features: Any, collator: str) -> tuple[list[Any], list[Name]]:
-    """The documents of features, each a document or a list of documents, and their names for messages.
+def named(example: Any, number: int) -> list[tuple[str, Any]]:
+    """The document or the documents of an example, each after its name for messages."""
+    if not is_unit(example):
+        return [(f"document {number}", example)]
+    return [(f"document {place} of example {number}", document) for place, document in enumerate(example)]
+
+
+def documents_of(features: Any, collator: str) -> list[tuple[str, Any]]:
+    """The documents of features, each a document or a list of documents, after their names for messages.
 
     Raises:
         ValueError: features that aren't a list, or hold nothing; the message names the collator.
@@ -69,18 +70,12 @@ def documents_of(features: Any, collator: str) -> tuple[list[Any], list[Name]]:
             f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
             "one, [dataset[i] for i in range(8)], not as dataset[:8]."
         )
-    numbers = getattr(features, "numbers", None)
-    documents: list[Any] = []
-    names: list[Name] = []
-    for place, feature in enumerate(features):
-        several = is_unit(feature)
-        for at, document in enumerate(feature if several else [feature]):
-            number = len(documents) if numbers is None else numbers[place]
-            names.append(f"{at} of example {number}" if several and numbers is not None else number)
-            documents.append(document)
-    if not documents:
+    examples = list(features)
+    numbers = getattr(features, "numbers", range(len(examples)))
+    found = [one for number, example in zip(numbers, examples, strict=True) for one in named(example, number)]
+    if not found:
         raise ValueError(f"{collator} needs at least one document; got an empty list of features.")
-    return documents, names
+    return found
 
 
 @contextmanager
@@ -92,177 +87,151 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what} {error}") from error
 
 
-def read_feature(
-    feature: Any,
-    number: Name,
-    objective: Objective = "causal",
-    per_token: Collection[str] = (),
-    longest: int | None = None,
-    never_learned: Collection[int] = (),
-) -> list[Columns]:
+def read_feature(feature: Any, name: str, per_token: Collection[str] = (), longest: int | None = None) -> list[Named]:
     """The columns of a document, or of each document of a row, checked and cut to `longest` tokens.
 
     Args:
         feature: a document, or a row of documents with `seq_lengths`, `position_ids` or both.
-        number: the feature's name for messages.
+        name: of the feature, for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
-        never_learned: see `combine_labels`.
 
     Returns:
-        For each document `input_ids`, the columns with one value per token, and `labels` if it has any, (n, ...) each.
-        Integers are int64. Labels are combined with the masks of `LEARNED`.
+        For each document its name, and `input_ids`, columns with one value per token, and `labels` if it has any, (n,
+        ...) each, integers as int64. Labels are combined with the masks of `LEARNED`.
 
     Raises:
         ValueError: see PackingCollator.
     """
-    try:
-        columns = _convert(feature, per_token)
+    with naming(name):
+        if not isinstance(feature, Mapping) or TOKENS not in feature:
+            given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
+            raise ValueError(
+                f"must be a mapping with {TOKENS!r}; got {given}. Tokenize the text first. If examples have their "
+                "tokens in other columns, as preference pairs do, pass documents=, a function of an example that "
+                "returns its documents, to dataloader."
+            )
+        if unknown := sorted(map(str, feature.keys() - {*TAKEN, *per_token})):
+            advice = (
+                f"it takes {quote(TAKEN)}, and makes {quote(MADE)} itself. Name columns with one value per token in "
+                "per_token=(...)"
+            )
+            if any(column.startswith(_MEDIA) for column in unknown):
+                advice = (
+                    "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For "
+                    "sounds use the processor's own collator; a patched model takes its batches, too"
+                )
+            raise ValueError(
+                f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the "
+                "dataset (dataset.remove_columns), or leave them out while loading: dataloader(..., "
+                f"drop_columns={tuple(unknown)!r})."
+            )
+        if absent := set(per_token) - feature.keys():
+            raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
+        columns: Columns = {}
+        for column, values in feature.items():
+            if column in _INTEGERS:
+                columns[column] = integers(values, column)
+            elif column in per_token:
+                columns[column] = as_tensor(values, column, "one number, or one row of numbers, per token", least=1)
         tokens = len(columns[TOKENS])
-        for name, values in columns.items():
-            if len(values) != tokens:
-                hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
-                raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
-        lengths = None if feature.keys().isdisjoint((SEQ_LENGTHS, POSITIONS)) else _lengths(feature, tokens)
-        if "labels" in columns:
-            columns["labels"] = masked_labels(columns, lengths or [tokens], objective == "causal", never_learned)
-    except ValueError as error:
-        raise ValueError(f"document {number} {error}") from error
-    if lengths is None and longest is None:
-        return [columns]
-    lengths = lengths or [tokens]
-    parts = {name: values.split(lengths) for name, values in columns.items()}
-    return [{name: values[at][:longest] for name, values in parts.items()} for at in range(len(lengths))]
-
-
-def _convert(feature: Any, per_token: Collection[str]) -> Columns:
-    """The columns of a feature that are packed, as tensors."""
-    if not isinstance(feature, Mapping) or TOKENS not in feature:
-        given = f"the keys {sorted(map(str, feature))}" if isinstance(feature, Mapping) else type(feature).__name__
-        raise ValueError(f"must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
-    if unknown := feature.keys() - _TAKEN.union(per_token):
-        _refuse(sorted(map(str, unknown)))
-    if absent := set(per_token) - feature.keys():
-        raise ValueError(f"has no {quote(sorted(absent))}, which per_token names; got {quote(feature)}.")
-    columns = {TOKENS: integers(feature[TOKENS], TOKENS)}
-    tokens = len(columns[TOKENS])
-    if not tokens:
-        raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
-    for name, values in feature.items():
-        if name in PER_TOKEN or name == "attention_mask":
-            column = integers(values, name, bools=True)
-            if name in LEARNED and (column > 1).any():
+        if not tokens:
+            raise ValueError("is empty; every document needs at least one token. Filter empty ones out first.")
+        for column, tensor in columns.items():
+            if len(tensor) != tokens:
+                hint = f", {IGNORED_LABEL} to leave it out of the loss" if column == LABELS else ""
                 raise ValueError(
-                    f"needs only 0 and 1 in {name}; got {column.tolist()!r:.100}. Write 1 for the tokens that are "
+                    f"has {tokens} input_ids but {len(tensor)} {column}; give every token one value{hint}."
+                )
+            if column in LEARNED and (tensor > 1).any():
+                raise ValueError(
+                    f"needs only 0 and 1 in {column}; got {tensor.tolist()!r:.100}. Write 1 for the tokens that are "
                     "learned and 0 for the others."
                 )
-            if name in PER_TOKEN:
-                columns[name] = column
-            elif len(column) != tokens or not bool((column == 1).all()):
-                raise ValueError(
-                    f"has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(column)}, sum "
-                    f"{int(column.sum())}); packing takes documents without padding. Tokenize with padding=False, or "
-                    "keep only the tokens with a mask of 1."
-                )
-        elif name in per_token:
-            columns[name] = as_tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
-        elif name in LABELS and "labels" in columns:
-            both = quote([each for each in LABELS if each in feature])
-            raise ValueError(f"has {both}, which all name its labels; keep one of them.")
-        elif name in LABELS:
-            columns["labels"] = integers(values, name, negative=True)
-    return columns
+        mask = columns.pop(MASK, None)
+        if mask is not None and not mask.eq(1).all():
+            raise ValueError(
+                f"has an attention_mask that isn't 1 for each of its {tokens} tokens (sum {int(mask.sum())}). "
+                "Packing takes documents without padding. Tokenize with padding=False, or keep the tokens with a mask "
+                "of 1 alone."
+            )
+        lengths = _lengths(feature, tokens)
+        if LABELS in columns:
+            columns[LABELS] = torch.from_numpy(masked_labels(columns, lengths))
+    parts = {column: tensor.split(lengths) for column, tensor in columns.items()}
+    return [(name, {column: each[at][:longest] for column, each in parts.items()}) for at in range(len(lengths))]
 
 
-def _refuse(unknown: list[str]) -> NoReturn:
-    """ValueError for columns that can't be packed."""
-    advice = f"it takes {quote(TAKEN)}. Name columns with one value per token in per_token=(...)"
-    if made := [name for name in unknown if name in MADE]:
-        advice = f"it makes {quote(made)} itself"
-    elif any(name.startswith(_MEDIA) for name in unknown):
-        advice = (
-            "it packs only tokens. VisionPackingCollator(model) packs documents with images and videos. For sounds use "
-            "the processor's own collator; a patched model takes its batches, too"
+def read_sequences(sequences: Any, labels: Any = None) -> list[Named]:
+    """Rows of token ids, and of labels if there are any, as documents; ValueError as of `pack_tree`."""
+    given = [sequences] if labels is None else [sequences, labels]
+    if wrong := [each for each in given if not is_iterable(each)]:
+        raise ValueError(
+            "sequences must be a list with a row of integers for each sequence, and so must labels; got "
+            f"{describe(wrong[0])}."
         )
-    raise ValueError(
-        f"has {quote(unknown)}, which PackingCollator can't pack; {advice}. Remove other columns from the dataset "
-        "(dataset.remove_columns)."
-    )
+    rows = [*map(list, given)]
+    if not rows[0]:
+        raise ValueError("sequences is empty; pass at least one sequence.")
+    if len(rows[0]) != len(rows[-1]):
+        raise ValueError(
+            f"got {len(rows[0])} sequences but labels for {len(rows[-1])}; give every sequence a row of labels."
+        )
+    features = [dict(zip((TOKENS, LABELS), each, strict=False)) for each in zip(*rows, strict=True)]
+    return [one for number, feature in enumerate(features) for one in read_feature(feature, f"sequence {number}")]
 
 
-def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
-    """The lengths of the documents of a row, by `seq_lengths` and `position_ids`; None for a document by itself."""
+def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int]:
+    """The lengths of the documents of a feature, by its `seq_lengths` and `position_ids`, if it has any."""
+    lengths, of_lengths = [tokens], ""
     if SEQ_LENGTHS in feature:
         lengths = integers(feature[SEQ_LENGTHS], SEQ_LENGTHS).tolist()
-        if not lengths or sum(lengths) != tokens or not all(lengths):
+        of_lengths = f" of its seq_lengths {lengths!r:.100}"
+        if sum(lengths) != tokens or not all(lengths):
             raise ValueError(
                 f"has {tokens} input_ids, but its seq_lengths are {lengths!r:.100}, which add up to {sum(lengths)}; "
                 "give the length of each document of the row, at least 1."
             )
-    if POSITIONS not in feature:
-        return lengths
-    positions = integers(feature[POSITIONS], POSITIONS)
-    if SEQ_LENGTHS not in feature:
-        starts = (positions == 0).nonzero()[:, 0]
-        lengths = starts.diff(append=starts.new_tensor([len(positions)])).tolist()
-    counted = torch.cat([torch.arange(length, device="cpu") for length in (0, *lengths)])
-    if len(counted) != tokens or not torch.equal(positions, counted):
-        of_lengths = f" of its seq_lengths {lengths!r:.100}" if SEQ_LENGTHS in feature else ""
-        raise ValueError(
-            f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each "
-            f"document{of_lengths}; PackingCollator makes position_ids itself and reads others only to find where the "
-            "documents of a row begin. Remove the column (dataset.remove_columns)."
-        )
-    return None if SEQ_LENGTHS not in feature and len(lengths) == 1 else lengths
+    if POSITIONS in feature:
+        positions = integers(feature[POSITIONS], POSITIONS)
+        if not of_lengths:
+            starts = (positions == 0).nonzero()[:, 0]
+            lengths = starts.diff(append=starts.new_tensor([len(positions)])).tolist()
+        counted = torch.cat([torch.arange(length, device="cpu") for length in (0, *lengths)])
+        if len(counted) != tokens or not torch.equal(positions, counted):
+            raise ValueError(
+                f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each "
+                f"document{of_lengths}; PackingCollator makes position_ids itself and reads others only to find where "
+                "the documents of a row begin. Remove the column (dataset.remove_columns)."
+            )
+    return lengths
 
 
-def masked_labels(
-    columns: Columns, lengths: Sequence[int], is_causal: bool = True, never_learned: Collection[int] = ()
-) -> Tensor:
-    """The labels of documents of these lengths, or a copy of their input ids, combined with the masks of `LEARNED`."""
-    labels = columns["labels"] if "labels" in columns else columns[TOKENS].clone()
-    if columns.keys().isdisjoint(LEARNED):
-        return labels
-    masks, ids = {name: columns[name].numpy() for name in LEARNED if name in columns}, columns[TOKENS].numpy()
-    return torch.from_numpy(combine_labels(ids, labels.numpy(), masks, np.array(lengths), is_causal, never_learned))
-
-
-def combine_labels(
-    ids: NDArray[Any],
-    labels: NDArray[Any],
-    masks: Mapping[str, NDArray[Any]],
-    lengths: NDArray[Any],
-    is_causal: bool = True,
-    never_learned: Collection[int] = (),
-) -> NDArray[Any]:
-    """Combine the labels of documents, one after the other, with their masks: -100 where a mask is 0.
+def masked_labels(columns: Mapping[str, Any], lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+    """The labels of documents that lie end to end, or a copy of their input ids: -100 where a mask is 0.
 
     Labels that are a copy of the input ids choose no tokens, so the masks choose. Other labels choose themselves: they
     may leave out more tokens than the masks, and no label may stand where a mask is 0.
 
-    >>> ids, mask = np.array([5, 6, 7, 8]), {"completion_mask": np.array([0, 0, 1, 1])}
-    >>> combine_labels(ids, ids, mask, np.array([4])).tolist()
+    >>> columns = {"input_ids": np.array([5, 6, 7, 8]), "completion_mask": np.array([0, 0, 1, 1])}
+    >>> masked_labels(columns, [4]).tolist()
     [-100, -100, 7, 8]
-    >>> combine_labels(ids, np.array([-100, -100, -100, 9]), mask, np.array([4])).tolist()
+    >>> masked_labels(columns | {"labels": np.array([-100, -100, -100, 9])}, [4]).tolist()
     [-100, -100, -100, 9]
 
     Args:
-        ids, labels: (tokens,) integers.
-        masks: (tokens,) 0 or 1 each, by name; at least one.
-        lengths: (documents,) the tokens of each document, at least 1.
-        is_causal: nothing predicts the first token of a document, so its label contradicts no mask.
-        never_learned: tokens that a copy of the input ids may leave out, such as those of images.
+        columns: tensors or arrays of (tokens,) integers: `input_ids`, `labels` if there are any, masks of `LEARNED`.
+        lengths: the tokens of each document, at least 1.
 
     Raises:
         ValueError: a label where a mask is 0; the message names the first, numbered over all documents.
     """
-    starts = np.cumsum(lengths) - lengths
+    masks = {name: np.asarray(columns[name]) for name in LEARNED if name in columns}
+    ids, labels = np.asarray(columns[TOKENS]), np.asarray(columns.get(LABELS, columns[TOKENS]))
+    if not masks:
+        return labels.copy()
     left_out = np.logical_or.reduce([mask == 0 for mask in masks.values()])
-    ignored = labels == IGNORED_LABEL
-    copied = (labels == ids) | (ignored & np.isin(ids, list(never_learned)))
-    is_copy = np.logical_and.reduceat(copied, starts) if len(starts) else np.ones(0, bool)
-    contrary = left_out & ~ignored & ~np.repeat(is_copy, lengths)
-    if is_causal:
-        contrary[starts] = False
+    is_copy = np.logical_and.reduceat(labels == ids, np.cumsum(lengths) - lengths)
+    contrary = left_out & (labels != IGNORED_LABEL) & ~np.repeat(is_copy, lengths)
     if contrary.any():
         token = int(contrary.argmax())
         name = next(name for name, mask in masks.items() if not mask[token])
@@ -274,19 +243,18 @@ def combine_labels(
     return np.where(left_out, labels.dtype.type(IGNORED_LABEL), labels)
 
 
-def join(documents: Sequence[Columns], names: Sequence[Name]) -> Columns:
+def join(documents: Sequence[Named]) -> Columns:
     """The columns of all documents, end to end.
 
     Raises:
         ValueError: a document with other columns than the first, or with values of another kind or shape.
     """
-    first, joined = documents[0], dict[str, Tensor]()
-    for name, columns in zip(names, documents, strict=True):
+    first_name, first = documents[0]
+    for name, columns in documents:
         if different := sorted(first.keys() ^ columns.keys()):
-            with_it, without = (name, names[0]) if different[0] in columns else (names[0], name)
+            with_it, without = (name, first_name) if different[0] in columns else (first_name, name)
             raise ValueError(
-                f"document {with_it} has {different[0]!r} and document {without} hasn't; give every document the same "
-                "columns."
+                f"{with_it} has {different[0]!r} and {without} hasn't; give every document the same columns."
             )
         for column, wanted in first.items():
             one = columns[column]
@@ -294,25 +262,23 @@ def join(documents: Sequence[Columns], names: Sequence[Name]) -> Columns:
             if one.is_floating_point() != wanted.is_floating_point() or one.shape[1:] != wanted.shape[1:]:
                 here, there = (f"{each.dtype} of shape {tuple(each.shape[1:])}" for each in (one, wanted))
                 raise ValueError(
-                    f"{column} holds {here} per token in document {name} and {there} in document {names[0]}; give "
-                    "every document values of one kind and shape."
+                    f"{column} holds {here} per token in {name} and {there} in {first_name}; give every document "
+                    "values of one kind and shape."
                 )
-    for column in first:
-        joined[column] = torch.cat([*map(itemgetter(column), documents)])
-    return joined
+    return {column: torch.cat([columns[column] for _, columns in documents]) for column in first}
 
 
-def integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:
-    """A row of integers as int64, none below 0 unless `negative`; an empty list is an empty row."""
+def integers(values: Any, name: str) -> Tensor:
+    """A column of one integer per token as int64, none below 0 but labels; an empty list is an empty row."""
     tensor = as_tensor(values, name, "a row of integers")
-    is_integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
+    is_integer = not tensor.is_floating_point() and (tensor.dtype != torch.bool or name in (*PER_TOKEN, MASK))
     if tensor.ndim != 1 or (tensor.numel() and not is_integer):
         raise ValueError(
             f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}. Give one integer "
             "for each token."
         )
     tensor = tensor.to(torch.int64)
-    if not negative and (tensor < 0).any():
+    if name != LABELS and (tensor < 0).any():
         place = int((tensor < 0).int().argmax())
         raise ValueError(
             f"has {int(tensor[place])} at position {place} of {name}, which holds numbers of at least 0. Only labels "
@@ -321,8 +287,8 @@ def integers(values: Any, name: str, *, bools: bool = False, negative: bool = Fa
     return tensor
 
 
-def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 0) -> Tensor:
-    """A tensor in host memory: int64, bool, or floating point."""
+def as_tensor(values: Any, name: str, expected: str, least: int = 0) -> Tensor:
+    """A tensor in host memory of at least `least` dimensions: int64, bool, or floating point."""
     try:
         converted = values
         if isinstance(values, np.ndarray):  # torch can't read arrays that are read-only or of another byte order
@@ -330,34 +296,21 @@ def as_tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 
         elif isinstance(values, list) and values and type(values[0]) is int:
             array = np.array(values)  # which NumPy reads five times as fast as torch
             converted = array if array.dtype == np.int64 and array.ndim == 1 else values
+        elif isinstance(values, (list, tuple)) and values and getattr(values[0], "ndim", 0):
+            converted = torch.stack([as_tensor(each, name, expected) for each in values])
         tensor = converted if isinstance(converted, Tensor) else torch.as_tensor(converted, device="cpu")
+        if tensor.is_complex() or tensor.layout != torch.strided or tensor.ndim < least:
+            raise TypeError
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.") from error
     if tensor.device.type != "cpu":
         raise ValueError(f"has {name} on {tensor.device}; collate in host memory, then move the batch.")
-    if tensor.is_complex() or tensor.layout != torch.strided or tensor.ndim < least_dimensions:
-        raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.")
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return tensor.detach()
     tensor = tensor.to(torch.int64)
     if str(getattr(values, "dtype", "")).endswith("uint64") and (tensor < 0).any():
         raise ValueError(f"needs {expected} as {name}; got uint64 values of 2**63 or more, such as negative ids.")
     return tensor
-
-
-def read_sequences(sequences: Any, name: str = "sequences") -> list[Tensor]:
-    """Rows of token ids, or of labels, as int64 tensors; ValueError for what `pack_tree` refuses, which names a row."""
-    if not is_iterable(sequences):
-        raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(sequences)}.")
-    rows: list[Tensor] = []
-    for number, row in enumerate(sequences):
-        with naming(f"sequence {number}"):
-            rows.append(integers(row, "labels" if name == "labels" else "tokens", negative=name == "labels"))
-        if not len(rows[-1]):
-            raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
-    if not rows:
-        raise ValueError(f"{name} is empty; pass at least one sequence.")
-    return rows
 
 
 def check_objective(objective: Any, option: str) -> None:
@@ -367,10 +320,12 @@ def check_objective(objective: Any, option: str) -> None:
     check_choice(objective, get_args(Objective), option)
 
 
-def check_names(names: Any, option: str) -> None:
-    """ValueError unless the value of an option is a collection of column names."""
+def check_names(names: Any, option: str, others: Collection[str]) -> None:
+    """ValueError unless the value of an option is a collection of names of columns, and of none of `others`."""
     if not isinstance(names, (list, tuple, set, frozenset)) or not set(map(type, names)) <= {str}:
         raise ValueError(f"{option} must be a collection of column names, such as ('bbox',); got {names!r:.100}.")
+    if wrong := sorted({*others}.intersection(names)):
+        raise ValueError(f"{option} can't name {quote(wrong)}; leave that out.")
 
 
 def quote(names: Collection[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import mul
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tritonpack.packing.columns import TAKEN, TOKENS, Numbered, check_names, is_unit, quote
+from tritonpack.packing.columns import TOKENS, Numbered, check_names, is_unit, named, quote
 from tritonpack.packing.lengths import count, whole_lengths
 from tritonpack.packing.units import Units
 
@@ -66,37 +66,32 @@ def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     return documents
 
 
-def examples_of(dataset: Any) -> Iterator[tuple[int, Any]]:
-    """All examples with their numbers."""
-    for start in range(0, len(dataset), _AT_ONCE):
-        numbers = range(start, min(start + _AT_ONCE, len(dataset)))
-        yield from zip(numbers, fetch(dataset, numbers), strict=True)
-
-
-def document_length(document: Any, name: int | str) -> int:
+def document_length(document: Any, name: str) -> int:
     """The number of tokens of a document: the length of the row or of its "input_ids".
 
     A batch of one row, as processors return it with `return_tensors="pt"`, is that row.
 
     Args:
-        name: the document's number, for messages.
+        name: the document's name for messages, such as "document 3".
 
     Raises:
         ValueError: a document of another form, or with less than one token.
     """
     tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
-    if (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
-        tokens = tokens if _is_row(tokens) else tokens[0]
-    if not (type(tokens) is list and tokens and type(tokens[0]) is int) and not _is_row(tokens):  # most are plain lists
+    is_row = _is_row(tokens)
+    if not is_row and (isinstance(tokens, (list, tuple)) or getattr(tokens, "ndim", 1) == 2) and len(tokens) == 1:
+        tokens = tokens[0]
+        is_row = _is_row(tokens)
+    if not is_row:
         given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
         if isinstance(document, Mapping):
             given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
         raise ValueError(
-            f"document {name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. "
-            "Tokenize text first. For documents of another form pass dataloader their lengths=."
+            f"{name} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. Tokenize "
+            "text first. For documents of another form pass dataloader their lengths=."
         )
     if not len(tokens):
-        raise ValueError(f"document {name} is empty; every document needs at least one token. Remove it first.")
+        raise ValueError(f"{name} is empty; every document needs at least one token. Remove it first.")
     return len(tokens)
 
 
@@ -108,9 +103,7 @@ def is_from_datasets(values: Any, kind: str) -> bool:
 
 def is_table(dataset: Any) -> bool:
     """Return whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
-    return (
-        hasattr(dataset, "with_format") and is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
-    )
+    return is_from_datasets(dataset, "Dataset") and dataset.format["type"] != "custom"
 
 
 def table_lengths(dataset: Any) -> NDArray[np.int64] | None:
@@ -145,11 +138,10 @@ def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
 
 def _is_row(values: Any) -> bool:
     """Return whether values can be sliced and hold one value per token; of a list only the first is read."""
-    if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
-        return False
-    if not isinstance(values, (list, tuple)):
-        return getattr(values, "ndim", None) in (None, 1)
-    return not values or not (isinstance(values[0], Sequence) or getattr(values[0], "ndim", None))
+    if isinstance(values, (list, tuple)):
+        return not values or not (isinstance(values[0], Sequence) or getattr(values[0], "ndim", None))
+    others = isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__")
+    return not others and hasattr(values, "__len__") and getattr(values, "ndim", 1) == 1
 
 
 class Reader(Dataset):
@@ -184,45 +176,31 @@ class Reader(Dataset):
         drop_columns: Collection[str] = (),
         collate: Any = None,
     ) -> None:
-        check_names(drop_columns, "drop_columns")
-        if TOKENS in drop_columns:
-            raise ValueError(f"{TOKENS} can't be dropped; leave it out of drop_columns.")
+        check_names(drop_columns, "drop_columns", [TOKENS])
         if documents is not None and not callable(documents):
             raise ValueError(
                 f"documents must be a function that returns the documents of an example; got {documents!r:.100}."
             )
         if not len(dataset):
             raise ValueError("the dataset has no document to pack; it is empty.")
-        self.dataset, self._documents, self._unused, self._counts = dataset, documents, set[str](), False
+        self.dataset, self._documents, self._unused = dataset, documents, frozenset[str]()
         (first,) = fetch(dataset, [0])
-        whole = self._read(first, 0)[0][0]
+        (_, whole), *_ = named(self._read(first, 0), 0)
         names = set(map(str, whole)) if isinstance(whole, Mapping) else set()
         if absent := sorted({*drop_columns} - names):
             raise ValueError(
                 f"drop_columns names {quote(absent)}, which isn't there; the first example has the columns "
                 f"{quote(sorted(names)) or 'none'}."
             )
-        self._unused |= {*drop_columns}
-        self.columns = sorted(names - self._unused), sorted(names & self._unused)
+        self._unused = frozenset(drop_columns)
+        self.columns = sorted(names - self._unused), sorted(self._unused)
         if collate is not None:
-            try:
-                collate(self._read(first, 0)[0][:1])
-            except ValueError as error:
-                used, hint = self.columns[0], ""
-                refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
-                if TOKENS in used and refused:
-                    hint = f" To leave them out while loading, pass drop_columns={refused!r}."
-                elif refused and documents is None:
-                    hint = (
-                        " If examples have their tokens in other columns, as preference pairs do, pass documents=, a "
-                        "function of an example that returns its documents."
-                    )
-                raise ValueError(f"{error}{hint}") from error
+            collate([named(self._read(first, 0), 0)[0][1]])
         if isinstance(lengths, Reader):
             self.units, self.lengths = lengths.units, lengths.lengths
             self.counts, self.source = lengths.counts, lengths.source
         else:
-            self._measure_all(lengths)
+            self._measure(lengths)
         # Units of a collator of the user's need not be the sums of lengths, such as those of trees.
         self._counts = collate is not None or self.source != _GIVEN
         self._load(first, 0)
@@ -259,27 +237,24 @@ class Reader(Dataset):
         widest = max(self.lengths[stop - n : stop].max() for stop, n in zip(stops, self.counts[numbers], strict=True))
         return int(self.counts[numbers].sum() * min(widest, longest or widest))
 
-    def _measure_all(self, lengths: Any) -> None:
+    def _measure(self, lengths: Any) -> None:
         """Measure all examples. None is loaded if `lengths` or a column of a `datasets.Dataset` tell their tokens."""
         self.source = _GIVEN
-        if lengths is None and self._documents is not None:
-            self.source = _BY_FUNCTION
-        elif lengths is None:
-            self.source, lengths = TOKENS, table_lengths(self.dataset)
-
-        own: list[int] = []
+        if lengths is None:
+            self.source = TOKENS if self._documents is None else _BY_FUNCTION
+            lengths = table_lengths(self.dataset) if self._documents is None else None
         counts: list[int] = []
-        self._counts = lengths is None
-        for number, example in examples_of(self.dataset) if lengths is None else ():
-            _, tokens, _ = self._read(example, number)
-            own += tokens
-            counts.append(len(tokens))
-        if isinstance(lengths, Units):
-            self.lengths, self.counts, self.units = None, np.ones(len(lengths), dtype=np.int64), lengths
-        else:
-            self.lengths = whole_lengths(own if lengths is None else lengths).astype(np.int64)
-            self.counts = np.array(counts) if lengths is None else np.ones_like(self.lengths)
-            self.units = Units.of_counts(self.lengths, self.counts)
+        if lengths is None:
+            lengths = []
+            for start in range(0, len(self.dataset), _AT_ONCE):
+                numbers = range(start, min(start + _AT_ONCE, len(self.dataset)))
+                for number, example in zip(numbers, fetch(self.dataset, numbers), strict=True):
+                    own = _lengths(self._read(example, number), number)
+                    lengths += own
+                    counts.append(len(own))
+        self.lengths = None if isinstance(lengths, Units) else whole_lengths(lengths).astype(np.int64)
+        self.counts = np.array(counts) if counts else np.ones(len(lengths), dtype=np.int64)
+        self.units = lengths if self.lengths is None else Units.of_counts(self.lengths, self.counts)
         if len(self.units) != len(self.dataset):
             raise ValueError(
                 f"{len(self.units)} lengths for a dataset of {len(self.dataset)} documents. Give each its length."
@@ -287,47 +262,46 @@ class Reader(Dataset):
 
     def _load(self, example: Any, number: int) -> Any:
         """The document or documents of an example; ValueError unless they have as many tokens as were planned."""
-        documents, lengths, several = self._read(example, number)
-        found = sum(lengths), sum(map(mul, lengths, lengths))
-        planned = self.units.tokens[number], self.units.squares[number]
-        if self._counts and found != planned:
-            raise ValueError(
-                f"example {number} has {found[0]} tokens and {found[1]} squared tokens, but {planned[0]} and "
-                f"{planned[1]} by {self.source}. An example must have the same tokens whenever it is loaded. A "
-                "function must return the same documents each time, and lengths= must be the tokens of each document, "
-                "of examples with several Units.of_sequences(...); without it they are counted."
-            )
-        return documents if several else documents[0]
+        found = self._read(example, number)
+        if self._counts:
+            lengths = _lengths(found, number)
+            has = sum(lengths), sum(map(mul, lengths, lengths))
+            planned = self.units.tokens[number], self.units.squares[number]
+            if has != planned:
+                raise ValueError(
+                    f"example {number} has {has[0]} tokens and {has[1]} squared tokens, but {planned[0]} and "
+                    f"{planned[1]} by {self.source}. An example must have the same tokens whenever it is loaded. A "
+                    "function must return the same documents each time, and lengths= must be the tokens of each "
+                    "document, of examples with several Units.of_sequences(...); without it they are counted."
+                )
+        return found
 
-    def _read(self, example: Any, number: int) -> tuple[list[Any], list[int], bool]:
-        """The documents of an example, without unused columns; their lengths, if they are counted; whether it is a
-        list of documents."""
+    def _read(self, example: Any, number: int) -> Any:
+        """The document of an example, or the list of its documents, without unused columns."""
         found, made = example, f"example {number}"
         if self._documents is not None:
-            found, made = _called(self._documents, example, number, "documents"), f"documents(...) of example {number}"
-        several = isinstance(found, (list, tuple)) and is_unit(found)
+            made = f"documents(...) of example {number}"
+            try:
+                found = self._documents(example)
+            except Exception as error:
+                names = sorted(map(str, example)) if isinstance(example, Mapping) else ()
+                raise ValueError(
+                    f"documents failed on example {number}, which has the columns {quote(names) or '(none)'}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        several = is_unit(found)
         if (self._documents is not None and not several) or (several and not found):
             raise ValueError(
                 f"{made} must be a list of documents, each a mapping with {TOKENS!r}, and at least one; got "
                 f"{found!r:.100}."
             )
-        documents, lengths = list(found) if several else [found], list[int]()
+        documents = list(found) if several else [found]
         for place, one in enumerate(documents):
             if isinstance(one, Mapping) and not self._unused.isdisjoint(one):
                 documents[place] = {name: one[name] for name in one if name not in self._unused}
-            if self._counts:
-                lengths.append(document_length(one, f"{place} of example {number}" if several else number))
-        return documents, lengths, several
+        return documents if several else documents[0]
 
 
-def _called(function: Callable[[Any], Any], example: Any, number: int, name: str) -> Any:
-    """Call a user's function on an example; a ValueError names the example if it fails."""
-    try:
-        return function(example)
-    except Exception as error:
-        shown = f"the type {type(example).__name__}"
-        if isinstance(example, Mapping):
-            shown = f"the columns {quote(sorted(map(str, example))) or '(none)'}"
-        raise ValueError(
-            f"{name} failed on example {number}, which has {shown}: {type(error).__name__}: {error}"
-        ) from error
+def _lengths(example: Any, number: int) -> list[int]:
+    """The tokens of the document, or of the documents, of an example."""
+    return [document_length(document, name) for name, document in named(example, number)]

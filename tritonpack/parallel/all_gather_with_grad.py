@@ -22,8 +22,7 @@ class AllGatherWithGrad:
 
     The gradient of a shard is the sum of the gradients that all ranks compute for it, by a reduce-scatter, in float32
     for half precision. It is exact for a loss that every rank computes alike under DDP or FSDP, which average gradients
-    over ranks, also if the loss reads rows of several ranks, such as log probabilities shifted by one token.
-    docs/sequence-parallelism.md says what to do with other losses, and with gradients that are summed.
+    over ranks. docs/sequence-parallelism.md says what to do with other losses, and with gradients that are summed.
 
     Call it with a shard of any dtype, (..., size, ...), on every rank of the group. It returns the whole tensor,
     (..., sum of sizes, ...), in the same dtype. Backward must run on every rank, too.
@@ -80,8 +79,6 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, shard: Tensor, dim: int, lengths: list[int], ranks: Ranks) -> Tensor:
         ctx.arguments = dim, lengths, ranks
         gathered = gather(pad_to(shard, dim, max(lengths)), ranks)()
-        if dim == 0 and len(set(lengths)) == 1:
-            return gathered.flatten(0, 1)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(gathered, lengths, strict=True)], dim)
 
     @staticmethod

@@ -17,7 +17,7 @@ from tritonpack.parallel.dimensions import Dimensions, Exchanges, dimensions_of
 from tritonpack.parallel.exchanges import ring
 from tritonpack.parallel.exchanges.by_heads import ByHeads
 from tritonpack.parallel.exchanges.call import Call, Exchanged, rows_mask
-from tritonpack.parallel.exchanges.ulysses import attend_to_heads, has_unlike_groups
+from tritonpack.parallel.exchanges.ulysses import attend_to_heads
 from tritonpack.parallel.layouts import Layout
 
 if TYPE_CHECKING:
@@ -47,17 +47,13 @@ def attend(
     Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
-    While a rank computes attention over some keys, messages with others travel (docs/sequence-parallelism.md). Results
-    of own and other keys are merged.
-
     - "auto": "group_cast" if no rank sees more keys of others than the longest shard has rows, else "all_gather". So
       neither a rank nor a node receives more bytes than with "all_gather" alone. It counts keys once per mask, which
       waits for the mask's device. For a mask of trees it takes "all_gather".
-    - "all_gather": every rank receives all keys and values, a quarter of the key heads at a time. Any number of heads,
-      any option.
-    - "group_cast": every rank receives the keys and values that its queries see, and no others, in such steps. Any
-      number of heads, any option, no mask of trees. How many these are depends on the layout: "documents" makes
-      them few. Which rows travel is found once per mask, in host memory, which waits for the mask's device.
+    - "all_gather": every rank receives all keys and values, a quarter of the key heads at a time.
+    - "group_cast": every rank receives the keys and values that its queries see, and no others, in such steps; the
+      layout "documents" makes them few. No mask of trees. Which rows travel is found once per mask, in host memory,
+      which waits for the mask's device.
     - "ring": blocks of keys and values travel from rank to rank. Least memory.
     - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
@@ -70,19 +66,16 @@ def attend(
         layout: which rows each rank of the group owns, equal on all ranks. Pass the same mask and layout to all layers:
             the masks between ranks are cached on the mask. Ranks of a mesh of two dimensions count row by row.
         group: a process group, a DeviceMesh of one or two dimensions, or None for the whole world.
-        exchange: one of the names above. For a mesh of two dimensions, a pair with "ulysses" for one of them and
-            another name for the other, such as ("group_cast", "ulysses"): along the one, ranks divide heads, and along
-            the other, the keys and values of these heads travel.
-        scale, softcap, backend: as in `varlen_attention`.
+        exchange: one of the names above. For a mesh of two dimensions, a pair with "ulysses" for the dimension along
+            which ranks divide heads, and another name for the other, such as ("group_cast", "ulysses").
+        scale, softcap, alibi_slopes, backend: as in `varlen_attention`.
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
-        alibi_slopes: as in `varlen_attention`.
         dropout_p: must be 0.0, because the dropped pairs would depend on the layout.
 
     Raises:
         ValueError: what `varlen_attention` refuses; a mask, layout, group and tensors that don't fit each other; an
-            unknown exchange, or an option that it can't compute. If only one rank's tensors don't fit, only this rank
-            raises.
+            unknown exchange, or an option that it can't compute. A rank whose tensors don't fit raises alone.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
     dimensions = dimensions_of(as_ranks(group, dimensions=2), exchange)
@@ -123,16 +116,10 @@ def check_call(
             "their places in a tensor, which differ from rank to rank."
         )
     check_inputs(q, k, v, rows_mask(mask, layout, ranks.rank, ranks.rank))
-    remedy = "use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
     if heads is not None and q.shape[1] < heads.size:
         raise ValueError(
             f"exchange='ulysses' gives every rank a query head, and there are {q.shape[1]} for {heads.size} ranks; "
-            f"{remedy}"
-        )
-    if heads is not None and keys is not None and has_unlike_groups(q.shape[1], k.shape[1], heads.size):
-        raise ValueError(
-            f"in two dimensions each of {heads.size} ranks needs equally many query heads for each of its key heads, "
-            f"and there are {q.shape[1]} query heads and {k.shape[1]} key heads; {remedy}"
+            "use exchange='all_gather', 'group_cast' or 'ring', or divide heads among fewer ranks."
         )
     seen = mask
     if keys is not None and options.get("alibi_slopes") is not None:  # per document of the rows

@@ -48,14 +48,10 @@ class Ranks:
 
 
 def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
-    """The ranks of a process group, of a DeviceMesh, or (None) of the whole world.
+    """The ranks of a process group, of a DeviceMesh with at most so many dimensions, or (None) of the whole world.
 
     Ranks of a mesh of two dimensions are numbered row by row. A mesh that isn't the whole world gets a process group of
     all its ranks at the first call, which every process of the world must make.
-
-    Args:
-        group: what the user has passed.
-        dimensions: how many a mesh may have, 1 or 2.
 
     Raises:
         ValueError: there is no process group; it isn't a group; the mesh has more dimensions, or two whose ranks don't
@@ -68,23 +64,23 @@ def as_ranks(group: GroupLike, *, dimensions: int = 1) -> Ranks:
             "there is no process group; call torch.distributed.init_process_group first, in a process that torchrun "
             "has started."
         )
-    mesh: Any = group if hasattr(group, "get_group") else None
-    if mesh is not None and mesh.ndim > dimensions:
-        raise ValueError(
-            f"group is a DeviceMesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass "
-            f"{'one of them' if dimensions == 1 else 'one or two of them'}, such as mesh['sp']."
-        )
-    if mesh is not None and mesh.ndim == 2:
-        return _of_two_dimensions(mesh)
-    found: Any = dist.group.WORLD if group is None else group if mesh is None else mesh.get_group()
-    if found is dist.GroupMember.NON_GROUP_MEMBER:
-        raise _not_a_member(found)
-    if not isinstance(found, dist.ProcessGroup):
+    found: Any = dist.group.WORLD if group is None else group
+    if hasattr(found, "get_group"):
+        if found.ndim > dimensions:
+            raise ValueError(
+                f"group is a DeviceMesh of {found.ndim} dimensions, {found.mesh_dim_names}; pass "
+                f"{'one of them' if dimensions == 1 else 'one or two of them'}, such as mesh['sp']."
+            )
+        if found.ndim == 2:
+            return _of_two_dimensions(found)
+        found = found.get_group()
+    member = found is not dist.GroupMember.NON_GROUP_MEMBER
+    if member and not isinstance(found, dist.ProcessGroup):
         raise ValueError(
             f"group must be a process group, a DeviceMesh, or None for the whole world; got {describe(found)}. Pass a "
             "mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
         )
-    if dist.get_rank(found) < 0:
+    if not member or dist.get_rank(found) < 0:
         raise _not_a_member(found)
     return Ranks(found, dist.get_rank(found), dist.get_world_size(found))
 
@@ -122,10 +118,7 @@ def scatter_sum(parts: Tensor, ranks: Ranks) -> Arrival:
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Arrival:
-    """Start to send sent[r] rows of x, one part after the other, to each rank r, and to receive received[r] from it.
-
-    Any of these numbers may be 0.
-    """
+    """Start to send sent[r] rows of x, one part after the other, to each rank r, and to receive received[r] from it."""
     result = x.new_empty(sum(received), *x.shape[1:])
     handle = dist.all_to_all_single(result, x.contiguous(), received, sent, group=ranks.group, async_op=True)
     return _arrival(result, [handle])
@@ -153,13 +146,6 @@ def first_object(value: Any, ranks: Ranks) -> Any:
     found = [value]
     dist.broadcast_object_list(found, src=dist.get_global_rank(ranks.group, 0), group=ranks.group)
     return found[0]
-
-
-def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of every rank's x."""
-    total = x.clone()
-    dist.all_reduce(total, group=ranks.group)
-    return total
 
 
 def pad_to(x: Tensor, dim: int, size: int) -> Tensor:

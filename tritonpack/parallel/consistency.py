@@ -125,16 +125,12 @@ def _hash(value: Any) -> int:
 def _hash_numbers(x: Tensor, seed: int) -> Tensor:
     """A hash of the bits of a tensor and of their places, 0-dim int64."""
     x = x.detach().flatten()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj()).flatten()
     if x.is_floating_point():
-        widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        whole = x.numel() * x.element_size() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
-        x = x.contiguous().view(torch.int64 if whole else widths[x.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, x.shape[0], CHUNK):
-        part = x[start : start + CHUNK].long()
-        places = torch.arange(start, start + part.shape[0], device=part.device)
-        mixed = (part * 0x1E3779B97F4A7C15 + seed) ^ (places * 0x3F58476D1CE4E5B9)
+        x = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    total, first = torch.zeros((), dtype=torch.int64, device=x.device), 0
+    for part in x.split(CHUNK):
+        places = torch.arange(first, first + part.shape[0], device=part.device)
+        mixed = (part.long() * 0x1E3779B97F4A7C15 + seed) ^ (places * 0x3F58476D1CE4E5B9)
         total += ((mixed ^ (mixed >> 31)) * 0x14D049BB133111EB).sum()
+        first += part.shape[0]
     return total

@@ -43,18 +43,17 @@ class SequenceParallel:
         loss.backward()             # DDP or FSDP over (dp, sp) averages to the gradients of one device
     ```
 
-    Each rank runs the model on its own rows of tokens, embeddings, positions and labels. Labels are shifted before they
-    are sharded. Attention gets the keys and values of other ranks. Losses are summed over ranks and divided by the
-    number of all targets, or by `num_items_in_batch`. Logits and hidden states are this rank's rows, (1, rows, ...),
-    unless `gather_outputs` is set. `inputs_embeds` get gradients for this rank's rows. A base model that is called
-    without its head shares its batch, too.
+    Each rank runs the model on its own rows of tokens, embeddings, positions and labels, which are shifted before. The
+    loss is that of all targets, divided by their number or by `num_items_in_batch`. Logits and hidden states are this
+    rank's rows, (1, rows, ...), unless `gather_outputs` is set. `inputs_embeds` get gradients for this rank's rows. A
+    base model that is called without its head shares its batch, too.
 
     The objective is the mean over ranks of their losses. So a loss of your own that every rank computes alike from
-    gathered outputs, such as GRPO's or DPO's, needs no change. If each rank computes a part of a loss, multiply it by
-    the number of ranks, or sum it with `total`.
+    gathered outputs, such as GRPO's or DPO's, needs no change. Sum a loss of which each rank computes a part with
+    `total`.
 
-    Trainers of transformers and TRL may be built before the context or inside of it. While they train, evaluate or
-    predict in it, their own loaders give the ranks of a group one batch, and they count the group as one process.
+    While a Trainer of transformers or TRL trains, evaluates or predicts in the context, its own loader gives the ranks
+    of a group one batch, and it counts the group as one process.
 
     Models that aren't patched are patched on entry. Leaving restores them, also after an exception.
 
@@ -64,8 +63,7 @@ class SequenceParallel:
         group_or_mesh: the ranks that share a batch: a process group, a DeviceMesh of one or two dimensions, or None for
             the whole world.
         exchange: how keys and values travel, as in `tritonpack.parallel.attend`: "auto", "all_gather", "group_cast",
-            "ring" or "ulysses"; for a mesh of two dimensions a pair with "ulysses" for one of them and another name for
-            the other, such as ("group_cast", "ulysses").
+            "ring" or "ulysses"; for a mesh of two dimensions a pair such as ("group_cast", "ulysses").
         layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "documents", "contiguous", "zigzag" or
             "stripe". The first one waits for the device once per forward. With a pair of exchanges, the ranks that
             divide heads own rows together, and each of them gets a run of these.
@@ -100,9 +98,7 @@ class SequenceParallel:
         self.models: list[Any] = list(model_or_models) if several else [model_or_models]  # type: ignore[arg-type]
         self.ranks = as_ranks(group_or_mesh, dimensions=2)
         # Checked on entry, which raises on every rank.
-        self.exchange: Any = exchange
-        self.layout: Any = layout
-        self.grad_reduce = grad_reduce
+        self.exchange, self.layout, self.grad_reduce = exchange, layout, grad_reduce
         self.gather_outputs, self.check_batches = gather_outputs, check_batches
         self.entered = self.running = False  # running: not paused
         self.sharding: Sharding | None = None  # of the last batch
@@ -225,7 +221,7 @@ class SequenceParallel:
                     raise ValueError(
                         f"this {type(model).__name__} is in another SequenceParallel context. Leave that one first."
                     )
-                applied.proof.settle()
+                applied.proof.prove_now()
                 require_shardable(model, applied)
                 for head in applied.heads:
                     if not head.gone:

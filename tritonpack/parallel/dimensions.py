@@ -1,7 +1,5 @@
 """The dimensions of a group of ranks: along one they divide heads, along the other keys and values travel.
 
-A group without a mesh has one of the two.
-
 Source: Fang and Zhao, USP (arXiv:2405.07719); Gu et al., LoongTrain (arXiv:2406.18485).
 """
 
@@ -54,25 +52,18 @@ class Dimensions:
     checked: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def make_layout(self, name: LayoutName, masks: Sequence[BlockDiagonalMask]) -> Layout:
-        """The layout of a batch. If keys travel, it divides the batch among sets of ranks that own rows together.
-
-        Each rank of a set gets a run of its rows: these ranks divide heads, so their work is even in any case.
-        """
+        """The layout of a batch. Ranks that divide heads get runs of the rows that they own together."""
         parts = len(self.owners[0])
         if self.exchange is None or parts == 1:
             return make_layout(name, masks, self.ranks.size)
         ranks = [rank for owners in self.owners for rank in owners]
-        layout = make_layout(name, masks, len(self.owners)).divide(parts)
-        if ranks == sorted(ranks):
-            return layout
-        return Layout(tuple(layout.rows[ranks.index(rank)] for rank in range(len(ranks))))
+        rows = make_layout(name, masks, len(self.owners)).divide(parts).rows
+        return Layout(tuple(rows[ranks.index(rank)] for rank in range(len(ranks))))
 
     def layouts(self, mask: BlockDiagonalMask, layout: Layout) -> tuple[Layout, Layout]:
-        """The layout of the batch among the ranks of `keys`, and that of this rank's part among those of `heads`.
+        """The layout of the batch among the ranks of `keys`, and of this rank's part among those of `heads`.
 
-        Args:
-            mask: keeps the result, for further layers.
-            layout: of the whole group.
+        `layout` is that of the whole group. The result is cached on the mask.
         """
         if self.heads is None or self.keys is None:
             return layout, layout
@@ -111,17 +102,16 @@ def dimensions_of(ranks: Ranks, exchange: Any) -> Dimensions:
                 "mesh['across', 'within'], or one name."
             )
         along = names.index("ulysses")
-        within, across = ranks.dimensions[along], ranks.dimensions[1 - along]
         numbers = torch.arange(ranks.size, device="cpu").view(ranks.dimensions[0].size, -1).movedim(along, -1)
-        owners = tuple(map(tuple, numbers.tolist()))
-        heads, between = (one if one.size > 1 else None for one in (within, across))
-        return Dimensions(ranks, heads, between, keys[0], owners)
+        heads, between = (
+            one if one.size > 1 else None for one in (ranks.dimensions[along], ranks.dimensions[1 - along])
+        )
+        return Dimensions(ranks, heads, between, keys[0], tuple(map(tuple, numbers.tolist())))
     if ranks.dimensions:
         raise ValueError(
             "a mesh of two dimensions needs an exchange for each, such as exchange=('group_cast', 'ulysses'); got "
             f"{exchange!r}. For one exchange between all ranks, pass a process group or a mesh of one dimension."
         )
-    every = range(ranks.size)
     if exchange == "ulysses":
-        return Dimensions(ranks, ranks, None, None, (tuple(every),))
-    return Dimensions(ranks, None, ranks, exchange, tuple((rank,) for rank in every))
+        return Dimensions(ranks, ranks, None, None, (tuple(range(ranks.size)),))
+    return Dimensions(ranks, None, ranks, exchange, tuple((rank,) for rank in range(ranks.size)))

@@ -1,8 +1,7 @@
 """Layouts: which rows of a batch each rank owns.
 
-The cost of attention is the number of keys that rows see. So equal numbers of rows aren't equal work: the end of a
-long document costs much more than many short documents. Every rank's rows ascend, so that the mask between them and any
-keys is again an interval mask (docs/math.md, section 1).
+Equal numbers of rows aren't equal work: the end of a long document sees many more keys than short documents. Every
+rank's rows ascend, so that the mask between them and any keys is again an interval mask (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ LayoutName = Literal["contiguous", "zigzag", "stripe", "documents"]
 class Layout:
     """The rows of a batch that each rank owns. Every row has one owner.
 
-    Shards differ in length if the number of rows isn't a multiple of the number of ranks. The collectives pad what they
-    send.
+    Shards differ in length if the number of rows isn't a multiple of the number of ranks.
 
     >>> mask = BlockDiagonalMask.from_seqlens([7])
     >>> layout = make_layout("zigzag", mask, 2)
@@ -51,14 +49,10 @@ class Layout:
     rows: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        first = self.rows[0] if self.rows else None
-        for rows in self.rows:
-            alike = isinstance(rows, Tensor) and isinstance(first, Tensor) and rows.device == first.device
-            if not alike or rows.ndim != 1 or rows.dtype != torch.int64:
-                given = "; ".join(map(describe, self.rows))
-                raise ValueError(f"rows must be one-dimensional int64 tensors on one device; got {given}.")
-        if first is None:
-            raise ValueError("rows must hold a tensor for every rank, one at least; got none.")
+        forms = {isinstance(rows, Tensor) and (rows.ndim, rows.dtype, rows.device) for rows in self.rows}
+        if len(forms) != 1 or False in forms or self.rows[0].ndim != 1 or self.rows[0].dtype != torch.int64:
+            given = "; ".join(map(describe, self.rows)) or "none, and every rank needs one"
+            raise ValueError(f"rows must be one-dimensional int64 tensors on one device; got {given}.")
         together = torch.cat(self.rows)
         owned = together.new_zeros(together.shape, dtype=torch.bool)
         owned[together.clamp(0, max(together.shape[0] - 1, 0))] = True
@@ -117,8 +111,8 @@ class Layout:
     def divide(self, parts: int) -> Layout:
         """A layout for `parts` ranks in place of each rank, which own runs of its rows that are equally long.
 
-        On a mesh of two dimensions, ranks that divide heads own rows together, so only their rows together need equal
-        work and few keys of others: divide the batch among these groups first, and each group's rows with this.
+        On a mesh of two dimensions, ranks that divide heads own rows together: divide the batch among these groups
+        first, and each group's rows with this.
 
         >>> layout = make_layout("zigzag", BlockDiagonalMask.from_seqlens([7]), 2).divide(2)
         >>> [rows.tolist() for rows in layout.rows]
@@ -130,15 +124,6 @@ class Layout:
         if not is_int(parts) or parts < 1:
             raise ValueError(f"parts must be an integer of at least 1; got {parts!r}.")
         return self if parts == 1 else Layout(tuple(run for rows in self.rows for run in rows.tensor_split(parts)))
-
-    def imbalance(self, mask: BlockDiagonalMask) -> float:
-        """The visible pairs of the rank that has most, divided by the mean of all ranks. Waits for the mask's device.
-
-        1.0 means that all ranks have equal work.
-        """
-        start, stop = host_bounds(mask)
-        shares = [int((stop - start)[rows].sum()) for rows in self.rows_on_host]
-        return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
 
     def remote_keys(self, mask: BlockDiagonalMask) -> list[int]:
         """For each rank, how many keys of other ranks its rows see. Waits for the mask's device.
@@ -153,14 +138,7 @@ class Layout:
     def seen_by_ranks(self, mask: BlockDiagonalMask) -> list[Runs]:
         """For each rank the keys that its rows see, in host memory; cached on the mask."""
         start, stop = host_bounds(mask)
-
-        def seen() -> list[Runs]:
-            found = []
-            for rows in self.rows_on_host:
-                found.append(Runs.of(start[rows], stop[rows]))
-            return found
-
-        return mask.cached(("seen", self), seen)
+        return mask.cached(("seen", self), lambda: [Runs.of(start[rows], stop[rows]) for rows in self.rows_on_host])
 
     def _check(self, x: Tensor, dim: int) -> None:
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_rows:
@@ -194,8 +172,7 @@ class Runs(NamedTuple):
 def host_bounds(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
     """The first key that each row sees, and one past the last one, int64, in host memory; waits for the device once.
 
-    Raises:
-        ValueError: a mask of trees, whose rows don't see all keys between their bounds.
+    Raises ValueError for a mask of trees, whose rows don't see all keys between their bounds.
     """
     if mask.is_tree:
         raise ValueError(
@@ -230,8 +207,7 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask | Sequence[BlockDiagon
         ranks: the number of ranks.
 
     Raises:
-        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, `ranks` below
-            1.
+        ValueError: an unknown name, no mask, masks of unlike sizes, a mask whose queries aren't its keys, no ranks.
     """
     check_layout_name(name)
     masks: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
@@ -271,7 +247,7 @@ def _documents(masks: list[BlockDiagonalMask], ranks: int) -> list[np.ndarray]:
     for mask, times in Counter(masks).items():  # by identity
         first, last = host_bounds(mask)
         live = first < last
-        start = torch.where(live, torch.minimum(start, first), start)
-        stop = torch.where(live, torch.maximum(stop, last), stop)
+        start = start.minimum(torch.where(live, first, start))
+        stop = stop.maximum(torch.where(live, last, stop))
         work = work + (last - first) * times
     return divide_documents(start.numpy(), stop.numpy(), work.numpy(), ranks, len(masks))

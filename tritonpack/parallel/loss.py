@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,10 +13,12 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.patches.forwards import package_of
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.targets import IGNORED, takes_targets
+from tritonpack.patches.targets import takes_targets
 
 # Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
+
+FUSED_HEAD = "fused_lm_head"  # the argument that asks for TRL's head
 
 # Packages whose forwards compute a fused loss by `shift_labels` and `num_items_in_batch`, as a loss function would.
 FUSED = frozenset({"liger_kernel"})
@@ -58,33 +60,31 @@ def fuses_loss(model: PreTrainedModel) -> bool:
     return False
 
 
+@dataclass(eq=False)
 class ShardedLoss:
-    """The loss of one forward pass. It returns the loss of the whole batch on all ranks.
-
-    It replaces the model's loss function, and gives a fused loss this rank's targets and the number of all targets.
+    """The loss of one call: it takes the place of the model's loss function, and gives a fused loss its targets.
 
     Attributes:
         own: the model's loss function.
         fused: whether the model may compute its loss without its loss function.
         sharding: how the batch is divided.
         targets: this rank's targets, (1, rows).
-        whole: the targets of all ranks.
+        items: what the sum of losses is divided by, such as the number of all ranks' targets.
         result: the loss that it returned, without what the model adds to it; None until the model calls it.
     """
 
-    def __init__(self, own: Any, fused: bool, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
-        self.own, self.fused = own, fused
-        self.sharding, self.targets, self.whole = sharding, targets, whole
-        self.result: Tensor | None = None
+    own: Any
+    fused: bool
+    sharding: Sharding
+    targets: Tensor
+    items: Any
+    result: Tensor | None = None
 
-    def of_fused(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a fused loss, instead of those that were `given` to the model."""
-        items = self._items(given.get("num_items_in_batch"), given.get("ignore_index", IGNORED))
-        return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": items}
-
-    def _items(self, given: Any, ignored: int) -> Any:
-        """What the sum of losses is divided by: the given number, or that of all ranks' targets."""
-        return (self.whole != ignored).sum() if given is None else given
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the loss, in place of those of the call."""
+        if not self.fused:
+            return {"labels": self.targets}
+        return {"labels": self.targets, "shift_labels": self.targets, "num_items_in_batch": self.items}
 
     def __call__(self, logits: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Tensor:
         # compared, because a graph that hashes a size fits only this size
@@ -93,10 +93,10 @@ class ShardedLoss:
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
                 f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
             )
-        items = self._items(kwargs.pop("num_items_in_batch", None), kwargs.get("ignore_index", IGNORED))
+        kwargs["num_items_in_batch"] = self.items
         if getattr(self.own, "__name__", "") not in PER_TOKEN:
             kwargs["shift_labels"] = self.targets
-        self.result = self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
+        self.result = self.sharding.total(self.own(logits, self.targets, *args, **kwargs))
         return self.result.clone()  # models add the loss of routers in place
 
     def finish(self, model: PreTrainedModel, output: Any) -> None:
@@ -121,14 +121,45 @@ class ShardedLoss:
         output["loss"] = self.sharding.total(output["loss"])
 
 
-@contextmanager
-def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
-    """Set a model's loss function to `loss` for one forward pass."""
-    before = model.__dict__.get("_loss_function")
-    model.loss_function = loss
-    try:
-        yield
-    finally:
-        del model.__dict__["_loss_function"]
-        if before is not None:
-            model.__dict__["_loss_function"] = before
+@dataclass(frozen=True, eq=False)
+class FusedHead:
+    """The loss of one call of a model with TRL's fused head (`trl.trainer.utils.add_fused_lm_head`).
+
+    The head returns some numbers per token in place of logits. It compares each token with the label of the next one,
+    or with `shift_labels`, so each rank's head gets the targets of its own rows. Every rank gets the numbers of the
+    whole batch, as the losses of SFTTrainer, DPOTrainer and GRPOTrainer read them.
+
+    Attributes:
+        sharding: how the batch is divided.
+        targets: this rank's targets, (1, rows).
+        given: the arguments of the call.
+    """
+
+    sharding: Sharding
+    targets: Tensor
+    given: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the head, in place of those of the call."""
+        return {"shift_labels": self.targets, "num_items_in_batch": None}
+
+    def finish(self, output: Any) -> Any:
+        """The output of this rank's rows as that of the whole batch, on every rank and differentiably."""
+        names = [name for name, value in output.items() if value is not None and name != "loss"]
+        for name in names:
+            if not isinstance(output[name], Tensor) or output[name].shape != self.targets.shape:
+                raise UnsupportedModelError(
+                    f"the fused head returns {name}, which isn't one number per token, so ranks can't gather it. Leave "
+                    "it out, or train without SequenceParallel."
+                )
+        dtypes = {name: output[name].dtype for name in names}
+        wide = output["log_probs"].dtype
+        whole = self.sharding.gather(torch.stack([output[name].to(wide) for name in names], -1))  # one collective
+        if self.given.get("shift_labels") is None:  # else the last token of a row has a place in the output
+            whole = whole[:, :-1]
+        for name, values in zip(names, whole.unbind(-1), strict=True):
+            output[name] = values.to(dtypes[name])
+        items = self.given.get("num_items_in_batch")
+        items = output["label_mask"].sum().clamp(min=1) if items is None else items
+        output["loss"] = -output["log_probs"].sum() / items
+        return output

@@ -22,18 +22,7 @@ MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a mod
 
 
 class ShardedMask(IntervalMask):
-    """The mask of the whole batch, for layers that get one rank's queries and keys.
-
-    Attributes:
-        sharding: how the batch is divided.
-    """
-
-    arguments = (*IntervalMask.arguments, "sharding")
-
-    def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.sharding = sharding
-        self._checked: tuple[Any, ...] | None = None  # what the last call was like, and its checked arguments
+    """The mask of the whole batch, for layers that get one rank's queries and keys."""
 
     @outside_of_graphs
     def attention(
@@ -42,8 +31,9 @@ class ShardedMask(IntervalMask):
     ) -> Tensor:  # fmt: skip
         assert isinstance(self.packed_batch, ShardedBatch)
         self.packed_batch.attended = True
-        dimensions, backend = self.sharding.dimensions, self.serving.backend
-        whole = self.mask, self.sharding.layout, dimensions
+        sharding, backend = self.packed_batch.sharding, self.serving.backend
+        dimensions = sharding.dimensions
+        whole = self.mask, sharding.layout, dimensions
         q, k, v = autocast(q, k, v)
         form = (
             q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale,
@@ -93,7 +83,7 @@ class ShardedBatch(PackedBatch):
                 return mask
         whole = self.whole.interval_mask(self.whole.tokens[1], 0, 0, spec).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
-        mask = ShardedMask(whole, shape, self.serving, self, spec, sharding=self.sharding)
+        mask = ShardedMask(whole, shape, self.serving, self, spec)
         self.kept.append(((spec,), mask))
         return mask
 
@@ -104,10 +94,6 @@ class ShardedBatch(PackedBatch):
         """
         self.kept.clear()
         self.whole.kept.clear()
-
-    def live(self) -> Tensor:
-        """(rows,) bool: which of this rank's rows aren't padding."""
-        return self.sharding.take(self.whole.not_padding())[0]
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
@@ -170,12 +156,10 @@ def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     """A batch with `columns` tokens of padding at the end of each row: one more document, which no token sees."""
     starts, _ = packed_batch.runs()
     positions = packed_batch.positions() if packed_batch.position_ids is None else packed_batch.position_ids
-    boundaries = pad(starts, [0, columns])
-    boundaries[:, -columns] = True
     return packed_batch.replace(
         attention_mask=pad(packed_batch.to_tensor(), [0, columns]),
         position_ids=pad(positions, [0, columns]),
-        boundaries=boundaries,
+        boundaries=pad(starts, [0, columns]),
         tokens=torch.Size((packed_batch.tokens[0], packed_batch.tokens[1] + columns)),
         filler=None,
     )

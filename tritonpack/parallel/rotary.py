@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonpack.parallel.replaced import replaced
 from tritonpack.patches.configurations import follows_longest
 from tritonpack.patches.packed_batch import PackedBatch
 
@@ -23,31 +24,18 @@ def rotary_of_longest(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-@contextmanager
-def following_longest(modules: Sequence[nn.Module], whole: PackedBatch) -> Iterator[None]:
-    """A context in which rotary embeddings use the largest position of the whole batch.
+def follow_longest(modules: Sequence[nn.Module], whole: PackedBatch, stack: ExitStack) -> None:
+    """Until the stack ends, rotary embeddings use the largest position of the whole batch."""
+    last = (whole.positions() if whole.position_ids is None else whole.position_ids).max()
+    for module in modules:
+        replaced(stack, module, "forward", _follow(module.forward, last))
 
-    It is appended to the positions that they get, and its row is dropped from the cos and sin that they return.
-    """
 
-    def append(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change `rotary(x, position_ids, ...)`."""
-        given: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        longer = torch.cat([given, last.expand_as(given[..., :1])], -1)
-        if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": longer}
-        return (args[0], longer, *args[2:]), kwargs
+def _follow(own: Callable[..., tuple[Tensor, Tensor]], last: Tensor) -> Callable[..., Any]:
+    """A forward that appends a position, and drops its row from the cos and sin that `own` returns."""
 
-    def drop(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
-        return tuple(x[..., :-1, :] for x in output)
+    def forward(x: Tensor, position_ids: Tensor, *others: Any, **named: Any) -> tuple[Tensor, ...]:
+        longer = torch.cat([position_ids, last.expand_as(position_ids[..., :1])], -1)
+        return tuple(one[..., :-1, :] for one in own(x, longer, *others, **named))
 
-    with ExitStack() as stack:
-        if modules:
-            last = (whole.positions() if whole.position_ids is None else whole.position_ids).max()
-        for module in modules:
-            for handle in (
-                module.register_forward_pre_hook(append, with_kwargs=True),
-                module.register_forward_hook(drop),
-            ):
-                stack.callback(handle.remove)
-        yield
+    return forward

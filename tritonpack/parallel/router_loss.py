@@ -8,7 +8,6 @@ Source: Fedus et al., Switch Transformers (arXiv:2101.03961), equations 4 to 6, 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
@@ -18,51 +17,41 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.shard_and_gather import Sharding
+from tritonpack.parallel.masks import ShardedBatch
 
-FUNCTION, PARAMETERS = "load_balancing_loss_func", ["gate_logits", "num_experts", "top_k", "attention_mask"]
+FUNCTION = "load_balancing_loss_func"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # names, of which a model has one
 CLOSE = 1e-2  # in half precision; another loss differs more
 
 
-def wants_router_loss(arguments: dict[str, Any], module: PreTrainedModel) -> bool:
-    """Whether a call asks for the loss of routers."""
-    asked = arguments.get("output_router_logits")
-    return bool(getattr(module.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
-
-
 def require_known_loss(module: PreTrainedModel) -> None:
-    """Refuse a model whose load-balancing loss is computed otherwise. A model without such a loss passes.
+    """Refuse a model whose load-balancing loss lacks a setting. A model without such a loss passes.
 
     Raises:
         UnsupportedModelError: with the remedy.
     """
-    function = getattr(sys.modules[type(module).__module__], FUNCTION, None)
-    if function is None or module.get_output_embeddings() is None:  # a base model only returns the logits of routers
-        return
-    known = list(inspect.signature(function).parameters) == PARAMETERS
-    if not known or any(_setting(module, *names) is None for names in (["num_experts_per_tok"], COEFFICIENTS)):
+    # A base model only returns the logits of routers.
+    has_loss = hasattr(sys.modules[type(module).__module__], FUNCTION) and module.get_output_embeddings() is not None
+    if has_loss and None in (_setting(module, "num_experts_per_tok"), _setting(module, *COEFFICIENTS)):
         raise UnsupportedModelError(
             f"{type(module).__name__} computes a loss of its routers that isn't known to be a sum over tokens, and "
             "each rank has only some of them. Pass output_router_logits=False."
         )
 
 
-def with_router_loss(
-    output: Any, module: PreTrainedModel, sharding: Sharding, live: Tensor, loss: Tensor | None
-) -> None:
+def with_router_loss(output: Any, module: PreTrainedModel, batch: ShardedBatch, loss: Tensor | None) -> None:
     """Replace the load-balancing loss of one rank's tokens in a model's output by the loss of all ranks' tokens.
 
     Args:
         output: of the model, with `router_logits` and `aux_loss`, and `loss` if there are labels.
         module: the model.
-        sharding: how the batch is divided.
-        live: (rows,) bool, which of this rank's rows aren't padding.
+        batch: this rank's rows.
         loss: the loss of the labels of all ranks, 0-dim; None without labels.
     """
     of_rank = output.get("aux_loss")
     if not isinstance(of_rank, Tensor):
         return
+    live = batch.sharding.take(batch.whole.not_padding())[0]
     sums = _sums(output.router_logits, _setting(module, "num_experts_per_tok"), live)
     expected, found = _balancing_loss(sums.detach()), of_rank.detach()
     require(
@@ -70,7 +59,7 @@ def with_router_loss(
         f"{type(module).__name__} computes another load-balancing loss than transformers' "
         f"{FUNCTION}. Pass output_router_logits=False.",
     )
-    of_all = _balancing_loss(sharding.total(sums)).to(of_rank.dtype)
+    of_all = _balancing_loss(batch.sharding.total(sums)).to(of_rank.dtype)
     output["aux_loss"] = of_all
     if loss is not None:
         output["loss"] = loss + _setting(module, *COEFFICIENTS) * of_all.to(loss.device)

@@ -14,11 +14,11 @@ from transformers.utils import ModelOutput
 from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
-from tritonpack.parallel.fused_head import FUSED_HEAD, OWN_ARGUMENTS, FusedHead
-from tritonpack.parallel.loss import ShardedLoss, computing_loss, fuses_loss, shifts
+from tritonpack.parallel.loss import FUSED_HEAD, FusedHead, ShardedLoss, fuses_loss, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
-from tritonpack.parallel.rotary import following_longest, rotary_of_longest
-from tritonpack.parallel.router_loss import require_known_loss, wants_router_loss, with_router_loss
+from tritonpack.parallel.replaced import replaced
+from tritonpack.parallel.rotary import follow_longest, rotary_of_longest
+from tritonpack.parallel.router_loss import require_known_loss, with_router_loss
 from tritonpack.parallel.shard_and_gather import Sharding, between_graphs, outside_of_graphs
 from tritonpack.patches.configurations import layer_windows, require_one_rope
 from tritonpack.patches.interface import NO_WEIGHTS, takes_tokens
@@ -26,7 +26,7 @@ from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec
 from tritonpack.patches.modules import holds
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import TREE, cache_of, in_form
+from tritonpack.patches.parse_inputs import TREE, cache_of, check_arguments
 from tritonpack.patches.pipeline import Pipeline
 from tritonpack.patches.targets import IGNORED, check_padding_labels
 
@@ -44,15 +44,13 @@ class Shard:
     Attributes:
         batch: this rank's documents, positions and masks, and how the whole batch is divided.
         arguments: the model's arguments.
-        loss: the loss function of this call; None without labels.
-        head: TRL's fused head, if this call asks for it; it computes a loss of its own.
+        loss: how the loss of all ranks' targets is computed; None without labels.
         routers: whether the call asks for the loss of routers.
     """
 
     batch: ShardedBatch
     arguments: dict[str, Any]
-    loss: ShardedLoss | None
-    head: FusedHead | None
+    loss: ShardedLoss | FusedHead | None
     routers: bool
 
 
@@ -64,17 +62,14 @@ class ShardStage:
         number: of the model among those of the context.
         specs: the masks of all layers, whose work layouts divide evenly.
         rotary: the rotary embeddings that follow the longest document.
-        has_routers: whether calls may ask for the loss of routers.
         fuses_loss: whether the model's forward is Liger-Kernel's.
     """
 
     def __init__(self, context: Any, number: int, module: PreTrainedModel) -> None:
         self.context, self.number = context, number
         self.specs, self.rotary = layer_specs(module), rotary_of_longest(module)
-        self.has_routers = hasattr(module.config.get_text_config(), "output_router_logits")
         self.fuses_loss = fuses_loss(module)
-        self._last_loss: Any = self  # of the last call, and whether it compares each token with the next label
-        self._shifts = True
+        self._read_loss: tuple[Any, bool] = (self, False)  # the last loss function, and whether it shifts labels
 
     @between_graphs
     def __call__(self, forward: Pipeline, arguments: dict[str, Any]) -> Any:
@@ -85,32 +80,28 @@ class ShardStage:
         """
         module = forward.module
         shard = self._shard(forward, arguments)
-        wanted = arguments.get("return_dict")
-        wanted = getattr(module.config, "return_dict", True) if wanted is None else wanted
-        as_tuple = not wanted and forward.takes_return_dict
-        if as_tuple:
-            shard.arguments["return_dict"] = True
         with ExitStack() as stack:
             stack.callback(shard.batch.forget)
             if self.rotary:
-                stack.enter_context(following_longest(self.rotary, shard.batch.whole))
-            if shard.loss is not None:
-                stack.enter_context(computing_loss(module, shard.loss))
+                follow_longest(self.rotary, shard.batch.whole, stack)
+            if isinstance(shard.loss, ShardedLoss):
+                replaced(stack, module, "_loss_function", shard.loss)
             output = forward.run_packed(shard.arguments, shard.batch)
         if not shard.batch.attended:
             raise UnsupportedModelError(
                 f"{forward.name} converts attention_mask before attention, so layers saw only this rank's tokens. "
                 "Train it without SequenceParallel."
             )
-        output = self._finish(module, output, shard)
-        return output.to_tuple() if as_tuple else output
+        return self._finish(module, output, shard)
 
     @outside_of_graphs
     def _shard(self, forward: Pipeline, arguments: dict[str, Any]) -> Shard:
         """This rank's share of a call. Every rank calls this with the same full batch."""
         context, module, error = self.context, forward.module, None
         try:
-            routers = self.has_routers and wants_router_loss(arguments, module)
+            routers = arguments.get("output_router_logits")
+            if routers is None:
+                routers = getattr(module.config.get_text_config(), "output_router_logits", False)
             if forward.path == "":
                 self._require_heads_in_place(module)
             whole = _read(forward, arguments)
@@ -134,22 +125,23 @@ class ShardStage:
         sharded: dict[str, Any] = {}
         for name, x in arguments.items():
             if name not in REPLACED:
-                sharded[name] = _own_rows(x, sharding)
+                rows = isinstance(x, Tensor) and x.shape[:2] == sharding.tokens
+                sharded[name] = sharding.shard(x) if rows else x
         if whole.position_ids is not None:
             sharded["position_ids"] = batch.position_ids
         if forward.base.takes_cache or "use_cache" in forward.names:
             sharded["use_cache"] = False
-        loss = head = None
+        loss: ShardedLoss | FusedHead | None = None
         if targets is not None:
-            own = sharding.shard(targets, fill=arguments.get("ignore_index", IGNORED))
+            ignored, items = arguments.get("ignore_index", IGNORED), arguments.get("num_items_in_batch")
+            own = sharding.shard(targets, fill=ignored)
             if arguments.get(FUSED_HEAD):
-                head = FusedHead(sharding, arguments)
-                sharded = {name: x for name, x in sharded.items() if name not in OWN_ARGUMENTS}
-                sharded |= {FUSED_HEAD: True, "shift_labels": own}
+                loss = FusedHead(sharding, own, arguments)
             else:
-                loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, targets)
-                sharded |= loss.of_fused(arguments) if self.fuses_loss else {"labels": own}
-        return Shard(batch, sharded, loss, head, routers)
+                items = (targets != ignored).sum() if items is None else items
+                loss = ShardedLoss(module.loss_function, self.fuses_loss, sharding, own, items)
+            sharded |= loss.arguments()
+        return Shard(batch, sharded, loss, bool(routers))
 
     def _targets(self, arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> Tensor | None:
         """The target of each token, of the shape `tokens`; None without labels."""
@@ -157,8 +149,8 @@ class ShardStage:
         own_head = bool(arguments.get(FUSED_HEAD))  # it reads shift_labels alone, and needs no loss function
         if labels is None and (targets is None or not own_head):
             return None
-        if not own_head and module.loss_function is not self._last_loss:
-            self._shifts, self._last_loss = shifts(module.loss_function), module.loss_function
+        if not own_head and self._read_loss[0] is not module.loss_function:
+            self._read_loss = module.loss_function, shifts(module.loss_function)
         for name, given in (("labels", labels), ("shift_labels", targets)):
             if given is not None and given.shape != tokens:
                 raise ValueError(
@@ -166,7 +158,7 @@ class ShardStage:
                 )
         if targets is not None:
             return targets
-        if labels is None or not (own_head or self._shifts):
+        if labels is None or not (own_head or self._read_loss[1]):
             return labels
         ignored = arguments.get("ignore_index", IGNORED)
         return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)  # the last token of a row has none
@@ -192,13 +184,13 @@ class ShardStage:
                 f"{type(module).__name__} returns a {type(output).__name__}; sequence parallelism needs a ModelOutput "
                 "of transformers, whose names say what each output is."
             )
-        if shard.head is not None:
-            return shard.head.finish(output)
+        if isinstance(shard.loss, FusedHead):
+            return shard.loss.finish(output)
         if shard.loss is not None:
             shard.loss.finish(module, output)
         if shard.routers:
             loss = None if shard.loss is None else shard.loss.result
-            with_router_loss(output, module, shard.batch.sharding, shard.batch.live(), loss)
+            with_router_loss(output, module, shard.batch, loss)
         for name, value in list(output.items()):
             if name not in ("loss", "aux_loss") and value is not None:
                 output[name] = self._rows(module, name, value, shard.batch.sharding)
@@ -232,17 +224,16 @@ class Cover(Pipeline):
 
     def __init__(self, below: Pipeline) -> None:
         super().__init__(below.module, below.context, below.base)
-        self.below = below
+        self.below, self.proof = below, below.proof
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed or not self.shard.context.running or self.context.current.told is not None:
-            return self.inner(*args, **kwargs)
-        return self.shard(self, self.bound(args, kwargs))
+        outside = self.shard.context.running and self.context.current.outer_batch is None
+        return super().__call__(*args, **kwargs) if outside else self.inner(*args, **kwargs)
 
 
 def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
     """The documents of a call; refuses arguments that can't be divided into rows of tokens."""
-    in_form(arguments, forward.name, forward.known)
+    check_arguments(arguments, forward.name, forward.known)
     base, ids, embeddings = forward.base, arguments.get("input_ids"), arguments.get("inputs_embeds")
     tokens = embeddings if ids is None else ids
     if (ids is None) == (embeddings is None) or not isinstance(tokens, Tensor):
@@ -280,11 +271,11 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         if name in REPLACED or name in ("input_ids", "inputs_embeds"):
             continue
         for x in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(x, Tensor) and x.ndim and x.shape[:2] != shape:
+            if isinstance(x, Tensor) and x.ndim and (x is not value or x.shape[:2] != shape):
                 raise UnsupportedModelError(
-                    f"{name} has shape {tuple(x.shape)}, which doesn't begin with the shape of the tokens, "
-                    f"{tuple(shape)}. Sequence parallelism can only shard arguments with one row per token. For images "
-                    "and sounds, embed all tokens on every rank and pass inputs_embeds."
+                    f"{name} has shape {tuple(x.shape)}, and sequence parallelism can only shard tensors with one row "
+                    f"per token, which begin with {tuple(shape)}. For images and sounds, embed all tokens on every "
+                    "rank and pass inputs_embeds."
                 )
     if arguments.get("position_ids") is None and "position_ids" in base.names and not base.gives_positions:
         raise UnsupportedModelError(
@@ -303,14 +294,6 @@ def _read(forward: Pipeline, arguments: dict[str, Any]) -> PackedBatch:
         positions = from_padding(whole, arguments.get("input_ids"), base.padding_place)
         whole = whole.replace(boundaries=starts, position_ids=positions)
     return whole
-
-
-def _own_rows(x: Any, sharding: Sharding) -> Any:
-    """This rank's rows of a tensor with one row per token, also within a tuple or list; other values unchanged."""
-    if isinstance(x, (tuple, list)):
-        parts = [_own_rows(part, sharding) for part in x]
-        return tuple(parts) if isinstance(x, tuple) else parts
-    return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
 
 
 def layer_specs(module: PreTrainedModel) -> tuple[MaskSpec, ...]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
-from tritonpack.parallel.comm import Ranks, sum_over
+from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.dimensions import Dimensions
 from tritonpack.parallel.layouts import Layout
 
@@ -94,8 +95,9 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, factor: int) -> Tensor:
-        ctx.factor = factor
-        return sum_over(part, ranks)
+        ctx.factor, total = factor, part.clone()
+        dist.all_reduce(total, group=ranks.group)
+        return total
 
     @staticmethod
     @once_differentiable

@@ -1,8 +1,7 @@
 """Layers that mix along the row: documents travel whole to one rank each, and their outputs travel back.
 
 A recurrence or a convolution begins anew with each document, so a rank that has all tokens of a document computes it as
-one process does. Each rank gets about equally many tokens. A document that lies on one rank stays there if it fits. A
-document that is much longer than a rank's share of the batch is refused.
+one process does. Each rank gets about equally many tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class WholeDocuments:
         """
         begin, length = batch.lengths()
         _require_short(length, ranks.size)
-        document = torch.repeat_interleave(torch.arange(length.shape[0], device="cpu"), length)
+        document = torch.repeat_interleave(length)
         rows = begin[document] + torch.arange(document.shape[0], device="cpu") - (length.cumsum(0) - length)[document]
         owner, place = torch.empty(2, layout.num_rows, dtype=torch.int64, device="cpu")
         for rank, own in enumerate(layout.rows_on_host):
@@ -59,7 +58,7 @@ class WholeDocuments:
         lengths = length[chosen == ranks.rank].tolist()
         if max(lengths, default=0) < LEAST:
             lengths.append(LEAST)
-        positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(batch.device)
+        positions = torch.cat([torch.arange(n, device=batch.device) for n in lengths])[None]
         self.packed_batch = PackedBatch(
             None, positions, None, positions.shape, batch.device, batch.serving, by_document=True
         )
@@ -109,21 +108,17 @@ def _require_short(length: Tensor, ranks: int) -> None:
     if longest * ranks > LONGEST * total:
         raise ValueError(
             f"a document has {longest} of the batch's {total} tokens, but layers with recurrences or convolutions "
-            f"compute each document whole on one of the {ranks} ranks, so it may have {LONGEST} times a rank's share, "
-            f"{int(LONGEST * total / ranks)} tokens. Put more documents into a batch, share it among fewer ranks, or "
-            "cut documents."
+            f"compute each document whole on one of the {ranks} ranks. At most {LONGEST} times a rank's equal share is "
+            f"allowed, here {int(LONGEST * total / ranks)}. Put more documents into a batch, share it among fewer "
+            "ranks, or cut documents."
         )
 
 
 def _divide(length: Tensor, owned: Tensor) -> Tensor:
-    """The rank that computes each document, (documents,) int64.
+    """The rank that computes each document, (documents,) int64, of which each rank has (documents, ranks) `owned` rows.
 
     The longest document is placed first. It goes to the rank that owns most of its rows among those where it fits into
     SLACK times an equal share of all tokens, or else to the rank with the fewest tokens so far.
-
-    Args:
-        length: (documents,) int64.
-        owned: (documents, ranks) int64, how many rows of each document each rank owns.
     """
     ranks = owned.shape[1]
     share = max(math.ceil(SLACK * int(length.sum()) / ranks), int(length.max()) if length.numel() else 0)

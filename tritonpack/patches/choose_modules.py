@@ -1,4 +1,4 @@
-"""Chooses the modules of a model to patch, and the forwards of layers, or refuses the model with the reason."""
+"""Chooses the modules to patch and the forwards of layers, or refuses the model with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_PADDED_ROWS = "Train it on padded rows, unpatched."
 
 
 class Options(NamedTuple):
-    """What a user asked `patch` for."""
+    """The options of `patch`."""
 
     attention: str = "tritonpack"
     backend: Backend = "auto"
@@ -38,10 +38,10 @@ class Options(NamedTuple):
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items()) or "the defaults"
 
 
-def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
-    """The modules to patch, the outermost first. Nothing is changed.
+def choose_modules(model: nn.Module, options: Options) -> list[PreTrainedModel]:
+    """Return the modules to patch, the outermost first. The model isn't changed.
 
-    The reason of a family comes first: it says more than what its modules lack.
+    The reason of a family is reported first, because it says more than a missing argument.
 
     Raises:
         UnsupportedModelError: documents can't be packed; the message says why.
@@ -51,32 +51,32 @@ def choose_modules(model: nn.Module, asked: Options) -> list[PreTrainedModel]:
             raise UnsupportedModelError(f"{_named(module)} can't be packed exactly: {why}. {ON_PADDED_ROWS}")
     modules = _modules(model)
     for module in modules:
-        _require_maskable(module, modules, asked)
+        _require_maskable(module, modules, options)
     for layer in modules_in(model):
         kind = type(layer).__name__
         if why := families.REFUSED_LAYERS.get(kind):
             (path,) = paths_of([layer], model)
             raise UnsupportedModelError(f"{path} ({kind}) can't be packed exactly: {why}. {ON_PADDED_ROWS}")
-    if asked.share_prefixes:
+    if options.share_prefixes:
         refuse_layers_in_trees(model)
     return modules
 
 
-def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], asked: Options) -> None:
-    """Refuse a module in which a mask can't keep documents apart, or not with these options."""
+def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], options: Options) -> None:
+    """Refuse a module in which a mask can't keep documents apart with these options."""
     names = inspect.signature(module.forward).parameters
-    meets = "encoder_hidden_states" in names and "encoder_attention_mask" not in names
-    if meets and module.config.is_encoder_decoder:
+    mixes = "encoder_hidden_states" in names and "encoder_attention_mask" not in names
+    if mixes and module.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{_named(module)} takes no mask for its cross-attention, so documents would not be told apart there. "
-            f"{ON_PADDED_ROWS.rstrip('.')}; decoders by themselves can be patched."
+            f"{_named(module)} takes no mask for its cross-attention, which would mix documents. "
+            f"{ON_PADDED_ROWS.rstrip('.')}, or patch its decoder alone."
         )
     typed = any(other.config.model_type in families.PROMPT_TYPES and holds(other, module) for other in modules)
     if module.config.model_type in families.BOTH_WAYS and is_bidirectional(module.config) and not typed:
         raise UnsupportedModelError(
             f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without padding "
-            "and one in a batch with it, so there is nothing to be equal to. Set it to False, or train on one document "
-            "per row, unpatched."
+            "and one direction in a batch with padding, so results of packed rows aren't defined. Set it to False, or "
+            "train on one document in each row, unpatched."
         )
     if getattr(module, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
@@ -84,17 +84,17 @@ def _require_maskable(module: PreTrainedModel, modules: list[PreTrainedModel], a
             "beginning of the row. Call model.set_attention_type('original_full') before you patch it."
         )
     dense = takes_dense_mask(module)
-    if asked.attention == "sdpa" and not takes_sdpa(module) and not dense:
+    if options.attention == "sdpa" and not takes_sdpa(module) and not dense:
         what = "sdpa" if not module._supports_sdpa else "sdpa with its softcap"
         raise UnsupportedModelError(f"{_named(module)} doesn't support {what}; use attention='eager' or 'tritonpack'.")
-    if not (asked.unpad or asked.share_prefixes):
+    if not (options.unpad or options.share_prefixes):
         return
-    for found, why in (
-        (dense, "takes a dense mask, which grows with the square of a row"),
-        (module.config.is_encoder_decoder, "is an encoder with a decoder, whose rows belong together in pairs"),
+    for applies, why in (
+        (dense, "takes a dense mask, whose memory grows with the square of the row length"),
+        (module.config.is_encoder_decoder, "is an encoder with a decoder, whose rows form pairs"),
         (families.ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__), "makes one vector of each row"),
     ):
-        if found:
+        if applies:
             raise UnsupportedModelError(
                 f"{_named(module)} {why}. unpad and share_prefixes would put all tokens of a batch into one row; leave "
                 "both out."
@@ -105,17 +105,17 @@ def _named(module: PreTrainedModel) -> str:
     return f"{type(module).__name__} (model type {module.config.model_type!r})"
 
 
-def tokens_enter(model: PreTrainedModel) -> bool:
-    """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
+def takes_text(model: PreTrainedModel) -> bool:
+    """Return whether a model in this one takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
     ids, models = {"input_ids", "decoder_input_ids"}, models_in(model)
-    return any(takes_tokens_and_mask(one) or ids & {*inspect.signature(type(one).forward).parameters} for one in models)
+    return any(takes_tokens_and_mask(m) or ids & {*inspect.signature(type(m).forward).parameters} for m in models)
 
 
 def _modules(model: nn.Module) -> list[PreTrainedModel]:
-    """The modules that take tokens and an attention mask, outermost first.
+    """Return the modules that take tokens and an attention mask, the outermost first.
 
-    Heads are left out: they pass both on to the model inside, and torch.compile runs the hooks of the outermost module
-    outside of its graph.
+    Heads are left out, because they pass both on to the model inside, and torch.compile runs the hooks of the outermost
+    module outside of its graph.
     """
     models = models_in(model)
     if not models:
@@ -129,14 +129,13 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     modules = [module for module in takes_tokens if not is_head(module)]
     if not modules:
         raise UnsupportedModelError(
-            f"{_named(models[0])} takes no attention_mask, so nothing can tell it where documents begin. "
-            f"{ON_PADDED_ROWS}"
+            f"{_named(models[0])} takes no attention_mask, so its documents can't be kept apart. {ON_PADDED_ROWS}"
         )
     return modules
 
 
-# Layers that get a forward of their own.
-REWRITTEN: dict[str, type[InstanceForward]] = {
+# New forwards of layers, by class.
+LAYER_FORWARDS: dict[str, type[InstanceForward]] = {
     "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,
     "FalconFlashAttention2": FalconAttention,
@@ -146,11 +145,11 @@ REWRITTEN: dict[str, type[InstanceForward]] = {
 
 
 def forward_for(layer: nn.Module, context: PackingContext, capabilities: Capabilities) -> InstanceForward | None:
-    """The forward that a layer gets; None if it keeps its own."""
+    """Return the new forward of a layer; None if it keeps its own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
     if name in families.MIXERS:
         return DocumentByDocument(layer, context, capabilities)
     if (home, name) in families.OWN_MASKS:
         return DocumentMask(layer, context, families.OWN_MASKS[home, name])
-    kind = LocalPositions if name in families.POSITION_TABLES else REWRITTEN.get(name)
+    kind = LocalPositions if name in families.POSITION_TABLES else LAYER_FORWARDS.get(name)
     return None if kind is None else kind(layer, context)

@@ -1,7 +1,7 @@
-"""A padded batch as one row without padding and, if asked for, without a second copy of a common beginning.
+"""Compaction: a padded batch becomes one row without padding and, with share_prefixes, without repeated beginnings.
 
-The row takes the place of the batch in a call, and its outputs are laid back into the batch afterwards. A causal head
-runs on the row, too; any other head gets states that were laid back.
+The model runs on the row in place of the batch, and its outputs are laid back into the batch. A causal head runs on the
+row, too; any other head gets hidden states that were laid back.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
-from tritonpack.patches.families import OF_OTHERS, is_of_tokens
+from tritonpack.patches.families import MEDIA_NAMES, is_of_tokens
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.parse_inputs import PACKING
+from tritonpack.patches.parse_inputs import PACKING_ARGUMENTS
 from tritonpack.patches.placement import Placement, Row
 from tritonpack.patches.targets import IGNORED, before_documents
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
@@ -28,25 +28,25 @@ from tritonpack.patches.tensor_like import TensorLike, as_tensor
 # Sharing less than a twentieth of the tokens costs more than it saves.
 WORTHWHILE = 0.95
 
-# Tensors with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
-ORDINARY = ("encoder_hidden_states", "labels")
+# Arguments that prevent compaction: keys of an encoder, and labels of a module that computes its own loss.
+UNCOMPACTED = ("encoder_hidden_states", "labels")
 
 LABELS = {"labels", "shift_labels"}
-OF_HEADS = {*LABELS, "logits_to_keep"}  # arguments of causal heads
-OF_ROWS = {*OF_HEADS, "attention_mask"}  # arguments by which tokens that are equal may differ
+HEAD_ARGUMENTS = {*LABELS, "logits_to_keep"}  # of causal heads
+NOT_COMPARED = {*HEAD_ARGUMENTS, "attention_mask"}  # arguments in which shared tokens may differ
 
-REAL, BEGINS, BEFORE = 1, 2, 4  # what a token is: no padding, a document's first, padding right before a document
+REAL, BEGINS, BEFORE = 1, 2, 4  # flags of tokens: not padding, first of a document, padding right before a document
 
-LOCK = threading.Lock()  # of all counts: threads may share a model
+LOCK = threading.Lock()  # protects all counts: threads may share a model
 
 
 @dataclass
 class Saved:
-    """What a patch with `unpad` has saved since it was put on.
+    """Counts of tokens since the model was patched with `unpad` or `share_prefixes`.
 
     Attributes:
         tokens_given: tokens of all batches, padding included.
-        tokens_computed: tokens that the model ran on.
+        tokens_computed: tokens on which the model ran.
     """
 
     tokens_given: int = 0
@@ -58,12 +58,12 @@ class Saved:
 
 
 class Compaction:
-    """Makes one row of the batches of a patched model.
+    """Makes one row of each batch of a patched model.
 
     Attributes:
-        share_prefixes: whether tokens of common beginnings run once.
-        longest: the longest row that isn't left as it is, because longer ones change rotary embeddings; None for any.
-        saved: the count of tokens.
+        share_prefixes: whether documents share the tokens that they begin with.
+        longest: the longest row that is compacted; longer ones would change rotary embeddings. None for no limit.
+        saved: the counts of tokens.
     """
 
     def __init__(self, share_prefixes: bool, longest: int | None = None) -> None:
@@ -74,15 +74,15 @@ class Compaction:
         self, packed_batch: PackedBatch, arguments: dict[str, Any], shifts: bool | None = None,
         labels: Tensor | None = None,
     ) -> PackedBatch:  # fmt: skip
-        """Replace the arguments of a call by those of one row, and return its packing.
+        """Replace the arguments of a batch by the arguments of one row, and return the row's packed batch.
 
-        Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
-        cache or is one rank's part of a batch, if it has no padding and nothing to share, or if an argument belongs
-        neither to tokens nor to images. Labels of a causal head on padding are refused.
+        Waits for the device once, to read the tokens that aren't padding. A call stays unchanged if it uses a cache, is
+        one rank's part of a batch, has no padding and nothing to share, or has an argument that belongs neither to
+        tokens nor to images. Labels of a causal head on padding are refused.
 
         Args:
             shifts: whether the causal head that runs on the row shifts its labels; None for a base model.
-            labels: those that the head's loss reads.
+            labels: the labels that the head's loss reads.
         """
         packed_batch.compacted = True
         may_replace = self._may_replace(packed_batch, arguments, shifts is not None)
@@ -95,22 +95,22 @@ class Compaction:
             return packed_batch
         starts, live = packed_batch.runs()
         mask = None if live is None else row.placement.take(live).int()
-        return move(packed_batch, row.placement, arguments, mask, row.placement.take(starts), row=row)
+        return replace_by_row(packed_batch, row.placement, arguments, mask, row.placement.take(starts), row=row)
 
     def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any], is_head: bool) -> bool:
-        """Whether one row can take the place of the batch: each argument is of tokens or of images."""
+        """Return whether one row can replace the batch: each argument has values for tokens or for images."""
         tokens = packed_batch.tokens
         apart = packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None
         too_long = self.longest is not None and tokens[1] > self.longest
         if apart or too_long or packed_batch.shape != tokens or arguments.get("use_cache"):
             return False
-        own = (*PACKING, *OF_HEADS) if is_head else PACKING
+        own = (*PACKING_ARGUMENTS, *HEAD_ARGUMENTS) if is_head else PACKING_ARGUMENTS
         for name, value in arguments.items():
             if not isinstance(value, Tensor) or name in own:
                 continue
-            if name in ORDINARY:
+            if name in UNCOMPACTED:
                 return False
-            if value.ndim == 0 or OF_OTHERS.fullmatch(name):
+            if value.ndim == 0 or MEDIA_NAMES.fullmatch(name):
                 continue
             pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
             if pairs or not is_of_tokens(name, value, tokens):
@@ -120,7 +120,7 @@ class Compaction:
     def _row(
         self, packed_batch: PackedBatch, arguments: dict[str, Any], shifts: bool | None, labels: Tensor | None
     ) -> Row | None:
-        """The row of a batch; None if it stays as it is. This is the one place that waits for the device."""
+        """Make the row of a batch; None if the batch stays unchanged. Only this function waits for the device."""
         starts, live = packed_batch.runs()
         channels = _channels(packed_batch, arguments) if self.share_prefixes else []
         if not channels and live is None:
@@ -134,43 +134,43 @@ class Compaction:
         column = np.arange(tokens.numel()) % length
         predicts = runs = (table[0] & (REAL | BEFORE)) != 0
         if targets and shifts:
-            # Padding keeps a label that a document's last token predicts, such as a token for the end.
+            # A padding token runs if the last token of a document predicts its label, such as an end-of-text token.
             runs = predicts | ((table[1] != IGNORED) & np.roll(predicts, 1) & (column > 0))
         source = runs.nonzero()[0]
-        tree = _share(table[0][source], table[-len(channels) :, source]) if channels else None
+        tree = _shared_tree(table[0][source], table[-len(channels) :, source]) if channels else None
         if not len(source) or (len(source) == tokens.numel() and tree is None):
             return None
-        places = _on(device, source)
+        places = _to_device(device, source)
         row = Row(Placement(tokens, places, places))
         if tree is not None:
-            at, real, copied, ends = (_on(device, one) for one in tree)
+            at, real, copied, ends = (_to_device(device, array) for array in tree)
             row = replace(row, shared=Placement(torch.Size((1, len(source))), at, real, copied), ends=ends[None])
         if shifts is None:
             return row
-        column -= length - keep  # counted from the first one that has logits
-        shown = column[source] >= 0
-        kept = source[shown]
+        column -= length - keep  # counted from the first column with logits
+        has_logits = column[source] >= 0
+        kept = source[has_logits]
         if targets:
             kept_labels = _labels_of(kept, table[1], predicts, column, length, shifts)
             for name in LABELS & arguments.keys():
-                arguments[name] = _on(arguments[name].device, kept_labels)[None]
+                arguments[name] = _to_device(arguments[name].device, kept_labels)[None]
         if keep < length:
-            arguments["logits_to_keep"] = _on(device, shown.nonzero()[0])
+            arguments["logits_to_keep"] = _to_device(device, has_logits.nonzero()[0])
         elif "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = 0  # all
-        places = _on(device, kept // length * keep + column[kept])
+        places = _to_device(device, kept // length * keep + column[kept])
         return replace(row, logits=Placement(torch.Size((tokens[0], keep)), places, places))
 
 
-def move(
+def replace_by_row(
     batch: PackedBatch, placement: Placement, arguments: dict[str, Any], mask: Tensor | None, starts: Tensor | None,
     **others: Any,
 ) -> PackedBatch:  # fmt: skip
-    """Replace the arguments of a batch's tokens by those of a row's, and return the row's packing."""
+    """Replace the arguments of a batch's tokens by the arguments of a row, and return the row's packed batch."""
     for name, value in list(arguments.items()):
-        if name in PACKING:
+        if name in PACKING_ARGUMENTS:
             del arguments[name]
-        elif name not in OF_HEADS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
+        elif name not in HEAD_ARGUMENTS and isinstance(value, Tensor) and is_of_tokens(name, value, placement.tokens):
             arguments[name] = placement.take(value)
     arguments.pop("cache_position", None)
     positions = None if batch.position_ids is None else placement.take(batch.position_ids)
@@ -179,9 +179,9 @@ def move(
 
 
 def lay_back_head(output: Any, row: Row, later: bool) -> Any:
-    """The output of a causal head that ran on a row, as that of the batch.
+    """Lay the output of a causal head that ran on a row back into the batch.
 
-    Logits are laid back `later`, when they are read, in a training step, which doesn't read them.
+    With `later` logits are laid back when they are read; a training step doesn't read them.
     """
     assert row.logits is not None
     kind: Any = type(output)
@@ -189,14 +189,14 @@ def lay_back_head(output: Any, row: Row, later: bool) -> Any:
     logits = values.pop("logits", None)
     row.placement.lay_back_all(values)
     if logits is not None and later:
-        kind, values["logits"] = _class_of(kind), LaidBack(row.logits, logits)
+        kind, values["logits"] = _class_of(kind), LazyLogits(row.logits, logits)
     elif logits is not None:
         values["logits"] = row.logits.lay_back(logits)
     return kind(**values)
 
 
-class LaidBack(TensorLike):
-    """The logits (B, K, vocabulary) of a call whose head ran on a row. An output holds it until they are read."""
+class LazyLogits(TensorLike):
+    """The logits (B, K, vocabulary) of a head that ran on a row; they are laid back when they are read."""
 
     ndim = 3
 
@@ -206,20 +206,20 @@ class LaidBack(TensorLike):
         self.dtype, self.device = values.dtype, values.device
         self.data: Tensor | None = None
 
-    def float(self) -> LaidBack:
-        """In float32: accelerate asks for it in mixed precision, whoever reads it."""
-        return LaidBack(self.placement, self.values.float())
+    def float(self) -> LazyLogits:
+        """Return the logits in float32. accelerate calls it in mixed precision even if nothing reads the logits."""
+        return LazyLogits(self.placement, self.values.float())
 
     def to_tensor(self) -> Tensor:
         if self.data is None:
-            with torch.enable_grad():  # the graph is that of the call
+            with torch.enable_grad():  # the logits are a part of the call's autograd graph
                 self.data = self.placement.lay_back(self.values)
         return self.data
 
 
-class _LogitsWhenRead:
-    """Methods added to the class of an output. `items()` and `values()` lay no logits back, because accelerate and DDP
-    go through them in each call."""
+class _LazyLogitsOutput:
+    """Methods added to the class of an output, which lay back its logits when they are read. `items()` and `values()`
+    don't, because accelerate and DDP iterate over them in each call."""
 
     @property
     def logits(self) -> Tensor:
@@ -237,19 +237,19 @@ class _LogitsWhenRead:
         return as_tensor(super().get(key, default))  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
-        plain: Any = type(self).__mro__[2]  # a copy, or a pickle, is of an output with its logits
+        plain: Any = type(self).__mro__[2]  # copies and pickles have ordinary logits
         return plain(**{name: self[name] for name in self.keys()}).__reduce__()  # type: ignore[attr-defined]
 
 
 @cache
 def _class_of(kind: Any) -> Any:
-    return type(kind)(kind.__name__, (_LogitsWhenRead, kind), {"__module__": kind.__module__})
+    return type(kind)(kind.__name__, (_LazyLogitsOutput, kind), {"__module__": kind.__module__})
 
 
-def _share(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...] | None:
-    """Where the M tokens of a row lie in a tree: (source, real, copied, ends), None if it isn't worthwhile.
+def _shared_tree(flags: NDArray[np.int64], channels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...] | None:
+    """Place the M tokens of a row in a tree: (source, real, copied, ends), or None if sharing isn't worthwhile.
 
-    `channels`, (n, M), are the numbers of each token that must be equal for two tokens to be one.
+    `channels`, (n, M), are numbers of each token. Two tokens may be shared if all of their numbers are equal.
     """
     real, padding = (flags & REAL).nonzero()[0], (flags & REAL == 0).nonzero()[0]
     begins = (flags[real] & BEGINS).nonzero()[0]
@@ -269,11 +269,11 @@ def _labels_of(
     kept: NDArray[np.int64], labels: NDArray[np.int64], predicts: NDArray[np.bool_], column: NDArray[np.int64],
     length: int, shifted: bool,
 ) -> NDArray[np.int64]:  # fmt: skip
-    """The labels of the `kept` tokens (S,), which have logits, for a loss along the row. Labels on padding are refused.
+    """Return the labels of the `kept` tokens (S,), which have logits. Labels on padding are refused.
 
-    A loss that shifts labels predicts each from the token before it in the row. Where that isn't the token before it in
-    the batch, the label is left out, as in the batch. Other arrays are (B * T,): labels, which tokens run and predict,
-    and the column of each, negative before the first one that has logits.
+    A loss that shifts labels predicts each label from the previous token in the row. If that isn't the previous token
+    in the batch, the label is ignored, as in the batch. Other arrays are (B * T,): the labels, which tokens run and
+    predict, and the column of each token, negative before the first column with logits.
     """
     used = predicts[kept - shifted] & (column[kept] >= shifted)
     lost = (labels != IGNORED) & (column >= shifted)
@@ -282,29 +282,29 @@ def _labels_of(
         place = int(lost.nonzero()[0][0])
         row, at = divmod(place, length)
         raise ValueError(
-            f"the label {labels[place]} in row {row} would be predicted at token {at - shifted}, which "
-            f"attention_mask says is padding, and padding isn't computed. Set labels of padding to {IGNORED}, as "
-            "collators of transformers do."
+            f"the label {labels[place]} in row {row} would be predicted at token {at - shifted}, which attention_mask "
+            f"marks as padding, and padding isn't computed. Set labels of padding to {IGNORED}, as collators of "
+            "transformers do."
         )
     return np.where(used, labels[kept], IGNORED)
 
 
-def _on(device: torch.device, array: NDArray[np.int64]) -> Tensor:
+def _to_device(device: torch.device, array: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:
-    """The numbers (B, T) of each token that must be equal for two tokens to be one; none if tokens can't be compared:
-    a call with embeddings, with images, or with numbers that aren't integers."""
+    """Return numbers (B, T) that must be equal for two tokens to be shared; none for a call with embeddings, images, or
+    numbers that aren't integers, in which tokens aren't compared."""
     if arguments.get("input_ids") is None:
         return []
-    found, tokens = [], packed_batch.tokens
+    channels, tokens = [], packed_batch.tokens
     for name, value in arguments.items():
-        if not isinstance(value, Tensor) or name in (*PACKING, *OF_ROWS) or value.ndim == 0:
+        if not isinstance(value, Tensor) or name in (*PACKING_ARGUMENTS, *NOT_COMPARED) or value.ndim == 0:
             continue
-        if value.is_floating_point() or OF_OTHERS.fullmatch(name):
+        if value.is_floating_point() or MEDIA_NAMES.fullmatch(name):
             return []
         several = value.shape[:2] not in (tokens, (1, tokens[1]))  # positions of n kinds, (n, B, T)
         rows = value if several else value.reshape(*value.shape[:2], -1).unbind(-1)
-        found += [one.to(packed_batch.device).expand(tokens) for one in rows]
-    return found
+        channels += [channel.to(packed_batch.device).expand(tokens) for channel in rows]
+    return channels

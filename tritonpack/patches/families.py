@@ -1,6 +1,6 @@
-"""What is special about model families, classes, arguments and outputs, as tables.
+"""Tables of the special cases: model families, classes, arguments and outputs.
 
-A row is added only with tests that show it.
+A row is added only with tests that need it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _names(words: str) -> frozenset[str]:
 # Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory.
 DENSE = _names("big_bird bloom git gpt_neo gpt_neox_japanese megatron-bert mpt mvp rembert roformer trocr xglm")
 
-# The same in transformers before these versions.
+# Model types that needed a dense mask before these versions of transformers.
 DENSE_BEFORE = {"codegen": (5, 24), "gptj": (5, 24)}
 
 # Model types and classes that can't be packed exactly, and why.
@@ -48,7 +48,7 @@ COUNT_FROM_PADDING = _names(
     "xlm-roberta xlm-roberta-xl xmod"
 )
 
-# Tables of absolute positions that count the tokens of a row, whatever position ids the model gets.
+# Tables of absolute positions that count the tokens of a row, and ignore position ids.
 POSITION_TABLES = _names(
     "BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding "
     "BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding "
@@ -60,7 +60,7 @@ POSITION_TABLES = _names(
     "TrOCRSinusoidalPositionalEmbedding"
 )
 
-# Layers that mix tokens along the row by recurrence or convolution: each document runs by itself.
+# Layers that mix tokens along the row by recurrence or convolution; each document runs by itself.
 MIXERS = _names(
     "BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer "
     "Inkling2DynamicShortConvolution Inkling2LoopDynamicShortConvolution Inkling2LoopShortConvolution "
@@ -72,41 +72,41 @@ MIXERS = _names(
     "ZayaCCAProjection xLSTMLayer"
 )
 
-# Model types that count places, or make ALiBi, from the mask for padding, which must be as wide as their keys.
+# Model types that compute positions or ALiBi from the padding mask, which must be as wide as their keys.
 PLACES_FROM_MASK = _names("biogpt bloom falcon mpt opt")
 
 # Model types that treat padding tokens as padding if they get no mask.
 MASKS_PADDING = _names("t5_gemma_module")
 
-# Decoders with use_bidirectional_attention=True that see both directions if they get no mask, and one direction if they
-# get a causal mask.
+# Decoders with use_bidirectional_attention=True that see both directions without a mask, and one direction with a
+# causal mask.
 BOTH_WAYS = _names("gemma gemma2 gemma3")
 
-# Models around these decoders whose token_type_ids say which tokens see both directions: 0 for image and prompt.
+# Models around these decoders whose token_type_ids mark the tokens that see both directions: 0 for image and prompt.
 PROMPT_TYPES = _names("paligemma")
 
-# Attention that makes its own mask: the end of its module's name, its class, and the argument that gets our mask.
+# Attention that makes its own mask: (last part of its Python module, class): the argument that gets our mask.
 OWN_MASKS = {
     ("modeling_flaubert", "MultiHeadAttention"): "mask",
     ("modeling_openai", "Attention"): "attention_mask",
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
-# Model types whose causal mask sdpa leaves out, without padding, in versions of transformers before 5.24.
-UNLIKE_BY_SDPA = _names("doge")
+# Model types whose causal mask sdpa drops in a call without padding, in transformers before 5.24.
+SDPA_DROPS_MASK = _names("doge")
 
-# Attention among a token's own states, which needs no mask. It is called through transformers' interface.
+# Attention among the states of one token, which needs no mask. It is called through transformers' interface.
 WITHIN_TOKENS = _names(
     "Inkling2BlockAttentionResidual Inkling2LoopBlockAttentionResidual Inkling2LoopMessageAttentionResidual"
 )
 
-# Layers that mix documents with any arguments, and why.
+# Layers that mix documents in every call, and why.
 REFUSED_LAYERS = {
     "DogeCDMoE": "its router mixes the tokens of a row",
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
 
-# Layers that mix documents which share tokens, whatever a proof finds, and why.
+# Layers that mix documents that share tokens, even if a proof finds no difference, and why.
 REFUSED_IN_TREES = {"DogeAttention": "it keeps the best of a row's keys, of whichever document"}
 
 # Model types whose recurrent layers read padding like tokens, so padding on the left changes the whole row.
@@ -118,11 +118,11 @@ MASKS_LABELS = _names("encoder-decoder")
 # Encoder-decoder models that shift the encoder's tokens to the right if they get no tokens of the decoder.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
-# Ends of the names of classes that do the same, whatever their model type.
-HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+# Suffixes of classes that do the same in every model type.
+SHIFTING_HEADS = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
 
-# Classes whose results belong to a whole row: scores of it, a vector at its last special token, tokens up to its first
+# Classes with one result for each row: its scores, a vector at its last special token, or the tokens up to its first
 # separator.
 ONE_DOCUMENT_A_ROW = re.compile(
     r"\w*(ForSequenceClassification|ForNextSentencePrediction|ForMultipleChoice|RewardModel)"
@@ -130,29 +130,30 @@ ONE_DOCUMENT_A_ROW = re.compile(
 )
 
 # Classes whose logits are one number for each token: ELECTRA's discriminator, and TAPAS, which chooses cells.
-ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
+ONE_LOGIT_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 
 # Arguments that hold one target for each document.
 TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
 
-# Arguments and outputs of images and sounds. They have no value for each token of a row, whatever their shape.
-OF_OTHERS = re.compile(
+# Arguments and outputs of images and sounds. They have no value for each token of a row, even if their shape fits.
+MEDIA_NAMES = re.compile(
     r"(pixel|image|video|audio|visual|vision|speech|speaker|spectrogram|waveform|input_features|input_values|qformer"
     r"|flattened)\w*|lang_ids?|stop_labels"
 )
 
-# Arguments that match `OF_OTHERS` and do have a value for each token.
-OF_TOKENS_AFTER_ALL = re.compile(r"\w*position_mask|image_mask|image_attention_mask|visual_pos_masks")
+# Arguments that match `MEDIA_NAMES` but have a value for each token.
+TOKEN_MEDIA_NAMES = re.compile(r"\w*position_mask|image_mask|image_attention_mask|visual_pos_masks")
 
-# Outputs with one value for each document, whatever their shape.
-OF_DOCUMENTS = re.compile(
+# Outputs with one value for each document, even if their shape fits tokens.
+DOCUMENT_OUTPUTS = re.compile(
     r"logits|pool\w*_output|(text|sentence)_embeds|(seq_relationship|sop|cls|mc|relevance)_logits"
 )
 
 
 def is_of_tokens(name: str, value: Tensor, tokens: torch.Size) -> bool:
-    """Whether an argument has a value for each of (B, T) tokens: (B, T, ...), (1, T, ...), or n positions (n, B, T)."""
-    if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
+    """Return whether an argument has a value for each token: shape (B, T, ...), (1, T, ...), or n positions (n, B,
+    T)."""
+    if MEDIA_NAMES.fullmatch(name) and not TOKEN_MEDIA_NAMES.fullmatch(name):
         return False
     if name == "labels" and value.is_floating_point():  # scores
         return False

@@ -1,4 +1,4 @@
-"""Guards: calls that other code has made wrong, or would make wrong, are refused with the remedy."""
+"""Guards: refuse calls whose results other libraries would make wrong, and name the remedy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tritonpack.patches.parts import InstanceForward
 WHOLE_BATCH = "There every rank passes the whole batch. Or call tritonpack.unpatch(model)."
 
 
-# Modules of functions that shard rows, or keys, over ranks: each rank would see its own tokens alone.
+# Python modules whose functions shard rows or keys over ranks. Each rank of a patched model would see only its own
+# tokens.
 ULYSSES = "deepspeed.runtime.sequence_parallel"
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 ULYSSES_SHARDS = (
     "DeepSpeed's Ulysses (UlyssesSPAttentionHF, accelerate's sp_size) has replaced the attention {!r} in this process. "
-    "It shards rows without telling a patched model, and drops the mask that keeps documents apart. Leave out sp_size "
+    "It shards rows before attention, and drops the mask that keeps documents apart. Leave out sp_size "
     "and the registration of Ulysses, and share batches with tritonpack.SequenceParallel(model, group, "
     f"exchange='ulysses', layout='contiguous'), also under DeepSpeed's ZeRO. {WHOLE_BATCH}"
 )
@@ -38,14 +39,14 @@ CONTEXT_PARALLEL_SHARDS = (
 
 
 def refuse_other_attention(name: str) -> None:
-    """Raise an error that says what has replaced the attention function of a patched model's name."""
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
-    if found is None:  # such as in a process that unpickled a patched model
+    """Raise an error that names the function that replaced the attention function `name`."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None:  # such as in a process that unpickled a patched model
         raise UnsupportedModelError(
             f"the attention function {name!r} isn't registered in this process; call tritonpack.register() once "
             "before the model runs."
         )
-    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', found)}"
+    home = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
     raise UnsupportedModelError(
         f"the attention function {name!r} was replaced by {home}, which may drop the mask that keeps documents "
         "apart. Remove that replacement, or call tritonpack.unpatch(model)."
@@ -53,7 +54,7 @@ def refuse_other_attention(name: str) -> None:
 
 
 def require_masks_kept(module: nn.Module) -> None:
-    """Refuse a model, or a layer of one, whose mask accelerate's context parallelism removes."""
+    """Refuse a model, or a layer, whose mask is removed by accelerate's context parallelism."""
     for layer in modules_in(module):
         hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, FunctionType)]
         if any(hook.__module__.startswith("accelerate.big_modeling") for hook in hooks):
@@ -65,16 +66,16 @@ def require_masks_kept(module: nn.Module) -> None:
 
 
 CONTINUOUS_BATCHING = (
-    "continuous batching (generate_batch, init_continuous_batching) brings attention and masks of its own, which a "
-    "patched model doesn't have. Call tritonpack.unpatch(model) first, or use `with tritonpack.patch(model)` for "
+    "continuous batching (generate_batch, init_continuous_batching) uses its own attention and masks, which a patched "
+    "model doesn't support. Call tritonpack.unpatch(model) first, or use `with tritonpack.patch(model)` for "
     "training alone; model.generate() works while it is patched."
 )
 
 
 class VirtualTokens(InstanceForward):
-    """The forward of a wrapper of PEFT's, which puts virtual tokens before each row (prompt, prefix and p-tuning).
+    """The forward of a PEFT wrapper that puts virtual tokens before each row (prompt, prefix and p-tuning).
 
-    PEFT passes offsets and document numbers on for the tokens without the virtual ones, and leaves position ids out.
+    PEFT passes offsets and document numbers on without counting the virtual tokens, and drops position ids.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which keys transformers' mask functions let a query see, as an interval around the query's own place."""
+"""Translates transformers' mask functions to intervals of keys around each query's own place."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROWS_AT_ONCE = 1024  # of a dense mask
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """What the layers of one kind see of their document.
+    """The visible keys of the layers of one kind, within a document.
 
     Attributes:
         reach: windows and chunks within the document.
-        overlay: a mask function in the coordinates of the row, for masks that models compose themselves (images that
-            see all of themselves, prefixes); None without. An overlay replaces the reach.
+        overlay: a mask function in the coordinates of the row, for masks that models compose themselves (prefixes, or
+            images whose tokens see each other); else None. An overlay replaces the reach.
     """
 
     reach: Reach
@@ -33,7 +33,7 @@ class MaskSpec:
 
     @classmethod
     def of(cls, window: Window, chunk_size: int | None = None) -> MaskSpec:
-        """The window (left, right) and the chunks, as `BlockDiagonalMask` takes them."""
+        """Make a spec of the window (left, right) and the chunk size, as in `BlockDiagonalMask`."""
         return cls(check_reach(window, causal=False, chunk_size=chunk_size))
 
 
@@ -44,12 +44,12 @@ WHOLE_DOCUMENT = MaskSpec(EVERY_KEY)
 def read_mask_spec(
     mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any], queries: int
 ) -> MaskSpec:
-    """The kind of mask that transformers asks for, from the arguments of its mask function for layers of a `config`.
+    """Read the spec of a mask from the arguments that transformers passes to its mask function.
 
-    transformers allows to skip a mask (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only if nothing was added
-    to its own function. Then `local_size`, the window or chunk, describes the mask completely. Any other function is an
-    overlay. If a model composes its own mask, transformers sets `use_vmap` and does not allow to skip the mask, nor for
-    one query that reads a static cache.
+    transformers allows a mask to be skipped (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only if the model
+    added nothing to transformers' own function. Then `local_size`, the window or chunk, describes the mask completely.
+    Any other function is an overlay. If a model composes its own mask, transformers sets `use_vmap` and forbids to skip
+    the mask. It also forbids it for one query that reads a static cache.
 
     Raises:
         UnsupportedModelError: chunks and an overlay at once, or a size that may belong to chunks or to a window.
@@ -65,8 +65,8 @@ def read_mask_spec(
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
     if chunked and (composed or getattr(config, "sliding_window", None) == local_size):
         raise UnsupportedModelError(
-            f"a mask of local size {local_size} may be chunks, a window, or one of them under a mask of the model's "
-            "own; tritonpack can't tell which. Unpatch the model."
+            f"a mask of local size {local_size} may be chunks, a window, or one of them combined with the model's own "
+            "mask; tritonpack can't decide which. Unpatch the model."
         )
     if chunked:
         return MaskSpec.of((-1, 0), local_size)
@@ -79,7 +79,7 @@ def read_mask_spec(
             if not torch.equal(seen, (gaps >= -left) & (gaps <= right)):
                 raise ValueError(
                     f"this model's mask function isn't the window {window} (keys to the left, to the right) of its "
-                    "arguments, so tritonpack can't tell what its layers see. Unpatch the model."
+                    "arguments, so tritonpack doesn't know which keys its layers see. Unpatch the model."
                 )
         return MaskSpec.of(window)
     return MaskSpec(EVERY_KEY, mask_function)
@@ -88,12 +88,12 @@ def read_mask_spec(
 def overlay_intervals(
     overlay: MaskFunction, rows: Tensor, begin: Tensor, end: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """The keys that a mask function lets each query see. It is evaluated for every pair, as in stock transformers.
+    """Evaluate a mask function for every pair, as stock transformers does, and return each query's interval of keys.
 
     Args:
         overlay: as transformers composes it, in the coordinates of the row.
         rows: (B, T) int64, each query's own place.
-        begin, end: (B, T) int64, the bounds of the keys that it may see at most; equal if it may see none.
+        begin, end: (B, T) int64, the outer bounds of the keys that it may see; equal if it may see none.
 
     Returns:
         start and stop, (B, T) int64. They must be one interval around the query's own place (not checked in graphs).
@@ -102,7 +102,7 @@ def overlay_intervals(
     head, keys = torch.zeros((), dtype=torch.long, device=rows.device), torch.arange(num_keys, device=rows.device)
     end = torch.where((rows >= begin) & (rows < end), end, begin)  # padding sees nothing
     queries = (batch, rows, begin, end)
-    # A graph is not tied to a length, so it has no number of pieces.
+    # A graph must fit all lengths, so it has no fixed number of pieces.
     pieces = (
         [queries] if torch.compiler.is_compiling() else zip(*(x.split(ROWS_AT_ONCE, 1) for x in queries), strict=True)
     )
@@ -116,9 +116,9 @@ def overlay_intervals(
         around = (count == 0) | ((start <= own) & (own < stop))
         require(
             ((seen == ((keys >= start) & (keys < stop))) & around).all(),
-            "the mask that this model composes lets a token see keys that aren't one interval around its own place "
-            "(such as two images with one number in a document), which tritonpack's kernels can't express. Number "
-            "images differently, or unpatch the model.",
+            "the mask that this model composes lets a token see keys that aren't one interval around its own place, "
+            "such as two images with the same number in a document. tritonpack's kernels don't support this. Give each "
+            "image its own number, or unpatch the model.",
         )
         bounds.append(torch.cat([start, stop], dim=-1))
     start, stop = torch.cat(bounds, dim=1).unbind(-1)

@@ -1,4 +1,4 @@
-"""What a proof measures with: documents laid out in rows, outputs cut into documents, and calls that leave no trace."""
+"""Tools of a proof: lay documents out in rows, cut outputs into documents, and run calls that leave no trace."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Batch:
     Attributes:
         ids: (B, T) token ids, 0 for padding.
         spans: the row of each document, and the places of its tokens in that row, in the documents' order.
-        arguments: what the model is given besides the ids.
-        source: the encoder's documents, where `ids` are the decoder's.
+        arguments: the arguments of the call besides the ids.
+        source: the encoder's documents, if `ids` are the decoder's; else None.
     """
 
     ids: Tensor
@@ -39,14 +39,14 @@ class Batch:
     source: Batch | None = None
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return values of rows `[b, t, n]` as values of all documents, one after the other, `[tokens, n]`."""
+        """Gather values of rows `[b, t, n]` into values of all documents, one after the other, `[tokens, n]`."""
         return torch.cat([values[row, span] for row, span in self.spans])
 
 
 def lay_out(rows: Iterable[Iterable[int]], documents: Sequence[Tensor], *, left: bool = False, more: int = 0) -> Batch:
-    """Lay out documents (1, n) by their numbers in rows, which are padded to the longest and by `more` tokens.
+    """Lay out documents (1, n) in rows, each a list of numbers of documents, with `more` tokens of padding.
 
-    The arguments are position ids and the mask.
+    Rows are padded to the longest. The arguments are position ids and the mask.
     """
     rows = [list(row) for row in rows]
     width = max(sum(documents[i].numel() for i in row) for row in rows) + more
@@ -63,7 +63,7 @@ def lay_out(rows: Iterable[Iterable[int]], documents: Sequence[Tensor], *, left:
 
 
 def ordinary_tokens(model: Any, size: int | None = None) -> Tensor:
-    """(k,) the token ids below `size` that the configuration names for no purpose, such as padding."""
+    """Return (k,), the token ids below `size` without the special tokens of the configuration, such as padding."""
     size = size or model.get_input_embeddings().num_embeddings
     named = special_tokens(model.config) if hasattr(model, "config") else set()
     tokens = torch.tensor([token for token in range(size) if token not in named], device="cpu")
@@ -77,7 +77,7 @@ def draw(tokens: Tensor, lengths: Sequence[int], seed: int) -> list[Tensor]:
 
 
 def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """The argument that marks all tokens (B, T) as prompts, for models that require it (`PROMPT_TYPES`)."""
+    """Return the argument that marks all tokens (B, T) as prompts, for models that require it (`PROMPT_TYPES`)."""
     typed = any(module.config.model_type in PROMPT_TYPES for module in models_in(model))
     return {"token_type_ids": torch.zeros_like(ids)} if typed else {}
 
@@ -99,7 +99,7 @@ def tensors_in(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def cut(x: Tensor, batch: Batch) -> list[Tensor] | None:
-    """The part of each document in values for each token, (B, T, ...), (k, B, T, ...) or (B * T, ...); else None."""
+    """Cut values for each token, (B, T, ...), (k, B, T, ...) or (B * T, ...), into documents; None for other shapes."""
     for side in filter(None, (batch, batch.source)):
         rows, width = side.ids.shape
         if x.ndim > 1 and x.shape[:1] == (rows * width,) and rows * width > 1:
@@ -112,30 +112,30 @@ def cut(x: Tensor, batch: Batch) -> list[Tensor] | None:
 
 
 def parts_in(output: Any, batch: Batch) -> dict[str, list[Tensor] | Tensor]:
-    """Cut all tensors of an output into documents; a tensor that has no part for each document stays whole."""
-    found: dict[str, list[Tensor] | Tensor] = {}
+    """Cut all tensors of an output into documents. A tensor that has no part for each document stays whole."""
+    parts_by_name: dict[str, list[Tensor] | Tensor] = {}
     for name, x in tensors_in(output):
         parts = cut(x, batch)
         if parts is None and "." not in name and x.shape[:1] == (len(batch.spans),):
             parts = list(x)
         if parts is not None or "." not in name:  # other tensors in tuples are caches
-            found[name] = x if parts is None else parts
-    return found
+            parts_by_name[name] = x if parts is None else parts
+    return parts_by_name
 
 
 @contextmanager
 def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> Iterator[list[torch.dtype]]:
-    """Replace the logits of a model's output embeddings by random ones, and yield the dtypes of those replaced.
+    """Replace the logits of a model's output embeddings by random ones, and yield the dtypes of the replaced logits.
 
-    Each document has a seed and a size.
+    `draws` are the seed and the size of each document's logits.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def replace(module: nn.Module, given: Any, logits: Any) -> Tensor | None:
         if type(logits) is not Tensor or logits.shape[:-1].numel() != batch.ids.numel():
             return None
-        found.append(logits.dtype)
+        dtypes.append(logits.dtype)
         drawn = torch.zeros(*batch.ids.shape, logits.shape[-1], device="cpu")
         for place, (seed, size) in zip(batch.spans, draws, strict=True):
             drawn[place] = size * torch.randn(
@@ -145,7 +145,7 @@ def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> 
 
     hook = head.register_forward_hook(replace) if isinstance(head, nn.Module) else None
     try:
-        yield found
+        yield dtypes
     finally:
         if hook is not None:
             hook.remove()
@@ -155,8 +155,8 @@ def logits_drawn(model: Any, batch: Batch, draws: Sequence[tuple[int, int]]) -> 
 def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> float:
     """Return the largest difference, relative to the largest of all expected values.
 
-    None stands for zeros, as in gradients of parameters that take no part. The result is infinite where shapes differ,
-    for an expected NaN, and where one of two values is finite and the other isn't.
+    None stands for zeros, as in gradients of unused parameters. The result is infinite if shapes differ, if an expected
+    value is NaN, or if only one of two values is finite.
     """
     largest, worst = torch.finfo(torch.float32).eps, 0.0  # smaller values count as rounding
     for a, b in zip(expected, got, strict=True):
@@ -176,22 +176,26 @@ def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> fl
 
 
 def half_the_digits(dtype: torch.dtype) -> float:
-    """The largest relative difference that counts as rounding between two ways to compute a whole model."""
+    """Return the largest relative difference that counts as rounding between two ways to compute a whole model."""
     return max(torch.finfo(dtype).eps ** 0.5, 8 * torch.finfo(torch.float32).eps)  # float64 models use float32, too
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """The largest relative difference that counts as rounding between two shapes of a call.
+    """Return the largest relative difference that counts as rounding between two shapes of a call.
 
-    It is 256 units in the last place, and one unit in 16 bits, where wrong positions may move little more.
+    It is 256 units in the last place. In 16 bits it is one unit, because wrong positions may change results by little
+    more.
     """
     eps = torch.finfo(dtype).eps
     return max(256 * eps if eps < 1e-4 else eps, 8 * torch.finfo(torch.float32).eps)
 
 
 def first_moved(model: nn.Module, run: Callable[[Batch], Any], before: Batch, after: Batch, kept: Iterable[int]) -> str:
-    """The first module that lets documents meet: in two calls, with batches that agree in the documents `kept`, its
-    inputs for these agree and its output doesn't. Empty if there is none."""
+    """Return the first module that mixes documents, with its class; empty if there is none.
+
+    The batches of the two calls have the documents `kept` in common. For these the module gets equal inputs and returns
+    different outputs.
+    """
     kept = list(kept)
     seen: list[dict[str, list[list[Tensor]]]] = []
 
@@ -207,7 +211,7 @@ def first_moved(model: nn.Module, run: Callable[[Batch], Any], before: Batch, af
             for name, module in model.named_modules()
         ]
         try:
-            note("", batch, model, (), {}, run(batch))  # if a forward was called without its hooks
+            note("", batch, model, (), {}, run(batch))  # in case the forward is called without its hooks
         finally:
             for handle in handles:
                 handle.remove()
@@ -224,11 +228,11 @@ LARGE = 2**24  # a buffer with more elements isn't copied; a model that changes 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out the warnings that transformers and tritonpack give to users who train or generate."""
+    """Silence the warnings of transformers and tritonpack."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings(), notices.unheard():
+        with warnings.catch_warnings(), notices.silenced():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -237,7 +241,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_trace(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, nothing compiled anew. Modes, buffers, attributes, hooks and random state are restored then.
+    """Run in evaluation mode without compilation; then restore modes, buffers, attributes, hooks and random state.
 
     Raises:
         UnsupportedModelError: the model has changed a buffer that is too large to be copied.
@@ -246,10 +250,10 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     buffers = {id(b): b for b in model.buffers() if not b.is_meta and not b.is_inference()}.values()
     copies = [(b, b._version, b.detach().clone() if b.numel() < LARGE else None) for b in buffers]
-    # FSDP exchanges parameters itself. A dict of buffers or hooks is the same object before and after.
+    # FSDP replaces parameters itself. A dict of buffers or hooks stays the same object.
     attributes = [{k: v for k, v in m.__dict__.items() if k not in ("_parameters", "_modules")} for m in modules]
-    dicts = [{k: v.copy() for k, v in one.items() if isinstance(v, dict)} for one in attributes]
-    parameters = [frozenset(m._parameters) for m in modules]  # FSDP makes attributes of these
+    dicts = [{k: v.copy() for k, v in values.items() if isinstance(v, dict)} for values in attributes]
+    parameters = [frozenset(m._parameters) for m in modules]  # FSDP makes attributes with these names
     for module in modules:
         module.training = False
     try:
@@ -263,7 +267,7 @@ def no_trace(model: nn.Module) -> Iterator[None]:
             for name, content in contents.items():
                 before[name].clear()
                 before[name].update(content)
-        torch.clear_autocast_cache()  # a weight that was cast without gradients would get none
+        torch.clear_autocast_cache()  # else a weight that was cast without gradients would get none
         with torch.no_grad():
             for buffer, version, copied in copies:
                 if buffer._version != version and copied is None:

@@ -1,4 +1,4 @@
-"""Walks over the modules of a model. `nn.Module.modules()` yields the same and takes ten times as long."""
+"""Iteration over the modules of a model. `nn.Module.modules()` yields the same and takes ten times as long."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def modules_in(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def models_in(model: nn.Module) -> list[PreTrainedModel]:
-    """The modules of a model that are models of transformers, the outermost first."""
+    """Return the modules of a model that are models of transformers, the outermost first."""
     return [module for module in modules_in(model) if isinstance(module, PreTrainedModel)]
 
 
 def paths_of(chosen: Sequence[nn.Module], model: nn.Module) -> tuple[str, ...]:
-    """The names that some modules have in a model, in the model's order."""
+    """Return the names of some modules in a model, in the model's order."""
     if not chosen:
         return ()
-    wanted = {id(module) for module in chosen}
-    return tuple(path for path, module in model.named_modules() if id(module) in wanted)
+    ids = {id(module) for module in chosen}
+    return tuple(path for path, module in model.named_modules() if id(module) in ids)
 
 
 def holds(outer: nn.Module, inner: nn.Module) -> bool:
-    """Whether the inner module is the outer one or lies in it."""
+    """Return whether `inner` is `outer` or one of its submodules."""
     return any(module is inner for module in modules_in(outer))

@@ -1,4 +1,4 @@
-"""Reads where documents begin from the arguments of a call. Contradicting arguments, and near misses, are refused."""
+"""Reads the documents of a call from its arguments. Refuses contradicting arguments and misspelled names."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tritonpack.checks import FLOAT_MASKS, MASKS, describe, holds_numbers, mask_
 from tritonpack.masks.block_diagonal import changes, document_starts
 from tritonpack.masks.pairs import REMEDY, number_documents
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
-from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, excerpt
 from tritonpack.patches.tensor_like import TensorLike
 
-# The arguments that tell documents apart.
+# The arguments that mark documents.
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 TREE = "tree_ends"
-OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
-TELLING = (*OF_TOKENS, *OFFSETS, TREE)
+TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "seq_idx")
+DOCUMENT_ARGUMENTS = (*TOKEN_ARGUMENTS, *OFFSETS, TREE)
 
-# The arguments that tell documents apart in an encoder and in a decoder, by the names that `make_packed_batch` reads.
-SOURCE = {**{name: name for name in OF_TOKENS}, "cu_seq_lens_q": "cu_seq_lens_k"}
-TARGET = {**{name: f"decoder_{name}" for name in OF_TOKENS}, "cu_seq_lens_q": "cu_seq_lens_q"}
+# The arguments that mark documents of an encoder and of a decoder, by the names that `make_packed_batch` reads.
+ENCODER = {**{name: name for name in TOKEN_ARGUMENTS}, "cu_seq_lens_q": "cu_seq_lens_k"}
+DECODER = {**{name: f"decoder_{name}" for name in TOKEN_ARGUMENTS}, "cu_seq_lens_q": "cu_seq_lens_q"}
 
 # The arguments that pass a cache. Since transformers 5.24 "cache" replaces "past_key_values" and "cache_params".
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
-# Set on a cache whose first tokens had positions that a patch counted in each document, not the model along the row.
+# Attribute of a cache whose first tokens have positions that a patch counted in each document.
 COUNTED = "tritonpack_counted"
 
-# The arguments that say how a row is packed. They mean nothing for a row with one document.
-PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
+# The arguments that describe a packed row. A row with one document needs none of them.
+PACKING_ARGUMENTS = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE)
 
-# What the arguments that tell documents apart must be.
+# The form that each of these arguments must have.
 FORMS = {
     "attention_mask": (
         "a two-dimensional tensor of bool, signed integers or floats, 0 for padding and 1, or the number of the "
@@ -52,11 +52,11 @@ FORMS = {
     ),
     TREE: "an integer tensor of the tokens' shape, int32 or int64, the place after the last token below each token",
 }
-FORMS |= {"cu_seq_lens_k": FORMS["cu_seq_lens_q"]} | {f"decoder_{name}": FORMS[name] for name in OF_TOKENS}
+FORMS |= {"cu_seq_lens_k": FORMS["cu_seq_lens_q"]} | {f"decoder_{name}": FORMS[name] for name in TOKEN_ARGUMENTS}
 
 
 def cache_of(values: Mapping[str, Any]) -> Any:
-    """The cache among the arguments or the outputs of a call, under any of its names; None without one."""
+    """Return the cache among the arguments or the outputs of a call, under any of its names; None without one."""
     for name, value in values.items():
         if name in CACHES and value is not None:
             return value
@@ -64,7 +64,7 @@ def cache_of(values: Mapping[str, Any]) -> Any:
 
 
 def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:
-    """The tokens of a call and their shape (B, T): ids, or embeddings (B, T, n); None and () if there are none.
+    """Return the tokens of a call and their shape (B, T): ids, or embeddings (B, T, n); None and () without tokens.
 
     `side` is "decoder_" for the decoder's tokens.
     """
@@ -74,11 +74,11 @@ def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | No
     return embeds, torch.Size() if embeds is None else embeds.shape[:-1]
 
 
-def in_form(arguments: dict[str, Any], model: str, known: Collection[str]) -> None:
-    """Make position ids (T,) one row (1, T), and refuse arguments that nothing reads, or in another form than `FORMS`.
+def check_arguments(arguments: dict[str, Any], model: str, known: Collection[str]) -> None:
+    """Check the forms and the names of arguments, and make position ids (T,) one row (1, T).
 
     Args:
-        arguments: those of a call, by name; those that are None are ignored.
+        arguments: the arguments of a call by name; None counts as not passed.
         model: the name of the model's class.
         known: the names in the signatures of the model and of its patched module.
     """
@@ -87,10 +87,10 @@ def in_form(arguments: dict[str, Any], model: str, known: Collection[str]) -> No
         if value is None:
             continue
         if form is None:
-            if name not in known and (meant := meant_by(name)):
+            if name not in known and (meant := intended_argument(name)):
                 raise ValueError(
-                    f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by "
-                    f"it. Pass {meant}, {FORMS[meant]}, or leave {name!r} out."
+                    f"{model} was called with {name!r}, which no code reads, so it would not mark documents. Pass "
+                    f"{meant}, {FORMS[meant]}, or leave {name!r} out."
                 )
             continue
         if name.endswith("attention_mask"):
@@ -106,7 +106,7 @@ def in_form(arguments: dict[str, Any], model: str, known: Collection[str]) -> No
             raise ValueError(f"{name} must be {form}; got {describe(value)}.")
     if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
         raise ValueError(
-            f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass cu_seq_lens_q, "
+            f"{model} was called with 'cu_seq_lens_k' alone, which marks no documents. Pass cu_seq_lens_q, "
             f"{FORMS['cu_seq_lens_q']}."
         )
     mask = arguments.get("attention_mask")
@@ -117,8 +117,8 @@ def in_form(arguments: dict[str, Any], model: str, known: Collection[str]) -> No
         )
 
 
-# Names that other libraries use, and misspellings: the argument to pass instead.
-MEANT = {
+# Patterns of other libraries' names and of misspellings: the argument to pass instead.
+SIMILAR_NAMES = {
     r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
     r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
     r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
@@ -131,31 +131,31 @@ MEANT = {
 
 
 @cache
-def meant_by(name: str) -> str | None:
-    """The argument that a name is probably meant for; None for a name that is read, and for an unrelated name."""
-    if name in TELLING:
+def intended_argument(name: str) -> str | None:
+    """Return the argument that is probably meant by a name; None if the name is read, or is unrelated."""
+    if name in DOCUMENT_ARGUMENTS:
         return None
-    return next((meant for pattern, meant in MEANT.items() if re.fullmatch(pattern, name.lower())), None)
+    return next((meant for pattern, meant in SIMILAR_NAMES.items() if re.fullmatch(pattern, name.lower())), None)
 
 
 NOT_PATCHED = (
-    "has tritonpack's name but the model isn't patched, so packed documents would not be told apart. Its configuration "
-    "object may be shared with a patched model, which writes the name there: build this model from "
-    "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model). "
-    "Models that are loaded with attn_implementation='tritonpack' are patched when they are built, after "
-    "tritonpack.register(); a name that is written into a configuration later has no effect."
+    "is named 'tritonpack' but the model isn't patched, so packed documents would mix. If it shares its configuration "
+    "object with a patched model, build it from copy.deepcopy(config), made before the other model is patched, or call "
+    "tritonpack.patch(model) for this model, too. Models that are loaded with attn_implementation='tritonpack' are "
+    "patched when they are built, after tritonpack.register(); a name that is written into a configuration later has "
+    "no effect."
 )
 
 
-class OpenMaskError(ValueError):
-    """A mask was used before anything said where its documents begin."""
+class LazyMaskError(ValueError):
+    """A mask was used before its documents were known."""
 
 
 @dataclass(eq=False)
-class OpenMask(TensorLike):
-    """A mask that transformers made outside of a patched model's forward pass, so that its documents are not known yet.
+class LazyMask(TensorLike):
+    """A mask that transformers made outside of a patched model's forward pass, so its documents aren't known yet.
 
-    generate() makes such masks before it calls the model, and a model with our name that isn't patched gets one.
+    generate() makes such masks before it calls the model. A model that has the name and isn't patched gets one, too.
     """
 
     ndim = 4
@@ -167,35 +167,35 @@ class OpenMask(TensorLike):
     spec: MaskSpec
     device: torch.device
     dtype: torch.dtype = torch.bool
-    claimed: IntervalMask | None = None
+    resolved: IntervalMask | None = None
 
-    def to(self, *_: Any, **__: Any) -> OpenMask:
+    def to(self, *_: Any, **__: Any) -> LazyMask:
         return self
 
     def to_tensor(self) -> Tensor:
-        raise OpenMaskError(f"this model's attention {NOT_PATCHED}")
+        raise LazyMaskError(f"this model's attention {NOT_PATCHED}")
 
-    def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
-        """The mask for a call with these arguments; one mask for all layers that claim it."""
-        if self.claimed is None:
+    def resolve(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
+        """Return the mask of a call with these arguments. It is made once for all layers."""
+        if self.resolved is None:
             batch, _, queries, keys = self.shape
-            told = {**arguments, "attention_mask": self.attention_mask}
-            packed_batch = make_packed_batch(told, torch.Size((batch, queries)), self.device, serving)
-            self.claimed = packed_batch.interval_mask(keys, self.query_offset, self.key_offset, self.spec)
-        return self.claimed
+            marks = {**arguments, "attention_mask": self.attention_mask}
+            packed_batch = make_packed_batch(marks, torch.Size((batch, queries)), self.device, serving)
+            self.resolved = packed_batch.interval_mask(keys, self.query_offset, self.key_offset, self.spec)
+        return self.resolved
 
 
 def make_packed_batch(
     arguments: dict[str, Any], tokens: torch.Size, device: torch.device, serving: Serving,
     pad_token: int | None = None, reads_pairs: bool = False,
 ) -> PackedBatch:  # fmt: skip
-    """The packing of a forward pass over tokens of shape (B, T), from the arguments of the call.
+    """Make the packed batch of a forward pass over tokens (B, T) from the arguments of the call.
 
     Documents begin where `cu_seq_lens_q` says so (FlashAttention's offsets over the flattened tokens), else where
     `seq_idx` changes ((B, T) document numbers), else where `position_ids` do not ascend by one. A two-dimensional
-    `attention_mask` marks padding by 0, and may number documents. Without a mask, `pad_token` tells what is padding
-    (see `PackedBatch.not_padding`). `tree_ends` say that rows hold trees, whose position ids are depths. If it
-    `reads_pairs`, the mask is a causal one of pairs of tokens, which tells documents and padding.
+    `attention_mask` marks padding by 0, and may number documents. Without a mask, `pad_token` marks padding (see
+    `PackedBatch.not_padding`). With `tree_ends` rows hold trees, whose position ids are depths. With `reads_pairs`, the
+    mask is a causal mask of pairs of tokens, from which documents and padding are read.
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
@@ -211,12 +211,13 @@ def make_packed_batch(
                 f"position_ids of shape {tuple(position_ids.shape)} don't fit tokens of shape {tuple(tokens)}."
             )
     marked = arguments.get("cu_seq_lens_q") is not None or arguments.get("seq_idx") is not None
-    told = _boundaries(arguments, tokens, device) if marked else {}
+    boundaries = _boundaries(arguments, tokens, device) if marked else {}
     if ends is not None:
-        if given := [*told, *([] if mask is None else ["attention_mask"])]:
+        if others := [*boundaries, *([] if mask is None else ["attention_mask"])]:
             raise ValueError(
-                f"tree_ends and {' and '.join(given)} both say which tokens a token sees. Leave {given[0]} out: in "
-                "tree_ends a token outside every tree has its own place, and a document is a tree without branches."
+                f"tree_ends and {' and '.join(others)} both describe the tokens that a token sees. Leave {others[0]} "
+                "out: in tree_ends a token outside every tree has its own place, and a document is a tree without "
+                "branches."
             )
         if ends.shape != tokens:
             raise ValueError(f"tree_ends has shape {tuple(ends.shape)} but the tokens have {tuple(tokens)}.")
@@ -224,21 +225,21 @@ def make_packed_batch(
     ids, filler = arguments.get("input_ids"), None
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
-    starts = next(iter(told.values()), None)
+    starts = next(iter(boundaries.values()), None)
     packed_batch = PackedBatch(mask, position_ids, starts, tokens, device, serving)
     packed_batch.filler, packed_batch.causal = filler, reads_pairs
-    if (mask is not None) + (position_ids is not None) + len(told) > 1:
-        _require_agreement(packed_batch, told)
+    if (mask is not None) + (position_ids is not None) + len(boundaries) > 1:
+        _require_agreement(packed_batch, boundaries)
     return packed_batch
 
 
 def require_depths(packed_batch: PackedBatch) -> None:
-    """Refuse position ids (B, T) of trees that aren't depths, counted from any number in each tree."""
-    given = packed_batch.position_ids
-    if given is None or given.ndim != 2 or torch.compiler.is_compiling():
+    """Refuse position ids (B, T) of trees that aren't depths. Depths may count from any number in each tree."""
+    ids = packed_batch.position_ids
+    if ids is None or ids.ndim != 2 or torch.compiler.is_compiling():
         return
     first = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask.key_start  # of each token's tree
-    depth, stream = packed_batch.positions().flatten(), given.expand(packed_batch.tokens).flatten()
+    depth, stream = packed_batch.positions().flatten(), ids.expand(packed_batch.tokens).flatten()
     rise = stream - stream[first]
     wrong = rise != depth
     where = ""
@@ -248,21 +249,21 @@ def require_depths(packed_batch: PackedBatch) -> None:
     require(
         ~wrong.any(),
         f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise by 1 "
-        "from a token to each token right below it. Pass mask.diagonal or the position_ids of tritonpack.pack_tree, or "
+        "from each token to its children. Pass mask.diagonal or the position_ids of tritonpack.pack_tree, or "
         "leave position_ids out.",
     )
 
 
-def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
-    """Refuse arguments that begin documents at different tokens, except in padding. `told` comes from `_boundaries`."""
+def _require_agreement(packed_batch: PackedBatch, boundaries: dict[str, Tensor]) -> None:
+    """Refuse arguments that begin documents at different tokens, except in padding."""
     mask = packed_batch.attention_mask
     if mask is not None and mask.shape != packed_batch.tokens:
         mask = None  # it covers a cache, too
     tokens, device = packed_batch.tokens, packed_batch.device
     live = torch.ones(tokens, dtype=torch.bool, device=device) if mask is None else mask != 0
-    if len(told) == 2:
-        one, other = told.items()
-        _require_same(one, other, live, other[1].int())
+    if len(boundaries) == 2:
+        first, second = boundaries.items()
+        _require_same(first, second, live, second[1].int())
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
         starts = document_starts(positions).expand(tokens).clone()
@@ -270,25 +271,25 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
         zeros = (positions == 0).expand(tokens)
         tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
         filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros
-        for first in list(told.items())[:1]:
+        for first in list(boundaries.items())[:1]:
             _require_same(first, ("position_ids", starts), live & ~filled, positions)
-        told = {**told, "position_ids": starts}
-    if mask is not None and told:
+        boundaries = {**boundaries, "position_ids": starts}
+    if mask is not None and boundaries:
         # Padding ends a document by itself. A mask of 0 and 1 numbers none, unless it was made of pairs.
         inside = live & pad(live[:, :-1], (1, 0))
         if not packed_batch.causal:
             inside = inside & (mask > 1).any()
-        first = next(iter(told.items()))
+        first = next(iter(boundaries.items()))
         where = inside & ~filled if first[0] == "position_ids" else inside
         _require_same(("attention_mask", changes(mask)), first, where, mask)
 
 
-def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor) -> None:
-    """Refuse two arguments, each with its name and where documents begin by it, that differ on the tokens `where`.
+def _require_same(first: tuple[str, Tensor], second: tuple[str, Tensor], where: Tensor, ids: Tensor) -> None:
+    """Refuse two arguments, each a name and the starts of documents, that differ on the tokens `where`.
 
     The message shows `ids`, (B, T) or one row for all.
     """
-    (name, starts), (other_name, other_starts) = one, other
+    (name, starts), (other_name, other_starts) = first, second
     differ, ids = (starts != other_starts) & where, ids.expand(starts.shape)
     repeat = (
         "Let positions restart where a document begins"
@@ -298,7 +299,7 @@ def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Ten
     require(
         ~differ.any(),
         lambda: (
-            f"{name} and {other_name} contradict each other{shown(differ, ids, starts)}: by {name} documents begin "
+            f"{name} and {other_name} contradict each other{excerpt(differ, ids, starts)}: by {name} documents begin "
             f"at {_places(starts)}, by {other_name} at {_places(other_starts)}. {repeat}, or leave one of the two out."
         ),
     )
@@ -312,14 +313,15 @@ def _places(starts: Tensor) -> str:
 
 
 VIRTUAL = (
-    " If inputs_embeds begin with virtual tokens (PEFT's), give each document a row of its own: these lie before rows."
+    " If inputs_embeds begin with virtual tokens (PEFT's), give each document its own row: these tokens lie before "
+    "rows."
 )
 
 
 def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
-    """Where documents begin, as (B, T) bool, by the names of the arguments that are offsets or numbers."""
+    """Return the starts of documents, (B, T) bool, by the name of each argument that holds offsets or numbers."""
     cu_q, cu_k, seq_idx = (arguments.get(name) for name in (*OFFSETS, "seq_idx"))
-    told = {}
+    boundaries = {}
     virtual = "" if arguments.get("input_ids") is not None else VIRTUAL
     if cu_q is not None:
         total = shape.numel()
@@ -329,8 +331,8 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
                 raise ValueError(differ)
             require((cu_q == cu_k).all(), differ)
         require(
-            # A slice without the first offset would have one entry for one document, and torch.compile then makes
-            # another graph.
+            # The whole tensor is compared: a slice without the first offset would have size 1 for one document, for
+            # which torch.compile makes another graph.
             (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q == cu_q.cummax(0).values).all(),
             lambda: (
                 f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "
@@ -340,11 +342,11 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
         starts[cu_q.to(device=device, dtype=torch.long)] = True
-        told["cu_seq_lens_q"] = starts[:-1].view(shape)
+        boundaries["cu_seq_lens_q"] = starts[:-1].view(shape)
     if isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:
             raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.{virtual}")
-        told["seq_idx"] = changes(seq_idx.to(device))
-    for starts in told.values():
+        boundaries["seq_idx"] = changes(seq_idx.to(device))
+    for starts in boundaries.values():
         starts[:, :1] = True
-    return told
+    return boundaries

@@ -1,6 +1,7 @@
-"""What a patch puts on a model's modules and takes away again, and the packing of the current call, which it reads.
+"""The parts of a patch, and the state of the current call, which they read.
 
-Parts are methods of instances, most of them forwards, checkpointing functions, and names of attention.
+A part replaces a method of one module (usually its forward), a checkpointing function, or the name of the attention in
+a configuration. It can be installed and removed.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from tritonpack.patches.packed_batch import PackedBatch
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a patched model. It is no tuple: torch.compile ties a graph to the items of tuples that it reads.
+    """A call of a patched model; not a tuple, because torch.compile ties a graph to the items of tuples that it reads.
 
     Attributes:
-        told: the packing that was read from the arguments of the model that the user called. Its head may not pass all
-            of these arguments to the patched modules inside.
+        outer_batch: the packed batch, read from the arguments of the user's call. The head may not pass all of these
+            arguments to the patched modules inside.
         running: whether a patched module runs its layers.
-        packed_batch: the packing for these layers; None where rows are left to the model (a cache is in use).
+        packed_batch: the packed batch for these layers; None if the rows continue a cache.
     """
 
-    told: PackedBatch | None = None
+    outer_batch: PackedBatch | None = None
     running: bool = False
     packed_batch: PackedBatch | None = None
 
 
-OUTSIDE = Call()
+NO_CALL = Call()
 
 
 class PackingContext:
-    """The call that runs now.
+    """The state that the parts of a patch share: the current call of each thread.
 
-    Each thread has its own. torch.compile does not guard what it reads of a thread's state, so traced code reads the
-    attribute here. Within one graph it is a value of the graph, whatever other threads do.
+    torch.compile doesn't guard the state of a thread, so traced code reads the attribute `call`. Within one graph it is
+    a value of the graph, so other threads don't change it.
 
     Attributes:
-        call: of traced code.
-        in_force: whether the patch is on the model.
+        call: the current call of traced code.
+        active: whether the patch is on the model.
     """
 
     def __init__(self) -> None:
-        self.call = OUTSIDE
-        self.in_force = True
+        self.call = NO_CALL
+        self.active = True
         self._of_thread = threading.local()
 
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
@@ -59,11 +60,11 @@ class PackingContext:
 
     @property
     def current(self) -> Call:
-        """The call that runs; one without packing outside of all calls."""
-        return self.call if torch.compiler.is_compiling() else getattr(self._of_thread, "call", OUTSIDE)
+        """The current call; `NO_CALL` outside of all calls."""
+        return self.call if torch.compiler.is_compiling() else getattr(self._of_thread, "call", NO_CALL)
 
     def run(self, call: Call, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a function in a call."""
+        """Run a function with this call as the current one."""
         outer, of_thread = self.current, self._of_thread
         self.call = of_thread.call = call
         try:
@@ -71,19 +72,19 @@ class PackingContext:
         finally:
             self.call = of_thread.call = outer
 
-    def require_in_force(self) -> None:
-        """Refuse the recomputation of a layer whose patch isn't on the model any more: documents would mix."""
-        if not self.in_force:
+    def require_active(self) -> None:
+        """Raise if the patch was removed before a layer is recomputed: documents would mix."""
+        if not self.active:
             raise ValueError(
-                "gradient checkpointing recomputes a layer that was patched in its forward pass and isn't now. Call "
-                "backward() before unpatch(), or inside of `with tritonpack.patch(model)`."
+                "gradient checkpointing recomputes a layer that was patched in its forward pass and isn't patched now. "
+                "Call backward() before unpatch(), or inside of `with tritonpack.patch(model)`."
             )
 
 
 class Part:
-    """One thing that a patch puts on a module, which it doesn't keep alive. A copy of the module has a copy of it.
+    """A change of one module. A part doesn't keep its module in memory; a copy of the module has a copy of the part.
 
-    An interrupt may come at any line, so `install` and `remove` may be called again: a second call changes nothing.
+    `install` and `remove` may be called twice, because an interrupt may come at any line. The second call does nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,14 +102,14 @@ class Part:
         module = self._module()
         if module is None:
             raise UnsupportedModelError(
-                "a part of this model was replaced since it was patched, so nothing says where documents begin. Call "
-                "tritonpack.unpatch(model), build the model, and patch the whole."
+                "a module of this model was replaced after the model was patched, so the new module doesn't know where "
+                "documents begin. Call tritonpack.unpatch(model), build the model, and patch the whole model."
             )
         return module
 
     @property
     def gone(self) -> bool:
-        """Whether the module is not in memory any more, because another one took its place in the model."""
+        """Return whether the module is no longer in memory, because another one replaced it in the model."""
         return self._module() is None
 
     def install(self) -> None: ...
@@ -117,17 +118,17 @@ class Part:
 
 
 class InstanceForward(Part):
-    """A forward for one module, in place of its class's. Classes stay unchanged.
+    """The forward of one module. It replaces the forward of the class for this instance; the class stays unchanged.
 
-    If other code, such as accelerate, has wrapped this forward in the meantime, `remove` leaves the wrapper, and this
-    forward passes its calls on.
+    If other code, such as accelerate, has wrapped this forward in the meantime, `remove` leaves the wrapper in place,
+    and this forward then calls the original one.
 
     Attributes:
         attribute: the name of the method that this object replaces.
         name: the name of the module's class.
         names: the names of the method's arguments.
-        own: a forward that this instance had before, such as accelerate's; None if it had none.
-        wrapper: what other code has put in place of this forward, and which calls it.
+        own: the forward that this instance had before, such as accelerate's; None if it used the class's.
+        wrapper: the function of other code that replaced this forward and calls it.
     """
 
     attribute = "forward"
@@ -158,7 +159,7 @@ class InstanceForward(Part):
 
     @property
     def in_place(self) -> bool:
-        """Whether this is the module's forward, or the module's forward wraps this one."""
+        """Return whether this is the module's forward, or is wrapped by it."""
         forward = self.module.__dict__.get(self.attribute)
         while forward is not None and forward is not self:
             forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
@@ -166,19 +167,20 @@ class InstanceForward(Part):
 
     @property
     def packed_batch(self) -> PackedBatch | None:
-        """The packing of the current forward pass; None if a cache is in use. Outside of a forward pass: an error."""
+        """The packed batch of the current forward pass; None if it continues a cache. Raises outside of a forward
+        pass."""
         call = self.context.current
         if call.packed_batch is None and not call.running:
             raise ValueError(
-                f"{self.name} was called outside of its model's forward pass, where nothing says where documents "
-                "begin. Call the model, or unpatch it first. Where a checkpointing function of your own recomputes it, "
-                "use the model's gradient_checkpointing_enable() or torch's checkpoint_wrapper."
+                f"{self.name} was called outside of its model's forward pass, so it doesn't know where documents "
+                "begin. Call the model, or unpatch it first. If your own checkpointing function recomputes this layer, "
+                "use the model's gradient_checkpointing_enable() or torch's checkpoint_wrapper instead."
             )
         return call.packed_batch
 
     @property
     def inner(self) -> Any:
-        """The forward that ran before the patch."""
+        """The original forward: the one that ran before the patch."""
         if self.own is not None:
             return self.own
         module = self.module
@@ -186,11 +188,11 @@ class InstanceForward(Part):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of the replaced forward. Trainers read from it which columns of a dataset a model takes."""
+        """The signature of the original forward. Trainers choose the columns of a dataset by it."""
         return inspect.signature(self.inner)
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name."""
+        """Return the arguments of a call by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +202,7 @@ class InstanceForward(Part):
 
 
 class Refusal(InstanceForward):
-    """A method that raises an error with the reason."""
+    """A method that raises UnsupportedModelError with the reason."""
 
     def __init__(self, module: nn.Module, context: PackingContext, reason: str, attribute: str = "forward") -> None:
         self.attribute = attribute
@@ -212,10 +214,10 @@ class Refusal(InstanceForward):
 
 
 def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
-    """The names of the arguments of a module class's forward, or of another method.
+    """Return the names of the arguments of a class's forward, or of another method.
 
-    transformers 5.13 to 5.15 wrap forwards of recurrent layers without `functools.wraps`. There the variable of the
-    wrapper that holds the wrapped function is read.
+    transformers 5.13 to 5.15 wrap forwards of recurrent layers without `functools.wraps`. For them the function is read
+    from the wrapper's closure.
     """
     forward = getattr(kind, method)
     wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
@@ -223,13 +225,13 @@ def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
 
 
 class AttentionName(Part):
-    """Another name of the attention in the configuration of a module.
+    """The name of the patch's attention, written into the configuration of a module.
 
-    Models may share a configuration. It gets its own name back when the last of these models is unpatched.
+    Models may share a configuration. The original name comes back when the last of these models is unpatched.
 
     Attributes:
-        config: the configuration, as long as it has the other name because of this object; else None.
-        before: the name that it had before any patch.
+        config: the configuration that was changed; None while this part isn't installed.
+        before: the name in the configuration before any patch.
     """
 
     config: Any = None
@@ -241,8 +243,8 @@ class AttentionName(Part):
 
     def install(self) -> None:
         config = self.module.config
-        others = _holders.setdefault(id(config), weakref.WeakSet())
-        self.before = next((one.before for one in others), config._attn_implementation_internal)
+        others = _parts_by_config.setdefault(id(config), weakref.WeakSet())
+        self.before = next((part.before for part in others), config._attn_implementation_internal)
         self.config = config
         others.add(self)
         config._attn_implementation_internal = self.name
@@ -250,27 +252,27 @@ class AttentionName(Part):
     def remove(self) -> None:
         if self.config is None:
             return
-        others = _holders.get(id(self.config), weakref.WeakSet())  # without the parts of copies
+        others = _parts_by_config.get(id(self.config), weakref.WeakSet())  # without the parts of copies
         others.discard(self)
         if all(other.gone for other in others):
             self.config._attn_implementation_internal = self.before
-            _holders.pop(id(self.config), None)
+            _parts_by_config.pop(id(self.config), None)
         self.config = None
 
 
-# {id of a configuration: the parts that gave it another name, which keep it in memory}. By identity, because
-# configurations compare by value. Models are patched one after the other (`applied_patch.py`), so this needs no lock.
-_holders: dict[int, weakref.WeakSet[AttentionName]] = {}
+# {id of a configuration: the parts that changed its name and keep it in memory}. The key is the id, because
+# configurations compare by value. Models are patched one after the other (`applied_patch.py`), so no lock is needed.
+_parts_by_config: dict[int, weakref.WeakSet[AttentionName]] = {}
 
 
-# The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
-# which FSDP and accelerate put around layers.
-ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
-HOLDERS = {"gradient_checkpointing", "checkpoint_fn"}  # attributes of modules that have, or may get, such a function
+# Attributes with a module's checkpointing function: in transformers' layers, and in torch's CheckpointWrapper, which
+# FSDP and accelerate put around layers.
+FUNCTION_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+MARKERS = {"gradient_checkpointing", "checkpoint_fn"}  # of modules that have, or may get, such a function
 
 
 class Checkpoint:
-    """A module's checkpointing function, which sets the packing of the forward pass again in the recomputation.
+    """A module's checkpointing function. It restores the call of the forward pass for the recomputation.
 
     The recomputation may run in another thread, and after other batches.
     """
@@ -282,39 +284,39 @@ class Checkpoint:
         call = self.context.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.context.require_in_force()
+            self.context.require_active()
             return self.context.run(call, function, *args, **kwargs)
 
         return self.own(run, *args, **kwargs)
 
 
 class Checkpoints(Part):
-    """The checkpointing functions inside a patched module.
+    """The checkpointing functions of the layers in a patched module.
 
-    Wrappers may be put around layers after the model was patched, so every call looks for these functions again.
+    Other code may wrap layers after the model was patched, so every call looks for these functions again.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext) -> None:
         super().__init__(module)
         self.context = context
-        self.holders = self._find()
+        self.modules = self._find()
 
-    def hold(self) -> None:
-        """Replace all checkpointing functions that the module has now."""
+    def wrap(self) -> None:
+        """Wrap all checkpointing functions that the module has now."""
         if not torch.compiler.is_compiling():
-            self.holders = self._find()
-        for holder in self.holders:
-            for attribute in ATTRIBUTES:
-                own = holder.__dict__.get(attribute)
+            self.modules = self._find()
+        for module in self.modules:
+            for attribute in FUNCTION_ATTRIBUTES:
+                own = module.__dict__.get(attribute)
                 if own is not None and not isinstance(own, Checkpoint):
-                    holder.__dict__[attribute] = Checkpoint(own, self.context)
+                    module.__dict__[attribute] = Checkpoint(own, self.context)
 
     def remove(self) -> None:
         for module in modules_in(self.module):
-            for attribute in ATTRIBUTES:
-                if isinstance(held := module.__dict__.get(attribute), Checkpoint):
-                    module.__dict__[attribute] = held.own
+            for attribute in FUNCTION_ATTRIBUTES:
+                if isinstance(function := module.__dict__.get(attribute), Checkpoint):
+                    module.__dict__[attribute] = function.own
 
     def _find(self) -> list[nn.Module]:
         modules = modules_in(self.module)
-        return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]
+        return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not MARKERS.isdisjoint(m.__dict__)]

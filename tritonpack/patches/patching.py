@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: a model is patched until its last handle is unpatched."""
+"""`patch`, its handle `Patch`, and `unpatch`. A model is patched until its last handle is unpatched."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tritonpack.patches.applied_patch import (
     LOCK,
     AppliedPatch,
     applied_to,
-    leave,
-    put_on,
-    require_no_part_of_others,
-    to_the_end,
+    apply_patch,
+    finish_if_interrupted,
+    refuse_parts_of_patched_models,
+    release,
 )
 from tritonpack.patches.by_name import register
 from tritonpack.patches.choose_modules import Options
@@ -26,55 +26,56 @@ from tritonpack.removed import refuse_removed
 
 
 class Patch:
-    """The handle of a patched model. As a context manager it unpatches the model on leaving, also after an exception.
+    """The handle of a patched model. As a context manager it unpatches the model at its end, also after an exception.
 
     A model that is patched twice stays patched until both handles are unpatched, in any order. A handle that goes out
-    of scope changes nothing.
+    of scope doesn't unpatch the model.
 
     Attributes:
         model: the model that was given to `patch`.
     """
 
-    def __init__(self, model: nn.Module, applied: AppliedPatch, lease: object) -> None:
+    def __init__(self, model: nn.Module, applied: AppliedPatch, handle_id: object) -> None:
         self.model = model
-        self._applied, self._lease = applied, lease
+        self._applied, self._handle_id = applied, handle_id
 
     @property
     def report(self) -> Report:
-        """What the patch changed, and what computes attention where the model lies now."""
+        """The changes of the patch, and the implementation of attention on the model's current device."""
         return self._applied.report.on_device(self.model)
 
     @property
     def saved(self) -> Saved | None:
-        """How many tokens the model was given and ran on; None without `unpad` and `share_prefixes`."""
+        """The counts of tokens, given and computed; None without `unpad` and `share_prefixes`."""
         compaction = self._applied.compaction
         return None if compaction is None else compaction.saved
 
     def prove(self) -> None:
-        """Prove now that the model keeps documents apart, unless its class and code are known to: before torch.compile,
-        for example. Otherwise the first call does it. Every rank of FSDP must call it. Once proven, it does nothing.
+        """Prove now, and not in the first call, that the model keeps documents apart, unless it is trusted.
+
+        Call it before torch.compile, and on every rank of FSDP. A second call does nothing.
 
         Raises:
             UnsupportedModelError: documents don't stay apart, or the model can't be tried; the message says why.
-            ValueError: the model has no weights yet, or this patch was undone.
+            ValueError: the model has no weights yet, or this patch was removed.
         """
-        self._require_lease("prove() on the new handle")
-        self._applied.proof.settle()
+        self._require_patched("prove() on the new handle")
+        self._applied.proof.prove_now()
 
     def unpatch(self) -> None:
-        """Give up this patch. Patches that are still held stay in force. A second call does nothing."""
-        leave(self._applied, self._lease)
+        """Release this handle. The model stays patched while it has other handles. A second call does nothing."""
+        release(self._applied, self._handle_id)
 
     def __enter__(self) -> Patch:
-        self._require_lease("enter the new handle")
+        self._require_patched("enter the new handle")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.unpatch()
 
-    def _require_lease(self, remedy: str) -> None:
-        if self._lease not in self._applied.leases:
-            raise ValueError(f"this patch was undone; call tritonpack.patch(model) again and {remedy}.")
+    def _require_patched(self, remedy: str) -> None:
+        if self._handle_id not in self._applied.handle_ids:
+            raise ValueError(f"this patch was removed; call tritonpack.patch(model) again and {remedy}.")
 
     def __repr__(self) -> str:
         return f"Patch({self.report})"
@@ -93,83 +94,83 @@ def patch(
 
     A call marks documents by `cu_seq_lens_q` or `seq_idx` as collators pass them, by a two-dimensional `attention_mask`
     (0 for padding; other numbers number documents), or by `position_ids` that restart. It may have one row or many,
-    with or without `use_cache`. Only this model changes, and no state outlives a forward pass. A patch is applied whole
-    or, after an exception or an interrupt, not at all.
+    with or without `use_cache`. Only this model changes, and no state is kept after a forward pass. If an exception or
+    an interrupt ends `patch`, nothing is changed.
 
-    A patched model may be patched again, also by another thread: it stays patched until every handle is unpatched. If a
-    later patch has other options, these are in force until it is unpatched.
+    A patched model may be patched again, also by another thread: it stays patched until every handle is unpatched. The
+    options of the latest patch apply until it is unpatched.
 
-    A model of a class that the tests show to be exact with the installed version of transformers, and whose code is all
-    transformers' own, is trusted. Any other model is proven in its first call, on itself, with a few tokens: no
-    document may change a bit of another, and each must give the results that it gives alone. A model that fails is
-    refused in each call. `Patch.prove()` does this at once.
+    A model is trusted if the tests have shown its class to be exact with the installed version of transformers, and all
+    of its code is from transformers. Any other model is proven in its first call, with a few tokens: no document may
+    change a bit of another document, and each must give the results that it gives alone. A model that fails is refused
+    in each call. `Patch.prove()` does this at once.
 
-    Layers that mix tokens otherwise (recurrences, convolutions) run on each document by itself; a packed batch leaves
-    no cache in such models. Families whose attention lies outside transformers' interface get a dense mask.
-    `Patch.report` says what the model got.
+    Layers that mix tokens by recurrence or convolution run on each document by itself; a packed batch returns no cache
+    from such models. Families with attention outside of transformers' interface get a dense mask. `Patch.report` lists
+    the changes.
 
     Args:
         model: a transformers model, or a module that holds one (PEFT's wrappers do).
         attention: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own attention with the dense
             block-diagonal mask, O(T^2) memory.
         backend: the backend of the kernels, as `varlen_attention` takes it.
-        unpad: whether the model runs on the tokens of a padded batch alone. It puts them into one row, and lays its
-            outputs back into the padded batch, with zeros for padding. A call that uses a cache stays as it is; any
-            other call leaves none.
-        share_prefixes: whether documents that begin with the same tokens share them, so that each distinct token runs
-            once; includes `unpad`. Their outputs are copied to each document, and their gradients add up. Dropout
+        unpad: whether the model runs without the padding of a padded batch. The tokens are put into one row, and the
+            outputs are laid back into the padded batch, with zeros for padding. A call that uses a cache runs
+            unchanged; any other call returns no cache.
+        share_prefixes: whether documents that begin with the same tokens share them, so that each shared token runs
+            once; includes `unpad`. Its outputs are copied to each document, and its gradients are summed. Dropout
             draws once for a shared token.
 
     Returns:
-        A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
+        A handle with `report` and `unpatch()`; as a context manager it unpatches the model at its end.
 
     Raises:
         UnsupportedModelError: (a ValueError) the model can't be packed exactly, or not with these options; the message
             says why.
-        ValueError: an option that was removed, no model, or a part of a model that is patched in another way.
+        ValueError: an option that was removed, no model, or a part of a model that is patched with other options.
     """
     refuse_removed(removed, "patch()")
     check_choice(attention, ATTENTIONS, "attention")
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)
     register()
-    asked = Options(attention, backend, check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes"))
+    options = Options(attention, backend, check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes"))
     if attention != "tritonpack" and (unpad or share_prefixes):
         raise ValueError(
-            f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
-            "all pairs of a row. Use attention='tritonpack', or leave both out."
+            f"unpad and share_prefixes put all tokens of a batch into one row, in which attention={attention!r} would "
+            "compute all pairs. Use attention='tritonpack', or leave both out."
         )
-    lease = object()
+    handle_id = object()
 
-    def give_up() -> None:
+    def release_all() -> None:
         for applied in applied_to(model):
-            leave(applied, lease)
+            release(applied, handle_id)
 
     try:
-        return Patch(model, put_on(model, asked, lease), lease)
-    except BaseException:  # also an interrupt on the way out
-        to_the_end(give_up)
+        return Patch(model, apply_patch(model, options, handle_id), handle_id)
+    except BaseException:  # an interrupt, too
+        finish_if_interrupted(release_all)
         raise
 
 
 def unpatch(model: nn.Module) -> None:
-    """Leave the last patch of a model, or of the model that it is a part of: restore the state before that patch.
+    """Remove the latest patch of a model, or of the model that it is a part of.
 
     Raises:
         ValueError: the model is not patched, or holds a part of another model that is patched.
     """
     _require_model(model)
     with LOCK:
-        found = applied_to(model)
-        if not found:
-            raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
-        require_no_part_of_others(model, found)
-        for applied in found:
-            leave(applied, applied.leases[-1])
+        patches = applied_to(model)
+        if not patches:
+            raise ValueError("this model isn't patched. Call tritonpack.patch(model) to patch it.")
+        refuse_parts_of_patched_models(model, patches)
+        for applied in patches:
+            release(applied, applied.handle_ids[-1])
 
 
 def _require_model(model: object) -> None:
-    """Refuse an argument that is not a model, with a remedy for what was given."""
+    """Refuse an argument that isn't a model, with the remedy for its type."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, str):

@@ -1,4 +1,4 @@
-"""Where tokens lie in other rows: documents of packed rows in rows of their own, a padded batch in one row."""
+"""Places of tokens in other rows: the documents of packed rows in their own rows, and a padded batch in one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.families import OF_DOCUMENTS
+from tritonpack.patches.families import DOCUMENT_OUTPUTS
 from tritonpack.patches.packed_batch import PackedBatch
 
 
@@ -22,8 +22,8 @@ class Documents:
 
     Attributes:
         tokens: (B, T), the shape of the packed rows.
-        places: (documents, longest) int64, where tokens lie in the flattened rows; 0 for padding.
-        inside: (documents, longest) bool, which of these places are tokens; the others are padding.
+        places: (documents, longest) int64, the places of tokens in the flattened rows; 0 for padding.
+        inside: (documents, longest) bool, True for tokens and False for padding.
         packed: whether a row holds several documents.
     """
 
@@ -34,11 +34,11 @@ class Documents:
 
     @classmethod
     def of(cls, packed_batch: PackedBatch, *, always: bool = False) -> Documents | None:
-        """The documents of rows without a cache, without padding. Waits for the device.
+        """Find the documents of rows that continue no cache. Waits for the device.
 
-        None if no row holds several, unless `always`.
+        None if no row holds several documents, unless `always`.
         """
-        if not packed_batch.tells_documents and not always:
+        if not packed_batch.marks_documents and not always:
             return None
         begin, length = packed_batch.lengths()
         rows = begin // packed_batch.tokens[1]
@@ -53,7 +53,7 @@ class Documents:
 
     @property
     def rows(self) -> Tensor:
-        """(documents,) int64, the row that each document lies in."""
+        """(documents,) int64, the row of each document."""
         return self.places.amax(1) // self.tokens[1]
 
     def __len__(self) -> int:
@@ -68,32 +68,32 @@ class Documents:
 
 def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
     """Lay values (documents, longest, ...) of several batches back into rows (B, T, ...), with zeros elsewhere."""
-    found = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
-    flat = found.new_zeros((batches[0].tokens.numel(), *found.shape[1:]))
-    flat[torch.cat([batch.places[batch.inside] for batch in batches])] = found
+    joined = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
+    flat = joined.new_zeros((batches[0].tokens.numel(), *joined.shape[1:]))
+    flat[torch.cat([batch.places[batch.inside] for batch in batches])] = joined
     return flat.unflatten(0, batches[0].tokens)
 
 
 def batches_of(packed_batch: PackedBatch) -> list[Documents]:
-    """The documents of a packing in batches of similar lengths: the longest is below twice the shortest.
+    """Put the documents into batches of similar lengths: the longest is below twice the shortest.
 
-    They are found once for all layers. Waits for the device.
+    This is done once for all layers. Waits for the device.
     """
-    if not packed_batch.kept_batches and (every := Documents.of(packed_batch, always=True)) is not None:
+    if not packed_batch.document_batches and (every := Documents.of(packed_batch, always=True)) is not None:
         lengths = every.inside.sum(1)
         digits = lengths.log2().floor()
-        for some in (digits == one for one in digits.unique()):
-            places, inside = (x[some, : int(lengths[some].max())] for x in (every.places, every.inside))
-            packed_batch.kept_batches.append(replace(every, places=places, inside=inside))
-    return packed_batch.kept_batches
+        for chosen in (digits == digit for digit in digits.unique()):
+            places, inside = (x[chosen, : int(lengths[chosen].max())] for x in (every.places, every.inside))
+            packed_batch.document_batches.append(replace(every, places=places, inside=inside))
+    return packed_batch.document_batches
 
 
 def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_graphs: bool = False) -> None:
-    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
+    """Refuse packed rows. On an accelerator the check is an assertion there, so the host doesn't wait.
 
-    In graphs of torch.compile nothing is checked, unless `in_graphs` asks for an assertion there, too.
+    Graphs of torch.compile get an assertion only with `in_graphs`.
     """
-    if not packed_batch.tells_documents:
+    if not packed_batch.marks_documents:
         return
     documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)
     alone = (documents <= 1).all()
@@ -108,13 +108,13 @@ def require_one_document_a_row(packed_batch: PackedBatch, message: str, *, in_gr
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the tokens of a batch (B, T) lie in one row (1, N), in which a token may stand for several.
+    """The places of a batch's tokens (B, T) in one row (1, N). A token of the row may stand for several of the batch.
 
     Attributes:
         tokens: (B, T).
-        source: (N,) int64, where each token of the row comes from in the flattened batch.
-        real: (M,) int64, the places in the flattened batch of the tokens that the row holds.
-        copied: (M,) int64, where each of these lies in the row; None if no token stands for several.
+        source: (N,) int64, the place of each token of the row in the flattened batch.
+        real: (M,) int64, the places in the flattened batch of all tokens that are in the row.
+        copied: (M,) int64, the place of each of these in the row; None if no token stands for several.
     """
 
     tokens: torch.Size
@@ -123,17 +123,17 @@ class Placement:
     copied: Tensor | None = None
 
     def take(self, values: Tensor) -> Tensor:
-        """Values (B, T, ...) or (1, T, ...) of the tokens in the row: (1, N, ...). Of n kinds (n, B, T): (n, 1, N)."""
+        """Take the row's values (1, N, ...) from (B, T, ...) or (1, T, ...); from n kinds (n, B, T) take (n, 1, N)."""
         if values.shape[:2] not in (self.tokens, (1, self.tokens[1])):
-            return torch.stack([self.take(one) for one in values])
+            return torch.stack([self.take(kind) for kind in values])
         values = values.expand(*self.tokens, *values.shape[2:])
         return values.flatten(0, 1)[self.source.to(values.device)][None]
 
     def lay_back(self, values: Tensor) -> Tensor:
-        """Values (1, N, ...) of the row in the batch: (B, T, ...), zeros elsewhere. The gradients of copies add up."""
+        """Lay values (1, N, ...) of the row back: (B, T, ...), zeros elsewhere. The gradients of copies are summed."""
         flat = values[0]
         if self.copied is not None:
-            # Among torch's functions that copy rows, the backward pass of `embedding` adds them up in a fixed order.
+            # `embedding` copies rows, and its backward sums their gradients in a fixed order, unlike index_select.
             table = flat.flatten(1) if flat.ndim > 1 else flat[:, None]
             floating = table.is_floating_point()
             rows = embedding(self.copied, table) if floating else table.index_select(0, self.copied)
@@ -142,19 +142,19 @@ class Placement:
         return out.index_copy(0, self.real.to(flat.device), flat).unflatten(0, self.tokens)
 
     def lay_back_all(self, output: Any, name: str = "") -> Any:
-        """The outputs of the model, with each value of the row's tokens laid back."""
+        """Lay back each value of the row's tokens in the outputs of a model."""
         if isinstance(output, Mapping):
             for key, value in list(output.items()):
                 output[key] = self.lay_back_all(value, key)  # type: ignore[index]
             return output
         if isinstance(output, (tuple, list)):
             return type(output)(self.lay_back_all(value, name) for value in output)
-        if not isinstance(output, Tensor) or (OF_DOCUMENTS.fullmatch(name) and output.ndim < 3):
+        if not isinstance(output, Tensor) or (DOCUMENT_OUTPUTS.fullmatch(name) and output.ndim < 3):
             return output
         count = self.source.shape[0]
         if output.shape[:2] == (1, count):
             return self.lay_back(output)
-        if name == "hidden_states" and output.ndim == 4 and output.shape[1:3] == (1, count):  # of several streams
+        if name == "hidden_states" and output.ndim == 4 and output.shape[1:3] == (1, count):  # several streams
             return torch.stack([self.lay_back(stream) for stream in output])
         if "router" in name and output.ndim == 2 and output.shape[0] == count:
             return self.lay_back(output[None]).flatten(0, 1)
@@ -163,13 +163,13 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The row of a batch (B, T), which a `PackedBatch` of one row carries.
+    """The placements of a batch (B, T) that became one row; an attribute of the row's `PackedBatch`.
 
     Attributes:
-        placement: of the batch in the row.
-        shared: of the row in a shorter one, in which documents share the tokens that they begin with; None without.
-        ends: (1, N), the ends of subtrees in that one.
-        logits: of the batch's last tokens, (B, K), in the logits of a causal head; None if the head gets the batch.
+        placement: the batch in the row.
+        shared: the row in a shorter row, where documents share the tokens that they begin with; None if they don't.
+        ends: (1, N), the ends of subtrees in the shorter row.
+        logits: the batch's last K tokens, (B, K), in the logits of a causal head; None if the head gets the batch.
     """
 
     placement: Placement

@@ -1,8 +1,9 @@
-"""Proof on the model itself: what other documents of a row hold changes no bit of a document's outputs.
+"""Proof on the model itself: the other documents of a row change no bit of a document's outputs.
 
-A model whose class the tests have shown to be exact, and whose code is all transformers' own, is trusted. Any other
-model is proven in its first call, whatever that call holds, so that ranks of FSDP do it together. A proof runs the
-model some ten times on some 30 random tokens, in evaluation mode, without gradients, and leaves no trace.
+A model is trusted if the tests have shown its class to be exact and all of its code is from transformers. Any other
+model is proven in its first call, also if that call isn't packed, so that all ranks of FSDP do it together. A proof
+runs the model about ten times on about 30 random tokens, in evaluation mode, without gradients, and restores the
+model's state.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch._guards import detect_fake_mode
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import measuring
 from tritonpack.patches.configurations import layer_windows, rope_limits, text_config
-from tritonpack.patches.families import HEADS_SHIFT, ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES
+from tritonpack.patches.families import ONE_DOCUMENT_A_ROW, REFUSED_IN_TREES, SHIFTING_HEADS
 from tritonpack.patches.forwards import (
     foreign_modules,
     has_known_loss,
-    holds_both_sides,
     installed,
-    is_shown,
+    is_listed,
+    is_seq2seq,
     without_wrappers,
 )
 from tritonpack.patches.interface import NAMES, use_eager_if_sdpa_differs
@@ -35,50 +36,50 @@ from tritonpack.patches.modules import holds, models_in, modules_in, paths_of
 from tritonpack.patches.parse_inputs import TREE, tokens_of
 from tritonpack.patches.targets import IGNORED, shifts_labels
 
-SHORT, LONG, PADDING = 7, 11, 3  # tokens of a document, of the one in the middle, and behind the last one
-LONGEST_REACH = 1024  # the middle document is longer than windows and chunks of up to this many tokens
-MOST_ROWS = 8  # how often other rows are drawn beside a document's own
+SHORT, LONG, PADDING = 7, 11, 3  # tokens of the outer documents, of the middle one, and of padding
+MAX_REACH = 1024  # the middle document is longer than windows and chunks of up to this many tokens
+ROW_DRAWS = 8  # draws of other rows beside the row of a document
 ROUNDING = 4 * torch.finfo(torch.float32).eps
-MOST_ROUNDING = 0.2  # between two shapes of a call: a scale of quantized layers depends on all tokens
+MAX_ROUNDING = 0.2  # between two shapes of a call; large, because a scale of quantized layers depends on all tokens
 
-_LOCK = threading.RLock()  # one proof at a time: for a moment the model runs unpatched
+_LOCK = threading.RLock()  # one proof at a time, because the model also runs unpatched
 
 Parts = Mapping[str, list[Tensor] | Tensor]  # each output, cut into documents if it has a part for each
 
 
 class LeakError(Exception):
-    """Packed documents don't stay apart; the message says where."""
+    """Packed documents mix; the message says where."""
 
 
 class Proof:
-    """What shows that the heads of a patch, the models that users may call, keep documents apart.
+    """Proves that the heads of a patch, the models that users may call, keep documents apart.
 
-    Each head gets `proven`, whether its first call has shown that it is trusted or proven, for rows (False) and for
-    trees (True), and `trusted`, whether it was trusted when the model was patched, or is proven: code that
-    torch.compile traces can't ask again.
+    Each head gets two dicts, for rows (False) and for trees (True). `proven`: whether a call has found it trusted or
+    proven it. `trusted`: whether it was trusted when it was patched, or was proven; torch.compile reads it, because
+    traced code can't run a proof.
     """
 
     def __init__(self, applied: Any) -> None:
-        self.applied, self.running, self.shares = applied, False, applied.asked.share_prefixes
-        self.passing: int | None = None  # the thread in which the heads do nothing
+        self.applied, self.running, self.shares = applied, False, applied.options.share_prefixes
+        self.bypassed_by: int | None = None  # the thread in which heads run without the patch
         for head in applied.heads:
             head.proof, head.proven = self, {False: False, True: False}
             head.trusted = {trees: not self.why_unknown(head, trees) for trees in (False, True)}
 
     def require(self, head: Any, arguments: dict[str, Any], trees: bool) -> None:
-        """Refuse a user's call of a head, of rows or of `trees`, unless its documents are known to stay apart.
+        """Refuse a user's call of a head, with rows or `trees`, unless it keeps documents apart.
 
-        Without evidence the head is proven here, whatever the call holds. A call with meta or fake tensors passes.
+        A head that is neither trusted nor proven is proven here. A call with meta or fake tensors passes.
 
         Raises:
-            UnsupportedModelError: documents don't stay apart, or the model can't be tried.
-            ValueError: there is no evidence yet, and torch.compile traces this call.
+            UnsupportedModelError: documents mix, or the model can't be tried.
+            ValueError: the head isn't trusted or proven, and torch.compile traces this call.
         """
         if torch.compiler.is_compiling():
             if not head.trusted[trees]:
                 raise ValueError(
-                    f"{head.name} isn't proven yet, and a graph can't do that. Call prove() on the handle of "
-                    "tritonpack.patch, or the model itself, once before torch.compile."
+                    f"{head.name} isn't proven yet, and torch.compile can't trace a proof. Before torch.compile call "
+                    "prove() on the handle of tritonpack.patch, or call the model once."
                 )
             return
         sides = (tokens_of(arguments)[0], tokens_of(arguments, "decoder_")[0])
@@ -86,7 +87,7 @@ class Proof:
         if tokens is not None and not tokens.is_meta and detect_fake_mode(tokens) is None:
             self._prove(head, head, trees, tokens.device)
 
-    def settle(self) -> None:
+    def prove_now(self) -> None:
         """Prove the heads now."""
         outer = [head for head in self.applied.heads if not head.one_result]
         for head in self.applied.heads:
@@ -94,12 +95,12 @@ class Proof:
                 continue
             device = next(head.module.parameters()).device
             if device.type == "meta":
-                raise ValueError("this model's weights are on the meta device; load them before prove().")
+                raise ValueError("this model's weights are on the meta device; load them before you call prove().")
             self._prove(head, head.module, self.shares, device)
 
     def _prove(self, head: Any, run: Callable[..., Any], trees: bool, device: torch.device) -> None:
         with _LOCK:
-            if self.running or head.proven[trees]:  # by this thread, or meanwhile by another one
+            if self.running or head.proven[trees]:  # running in this thread, or proven meanwhile by another
                 return
             self.running = True
             try:
@@ -107,33 +108,33 @@ class Proof:
                     refuse_layers_in_trees(head.module)
                 for kind in sorted({False, trees}):
                     if not head.proven[kind] and (why := self.why_unknown(head, kind)):
-                        _try(self.applied, head, run, kind, device, why)
-                    for one in self.applied.heads:
-                        if one is head or (holds(head.module, one.module) and not head.one_result):
-                            one.proven[kind] = one.trusted[kind] = True
+                        _run_trial(self.applied, head, run, kind, device, why)
+                    for inner in self.applied.heads:
+                        if inner is head or (holds(head.module, inner.module) and not head.one_result):
+                            inner.proven[kind] = inner.trusted[kind] = True
             finally:
                 self.running = False
 
     def why_unknown(self, head: Any, trees: bool) -> str:
-        """Why a head isn't trusted; empty if it is."""
+        """Return the reason why a head isn't trusted; empty if it is."""
         kind = without_wrappers(type(head.module))
-        if not is_shown(kind, in_trees=trees) and not any(
-            is_shown(type(m), in_trees=trees) and holds(m, head.module)
+        if not is_listed(kind, in_trees=trees) and not any(
+            is_listed(type(m), in_trees=trees) and holds(m, head.module)
             for m in models_in(self.applied.model)
             if not ONE_DOCUMENT_A_ROW.fullmatch(type(m).__name__)
         ):
-            where = " where documents share the tokens that they begin with" if trees and is_shown(kind) else ""
+            where = " where documents share the tokens that they begin with" if trees and is_listed(kind) else ""
             return f"{kind.__name__} isn't a model that tritonpack knows{where} (with transformers {installed()})"
         if foreign := foreign_modules(head.module):
             paths = [path or "the model" for path in paths_of(foreign[:3], head.module)]
-            named = ", ".join(f"{path} ({type(one).__name__})" for path, one in zip(paths, foreign, strict=False))
+            named = ", ".join(f"{path} ({type(module).__name__})" for path, module in zip(paths, foreign, strict=False))
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             return f"{kind.__name__} runs code that isn't transformers' own in {named}{more}"
         return ""
 
 
 def refuse_layers_in_trees(model: nn.Module) -> None:
-    """Refuse a model with a layer that mixes documents that share the tokens that they begin with."""
+    """Refuse a model with a layer that mixes documents in trees."""
     for layer in modules_in(model):
         if why := REFUSED_IN_TREES.get(type(layer).__name__):
             (path,) = paths_of([layer], model)
@@ -143,11 +144,11 @@ def refuse_layers_in_trees(model: nn.Module) -> None:
             )
 
 
-def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: torch.device, why: str) -> None:
-    """Try a head on a few tokens. If its own loss mixes documents, that is noted in the head.
+def _run_trial(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: torch.device, why: str) -> None:
+    """Try a head on a few tokens. If its own loss mixes documents, set the head's `mixed_loss`.
 
     Raises:
-        UnsupportedModelError: `why` it was tried, and what was found.
+        UnsupportedModelError: documents mix, or the trial fails; the message begins with `why` the head was tried.
     """
     saved = None if applied.compaction is None else vars(applied.compaction.saved).copy()
     remedy = "Train it on padded rows, unpatched"
@@ -183,27 +184,27 @@ def _try(applied: Any, head: Any, run: Callable[..., Any], trees: bool, device: 
 
 
 class _Trial:
-    """One proof: how a head is called, and with which documents."""
+    """A trial of one head: draws documents, calls the head, and compares outputs."""
 
     def __init__(self, applied: Any, head: Any, run: Callable[..., Any], device: torch.device) -> None:
         self.applied, self.head, self.run, self.device = applied, head, run, device
         self.model: Any = head.module
-        self.both = holds_both_sides(self.model) and not head.name.endswith(HEADS_SHIFT)
+        self.both = is_seq2seq(self.model) and not head.name.endswith(SHIFTING_HEADS)
         text = text_config(self.model.config)
         self.tokens = measuring.ordinary_tokens(self.model, getattr(text, "vocab_size", None))
         reach = max([w or 0 for w in layer_windows(text)] + [getattr(text, "attention_chunk_size", None) or 0])
-        limits = [limit - 1 for _, limit in rope_limits(text)]  # beyond them rotary embeddings change
-        self.long = min([max(LONG, reach + 3) if reach <= LONGEST_REACH else LONG, *limits])
+        limits = [limit - 1 for _, limit in rope_limits(text)]  # above them rotary embeddings change
+        self.long = min([max(LONG, reach + 3) if reach <= MAX_REACH else LONG, *limits])
 
     def draw(self, *lengths: int, seed: int = 1) -> list[Tensor]:
         documents = measuring.draw(self.tokens, lengths, seed)
-        if self.head.one_result and holds_both_sides(self.model):
+        if self.head.one_result and is_seq2seq(self.model):
             for document in documents:
-                document[:, -1] = self.model.config.eos_token_id  # where such a head reads a document's scores
+                document[:, -1] = self.model.config.eos_token_id  # the token at which such a head reads scores
         return documents
 
     def lay(self, form: str, documents: Sequence[Tensor]) -> measuring.Batch:
-        """Documents in a form. An encoder's are two tokens longer, and all tokens of the decoder's seed them."""
+        """Lay out documents in a form. The encoder's are two tokens longer, with a seed from the decoder's."""
         batch = lay_out(form, documents)
         if not self.both:
             return batch
@@ -214,119 +215,119 @@ class _Trial:
 
     def call(self, batch: measuring.Batch, **more: Tensor) -> Any:
         """Run the head, with the same random numbers in every call."""
-        given = {"input_ids": batch.ids, **batch.arguments}
+        arguments = {"input_ids": batch.ids, **batch.arguments}
         if batch.source is not None:
-            given = {"input_ids": batch.source.ids, **batch.source.arguments, "decoder_input_ids": batch.ids}
-            given |= {f"decoder_{name}": x for name, x in batch.arguments.items()}
-        given = {name: x.to(self.device) for name, x in (given | more).items()}
-        given |= measuring.as_prompts(self.model, given["input_ids"])
+            arguments = {"input_ids": batch.source.ids, **batch.source.arguments, "decoder_input_ids": batch.ids}
+            arguments |= {f"decoder_{name}": x for name, x in batch.arguments.items()}
+        arguments = {name: x.to(self.device) for name, x in (arguments | more).items()}
+        arguments |= measuring.as_prompts(self.model, arguments["input_ids"])
         if self.head.name.endswith("ForMultipleChoice"):
-            given = {name: x[:, None] for name, x in given.items()}
+            arguments = {name: x[:, None] for name, x in arguments.items()}
         torch.manual_seed(0)
-        return self.run(**given)
+        return self.run(**arguments)
 
     def parts(self, form: str, documents: Sequence[Tensor]) -> Parts:
         batch = self.lay(form, documents)
         return measuring.parts_in(self.call(batch), batch)
 
     def require_rows(self) -> Parts:
-        """Try packed rows, or padded rows in a head with one result for each row. Returns a document's outputs alone.
+        """Try packed rows, or padded rows in a head with one result for each row. Return a document's outputs alone.
 
-        Other tokens may move code that sees all of a call, such as the scale of a quantized layer or the experts of a
-        mixture, and then by as much in rows of their own. Exchanged documents show the same tokens to such code.
+        Code that reads all tokens of a call, such as a scale of a quantized layer or a mixture of experts, may change
+        outputs as much as in separate rows if other tokens change. Exchanged documents keep the same tokens.
         """
         a, c, other_a, other_c, b, x, y = self.draw(*[SHORT] * 4, *[self.long] * 3)
         alone, rows = self.alone(b), self.parts("rows", [x, b, y])
         for form in ("padded",) if self.head.one_result else ("packed", "numbered"):
-            found, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
-            if _difference(found, self.parts(form, changed), 1, 1)[0]:
-                self.require_unmoved(form, [a, b, c], found, [c, b, a], exchanged=True)
-                self.require_unmoved(form, [a, b, c], found, changed, exchanged=False)
-            self.require_close(alone, rows, found, form, [x, b, y])
+            packed, changed = self.parts(form, [a, b, c]), [other_a, b, other_c]
+            if _difference(packed, self.parts(form, changed), 1, 1)[0]:
+                self.require_unmoved(form, [a, b, c], packed, [c, b, a], exchanged=True)
+                self.require_unmoved(form, [a, b, c], packed, changed, exchanged=False)
+            self.require_close(alone, rows, packed, form, [x, b, y])
         return alone
 
     def require_tree(self) -> None:
         """Try two documents that share the tokens that they begin with."""
         stem, first, second, other = self.draw(*[max(self.long // 2, 1)] * 4)
         x, b = torch.cat([stem, first], 1), torch.cat([stem, second], 1)
-        alone, rows, found = self.alone(b), self.parts("rows", [x, b]), self.parts("tree", [stem, first, second])
-        self.require_unmoved("tree", [stem, first, second], found, [stem, other, second], exchanged=False)
-        self.require_close(alone, rows, found, "tree", [x, b])
+        alone, rows, packed = self.alone(b), self.parts("rows", [x, b]), self.parts("tree", [stem, first, second])
+        self.require_unmoved("tree", [stem, first, second], packed, [stem, other, second], exchanged=False)
+        self.require_close(alone, rows, packed, "tree", [x, b])
 
     def alone(self, document: Tensor) -> Parts:
-        """The outputs of a document alone, if they are those of the unpatched model."""
+        """Return the outputs of a document alone, after a comparison with the unpatched model."""
         with unpatched(self.applied):
             stock = self.parts("rows", [document])
         if not any(isinstance(x, list) for x in stock.values()):
-            raise ValueError("it gives no value for each token or document")
+            raise ValueError("it returns no values for tokens or documents")
         patched = self.parts("rows", [document])
         size, name = _difference(stock, patched, 0)
         if size > measuring.half_the_digits(_dtype(stock)):
             raise LeakError(f"{name} of a document alone differs by {size:.0e} from the unpatched model's")
         return patched
 
-    def require_close(self, alone: Parts, rows: Parts, found: Parts, form: str, documents: Sequence[Tensor]) -> None:
-        """Require the outputs of the document alone.
+    def require_close(self, alone: Parts, rows: Parts, packed: Parts, form: str, documents: Sequence[Tensor]) -> None:
+        """Require that a document gives the outputs that it gives alone.
 
-        They may differ by 8 times as much as beside `documents` in rows of their own, or in 16 bits by twice as much as
-        beside padding.
+        The tolerance is 8 times the difference to the document beside `documents` in separate rows. In 16 bits it may
+        also be twice the difference to the document beside padding.
         """
         seen, name = _difference(alone, rows, 1)
-        if seen > MOST_ROUNDING:
-            raise LeakError(f"{name} of a document alone differs by {seen:.0e} from that beside rows of others")
-        size, name = _difference(alone, found, 1)
+        if seen > MAX_ROUNDING:
+            raise LeakError(f"{name} of a document alone differs by {seen:.0e} from the document beside other rows")
+        size, name = _difference(alone, packed, 1)
         allowed = max(8 * seen, measuring.rounding_of(_dtype(alone)))
         if size > allowed and _dtype(alone).itemsize == 2:
-            allowed = min(2 * _difference(alone, self.parts("padded", documents), 1)[0], MOST_ROUNDING)
+            allowed = min(2 * _difference(alone, self.parts("padded", documents), 1)[0], MAX_ROUNDING)
         if size > allowed:
-            raise LeakError(f"{name} of a document{FORMS[form]} differs by {size:.0e} from that of the document alone")
+            raise LeakError(f"{name} of a document{FORMS[form]} differs by {size:.0e} from the document alone")
 
-    def require_unmoved(self, form: str, documents: Any, found: Parts, changed: Any, *, exchanged: bool) -> None:
-        """Require that the outputs of the second document keep their bits if the others are exchanged, or others.
+    def require_unmoved(self, form: str, documents: Any, packed: Parts, changed: Any, *, exchanged: bool) -> None:
+        """Require that the outputs of the second document keep their bits if the others are `exchanged` or changed.
 
-        They may move by rounding in float32, because the products of an expert depend on the order of its tokens, and
-        as far as they move where the document has a row of its own. In a mixture of experts they do so beside some rows
-        and not beside others, so several are tried.
+        They may move by rounding in float32, because the products of an expert depend on the order of its tokens. They
+        may also move as much as the outputs of the document in its own row. In a mixture of experts that depends on the
+        other rows, so several are tried.
         """
-        moved, name = _difference(found, self.parts(form, changed), 1, 1)
+        moved, name = _difference(packed, self.parts(form, changed), 1, 1)
         if moved <= ROUNDING:
             return
         before, after = self.lay(form, documents), self.lay(form, changed)
         document = before.ids[before.spans[1]][None]
-        for seed in range(2, 2 + MOST_ROWS):
+        for seed in range(2, 2 + ROW_DRAWS):
             x, y, other_x, other_y = self.draw(*[document.shape[1]] * 4, seed=seed)
             pairs = (x, y), (y, x) if exchanged else (other_x, other_y)
-            was, moves = (self.parts("rows", [one, document, two]) for one, two in pairs)
+            was, moves = (self.parts("rows", [first, document, last]) for first, last in pairs)
             if moved <= 4 * _difference(was, moves, 1, 1)[0]:
                 return
-        layer = measuring.first_moved(self.model, self.call, before, after, [1]) or "no layer's output alone"
+        layer = measuring.first_moved(self.model, self.call, before, after, [1]) or "no single layer"
         raise LeakError(f"{name} of a document{FORMS[form]} moves by {moved:.0e} with another one, first in {layer}")
 
     def why_loss_mixes(self, alone: Parts) -> str:
-        """Why the model's own loss of packed documents isn't that of the same documents in rows; empty if it is.
+        """Return why the model's own loss of packed documents differs from its loss of rows; empty if it doesn't.
 
-        `alone` are the outputs of some document, which show what labels the model takes. A loss hardly moves where
-        logits are small, so they are drawn. The second document has a large loss and labels in one half, so a mean of
-        rows differs from a mean of tokens. If it has the only labels, the logits of the others may not move a bit.
+        `alone` are the outputs of a document, whose shape shows the labels that the model takes. Logits are drawn,
+        because small logits hardly change a loss. The second document has a large loss and labels in one half, so a
+        mean of rows differs from a mean of tokens. If only it has labels, other logits may not change the loss.
         """
         documents, main = self.draw(*[self.long] * 3), alone.get("logits", next(iter(alone.values())))[0]
         try:
             in_rows, dtype = self.loss("rows", documents, main)
             packed, _ = self.loss("packed", documents, main)
-            one, beside_large = (self.loss("packed", documents, main, size, {1})[0] for size in (1, 64))
+            beside_small, beside_large = (self.loss("packed", documents, main, size, {1})[0] for size in (1, 64))
         except Exception as error:  # a model's own code may raise anything
             return f"with labels it fails: {one_line(error)}"
         if in_rows.numel() != 1 or measuring.apart([in_rows], [packed]) > measuring.rounding_of(dtype):
             losses = packed.tolist(), in_rows.tolist()
             return "it was {}, and with the documents in rows of their own {}".format(*losses)
-        size = measuring.apart([one], [beside_large])
+        size = measuring.apart([beside_small], [beside_large])
         return "" if size <= ROUNDING else f"a document's loss moves by {size:.0e} with the logits of the others"
 
     def loss(
         self, form: str, documents: Sequence[Tensor], main: Tensor, size: int = 1, labelled: Collection[int] = range(3)
     ) -> tuple[Tensor, torch.dtype]:
-        """The model's own loss of logits that are drawn, of a `size` in all documents but the second one, and their
-        dtype. It is the loss's dtype if the model has no such logits."""
+        """Return the model's own loss of drawn logits, of a `size` in all documents but the second, and the logits'
+        dtype. A model without such logits gives the loss's dtype."""
         batch = self.lay(form, documents)
         labels = torch.full_like(batch.ids, IGNORED)
         for number, ((row, place), document) in enumerate(zip(batch.spans, documents, strict=True)):
@@ -335,25 +336,25 @@ class _Trial:
                 labels[row, place.start + 1 : place.start + count] = document[0, 1:count] % main.shape[-1]
         if main.ndim < 2:
             labels = torch.cat([document[0, :1] % main.shape[-1] for document in documents])
-        with measuring.logits_drawn(self.model, batch, [(size, size), (0, 16), (-size, size)]) as found:
+        with measuring.logits_drawn(self.model, batch, [(size, size), (0, 16), (-size, size)]) as dtypes:
             called = self.call(batch, labels=labels)
         loss = (called["loss"] if isinstance(called, Mapping) else called[0]).flatten()
-        return loss, found[0] if found else loss.dtype
+        return loss, dtypes[0] if dtypes else loss.dtype
 
 
-# How documents are laid out, and the words for a message.
+# The forms in which documents are laid out, and their words for a message.
 FORMS = {
     "rows": " in a row of its own",
     "padded": " beside padding",
-    "packed": " told by position ids",
-    "numbered": " told by a mask that numbers documents",
+    "packed": " marked by position ids",
+    "numbered": " marked by a mask that numbers documents",
     "tree": " that shares the tokens that it begins with",
 }
 
 
 def lay_out(form: str, documents: Sequence[Tensor]) -> measuring.Batch:
-    """Lay out documents (1, n): in rows that are "padded", "packed" in one row, or "numbered" in two rows with padding.
-    "rows" are of one length. In a "tree" the others follow on the first, and are the documents then."""
+    """Lay out documents (1, n) in "rows" of one length, "padded" rows, "packed" in one row, or "numbered" in two rows
+    with padding. In a "tree" the first one is the common beginning of the two others."""
     if form == "tree":
         return _tree(*documents)
     count = len(documents)
@@ -374,20 +375,20 @@ def _tree(stem: Tensor, first: Tensor, second: Tensor) -> measuring.Batch:
     ends = torch.tensor([c] * a + [b] * (b - a) + [c] * (c - b), device="cpu")[None]
     depths = torch.cat([torch.arange(b, device="cpu"), torch.arange(a, a + c - b, device="cpu")])[None]
     both = torch.cat([torch.arange(a, device="cpu"), torch.arange(b, c, device="cpu")])
-    ids, told = torch.cat([stem, first, second], 1), {TREE: ends, "position_ids": depths}
-    return measuring.Batch(ids, [(0, slice(b)), (0, both)], told)
+    ids, arguments = torch.cat([stem, first, second], 1), {TREE: ends, "position_ids": depths}
+    return measuring.Batch(ids, [(0, slice(b)), (0, both)], arguments)
 
 
 @contextmanager
 def unpatched(applied: Any) -> Iterator[None]:
-    """A context without a patch: modules have the attention that they had before, or transformers' default.
+    """Remove a patch for a while: modules have the attention from before it, or transformers' default.
 
-    The heads stay, so that calls of other threads wait at `require`. They pass on the calls of this thread.
+    The heads stay, so that calls of other threads wait in `require`. In this thread heads run without the patch.
     """
     parts = [part for part in applied.parts if part not in applied.heads and not part.gone]
     for part in reversed(parts):
         part.remove()
-    applied.proof.passing = threading.get_ident()
+    applied.proof.bypassed_by = threading.get_ident()
     models = {id(m.config): m for m in models_in(applied.model)}.values()
     names = [(module, module.config._attn_implementation_internal) for module in models]
     try:
@@ -399,26 +400,26 @@ def unpatched(applied: Any) -> Iterator[None]:
     finally:
         for module, name in names:
             module.config._attn_implementation_internal = name
-        applied.proof.passing = None
+        applied.proof.bypassed_by = None
         for part in parts:
             part.install()
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line of moderate length, without a full stop."""
+    """Return an error as one line of moderate length, without a full stop."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
 
 
-def _difference(expected: Parts, found: Parts, place: int, own: int = 0) -> tuple[float, str]:
-    """How far the parts of a document at `place` are from those at its `own` place in another call, and of which output
-    most. 0.0 means that all bits are equal. Values for no document must be constant.
+def _difference(expected: Parts, actual: Parts, place: int, own: int = 0) -> tuple[float, str]:
+    """Return the largest difference between a document's parts at `place` and at its `own` place in another call, and
+    the name of its output. 0.0 means that all bits are equal. An output without parts must be constant.
 
     Raises:
         LeakError: an output has no part for each document.
     """
     worst = (0.0, "")
     for name, parts in expected.items():
-        got = found.get(name)
+        got = actual.get(name)
         if not isinstance(parts, list):
             continue
         if isinstance(got, list):

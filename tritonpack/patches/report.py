@@ -1,4 +1,4 @@
-"""`Report`: what a patch changed in a model."""
+"""`Report`: the changes of a patch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ NO_ATTENTION = "no attention"
 
 @dataclass(frozen=True)
 class Report:
-    """What a patch changed.
+    """The changes of a patch.
 
     Attributes:
         model_type: transformers' name for the family.
-        attention: which attention runs: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own with a
+        attention: the attention that runs: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own with a
             dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask.
         backend: the backend of the kernels that was asked for, as `varlen_attention` takes it.
         replaced: the attention implementation that the model had before.
-        by_document: names of the layers with recurrences or convolutions that run on each document by itself.
-        positions: names of the tables of absolute positions that count in each document.
-        left: names of the models inside that stay unchanged, such as a vision tower.
-        runs: what computes attention: the backend that "auto" chooses on the model's device, in its dtype, "sdpa",
-            "eager", the model's own attention, or "no attention" (Mamba).
+        by_document: names of the layers with recurrences or convolutions that run once per document.
+        positions: names of the tables of absolute positions whose positions restart in each document.
+        left: names of the inner models that stay unchanged, such as a vision tower.
+        runs: the implementation that computes attention: the backend that "auto" chooses on the model's device in its
+            dtype, "sdpa", "eager", "its own attention" of the model, or "no attention" (Mamba).
     """
 
     model_type: str
@@ -44,10 +44,10 @@ class Report:
     by_document: tuple[str, ...]
     positions: tuple[str, ...]
     left: tuple[str, ...]
-    runs: str = field(default="", compare=False)  # no change of the patch: a model may move
+    runs: str = field(default="", compare=False)  # depends on the device, to which a model may be moved
 
     def on_device(self, model: nn.Module) -> Report:
-        """This report, with what computes attention on the device on which the model lies."""
+        """Return this report with `runs` for the device of the model."""
         runs = "its own attention" if self.attention == "dense" else self.attention
         kinds = {type(module).__name__ for module in modules_in(model)} - MIXERS
         if not any("Attention" in name or "Attn" in name for name in kinds):
@@ -58,8 +58,8 @@ class Report:
             if weight is not None and weight.device.type != "meta":
                 like = torch.empty(1, 1, 16, dtype=weight.dtype, device=weight.device)
                 with suppress(ValueError):  # no backend runs there; the first call says why
-                    found = resolve_backend(cast("Backend", self.backend), like)
-                    runs = found if found == self.backend else f"{found} (auto, on {weight.device})"
+                    backend = resolve_backend(cast("Backend", self.backend), like)
+                    runs = backend if backend == self.backend else f"{backend} (auto, on {weight.device})"
         return replace(self, runs=runs)
 
     def __str__(self) -> str:
@@ -79,12 +79,12 @@ class Report:
         return "\n".join(lines)
 
 
-def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], layers: Sequence[Any], asked: Any) -> Report:
-    """The report of a patch of some modules of a model, with these forwards of layers, and the options of `patch`."""
+def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], layers: Sequence[Any], options: Any) -> Report:
+    """Make the report from the patched modules, the forwards of layers, and the options of `patch`."""
     config = patched[-1].config
     width = getattr(text_config(config), "hidden_size", 0)
     mixers = [forward for forward in layers if forward.name in MIXERS]
-    # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
+    # Classes of mixing layers whose kernels keep documents apart when they get boundaries.
     once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
     changed = [forward.module for forward in layers if type(forward.module) not in once]
 
@@ -93,8 +93,8 @@ def make_report(model: nn.Module, patched: Sequence[PreTrainedModel], layers: Se
 
     return Report(
         model_type=config.model_type,
-        attention="dense" if takes_dense_mask(patched[-1]) else asked.attention,
-        backend=asked.backend,
+        attention="dense" if takes_dense_mask(patched[-1]) else options.attention,
+        backend=options.backend,
         replaced=config._attn_implementation_internal,
         by_document=named(MIXERS),
         positions=named(POSITION_TABLES),

@@ -1,4 +1,4 @@
-"""`TensorLike`: an object in place of a tensor, such as a mask, which becomes a tensor when it is computed with."""
+"""`TensorLike`: an object in place of a tensor, such as a mask. It becomes a tensor when code computes with it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ADDITIONS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 class TensorLike:
     """Looks like a tensor of `shape`. Operators, torch's functions and unknown attributes work on `to_tensor()`.
 
-    So a mask costs nothing if the model only passes it on. Subclasses are no dataclasses: FSDP looks into dataclasses
-    in a layer's arguments, and in mixed precision makes new ones for each layer.
+    So a mask costs nothing if the model only passes it on. Subclasses must not be dataclasses, because FSDP copies
+    dataclasses among a layer's arguments in mixed precision.
 
     Attributes:
-        arguments: names of the constructor's arguments, which are attributes, too.
+        arguments: names of the constructor's arguments; each is also an attribute.
     """
 
     arguments: tuple[str, ...]
@@ -33,14 +33,14 @@ class TensorLike:
     __hash__ = object.__hash__
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other arguments. Results that this object has kept are not copied."""
+        """Return a copy with some arguments changed. Cached results are not copied."""
         return type(self)(**{**{name: getattr(self, name) for name in self.arguments}, **changes})
 
     def to_tensor(self) -> Tensor:
         raise NotImplementedError
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
-        """The tensor for a model that adds the mask to a tensor of this dtype."""
+        """Return the tensor to be added to a tensor of this dtype."""
         return self.to_tensor()
 
     def dim(self) -> int:
@@ -53,7 +53,7 @@ class TensorLike:
         return self
 
     def view(self, *shape: Any) -> Any:
-        """The object itself, if the shape stays the same, as in some models; else a tensor."""
+        """Return this object if the shape stays the same; else a tensor."""
         tensor = self.to_tensor().view(*shape)
         return self if tensor.shape == self.shape and tensor.dtype == self.dtype else tensor
 
@@ -63,7 +63,7 @@ class TensorLike:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """The object itself for slices that keep everything; else a tensor."""
+        """Return this object for slices that keep everything; else a tensor."""
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) <= len(self.shape) and all(map(_keeps_all, parts, self.shape)):
             return self
@@ -88,7 +88,7 @@ class TensorLike:
 
 
 def as_tensor(value: Any) -> Any:
-    """The tensor of a `TensorLike`; any other value unchanged."""
+    """Convert a `TensorLike` to a tensor; return any other value unchanged."""
     return value.to_tensor() if isinstance(value, TensorLike) else value
 
 

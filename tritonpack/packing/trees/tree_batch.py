@@ -20,7 +20,9 @@ from tritonpack.packing.columns import (
     LABELS,
     LEARNED,
     LEFT_OUT,
-    Columns,
+    MASK,
+    TOKENS,
+    Named,
     documents_of,
     join,
     masked_labels,
@@ -30,7 +32,7 @@ from tritonpack.packing.columns import (
 from tritonpack.packing.trees.prefixes import prefix_tree
 from tritonpack.removed import refuse_removed
 
-_TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
+_TAKEN = (TOKENS, LABELS, *LEARNED, MASK, *LEFT_OUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,7 @@ class TreeBatch:
         `torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)` makes one padded tensor of the result.
 
         Args:
-            values: (1, N, ...) or (N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
+            values: (1, N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
 
         Returns:
             The values of each sequence, (length, ...) each.
@@ -132,9 +134,8 @@ class TreeBatch:
             ValueError: values of another shape or on another device.
         """
         refuse_removed(removed, "gather")
-        self._check(values, self.num_tokens, "values", "(1, N, ...) or (N, ...)")
-        rows = values[0] if values.shape[:2] == (1, self.num_tokens) else values
-        return list(rows.index_select(0, self.places).split(self.lengths))
+        self._check(values, "values", self.num_tokens)
+        return list(values[0].index_select(0, self.places).split(self.lengths))
 
     def logprobs(self, logits: Tensor, *, kept: bool = False, **removed: Any) -> list[Tensor]:
         """The log-probabilities of the targets of each sequence, at least in float32, differentiable.
@@ -151,20 +152,20 @@ class TreeBatch:
         """
         refuse_removed(removed, "logprobs")
         check_flag(kept, "kept")
-        form = "(1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it"
-        self._check(logits, len(self.targets) if kept else self.num_tokens, "logits", form, dimensions=3)
+        self._check(logits, "logits", len(self.targets) if kept else self.num_tokens, "vocabulary", 3)
         scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
         normalizers = scores.logsumexp(-1)
         where = torch.arange(len(scores), device=scores.device) if kept else self.logits_to_keep
         return list((scores[where, self.targets] - normalizers[where]).split(self.target_counts))
 
-    def _check(self, values: Any, places: int, name: str, form: str, dimensions: int | None = None) -> None:
-        """ValueError unless values are a tensor of the form, on the batch's device."""
+    def _check(self, values: Any, name: str, places: int, rest: str = "...", most: int | None = None) -> None:
+        """ValueError unless values are a tensor of shape (1, places, rest) on the batch's device."""
         shape = tuple(values.shape) if isinstance(values, Tensor) else ()
-        fits = shape[:2] == (1, places) if dimensions else shape[:1] == (places,) or shape[:2] == (1, places)
-        if not fits or dimensions not in (None, len(shape)):
-            here = f"N = {self.num_tokens} tokens in the row and M = {len(self.targets)} targets"
-            raise ValueError(f"{name} must be of shape {form}; there are {here}. Got {describe(values)}.")
+        if shape[:2] != (1, places) or most not in (None, len(shape)):
+            raise ValueError(
+                f"{name} must be of shape (1, {places}, {rest}): the row has N = {self.num_tokens} tokens, and with "
+                f"kept=True logits of M = {len(self.targets)} targets. Got {describe(values)}."
+            )
         if values.device != self.places.device:
             raise ValueError(
                 f"{name} lie on {values.device} and the batch on {self.places.device}; move the batch first: "
@@ -189,30 +190,24 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
         ValueError: no sequences, a sequence that is empty, isn't a row of integers, or has a negative token; other
             numbers of labels, or negative ones other than -100. The message names the sequence.
     """
-    rows = read_sequences(sequences)
-    targets = rows if labels is None else read_sequences(labels, "labels")
-    if len(targets) != len(rows):
-        raise ValueError(
-            f"got {len(rows)} sequences but labels for {len(targets)}; give every sequence a row of labels."
-        )
-    for number, (row, own) in enumerate(zip(rows, targets, strict=True)):
-        if len(own) != len(row):
-            raise ValueError(
-                f"sequence {number} has {len(row)} tokens but {len(own)} labels; give every token a label, "
-                f"{IGNORED_LABEL} if it isn't a target."
-            )
-        if (wrong := (own < 0) & (own != IGNORED_LABEL)).any():
-            raise ValueError(
-                f"sequence {number} has the label {int(own[wrong][0])}; labels are token ids, or {IGNORED_LABEL} where "
-                "a token isn't a target."
-            )
-    tokens, lengths = torch.cat(rows).numpy(), np.array([len(row) for row in rows])
+    return _lay(read_sequences(sequences, labels))
+
+
+def _lay(documents: Sequence[Named]) -> TreeBatch:
+    """The batch of documents that are read; ValueError for columns that only some have, and for negative labels."""
+    columns, lengths = join(documents), np.array([len(columns[TOKENS]) for _, columns in documents])
+    tokens, labels = columns[TOKENS].numpy(), masked_labels(columns, lengths)
     starts = np.cumsum(lengths) - lengths
+    if (wrong := (labels < 0) & (labels != IGNORED_LABEL)).any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"{documents[int((starts <= place).sum()) - 1][0]} has the label {labels[place]}; labels are token ids, or "
+            f"{IGNORED_LABEL} where a token isn't a target."
+        )
     tree = prefix_tree(tokens, lengths)
     depth = np.arange(len(tokens)) - np.repeat(starts, lengths)
     position_ids = depth[tree.sources]
-    learned = torch.cat(targets).numpy()
-    targeted = (depth > 0) & (learned != IGNORED_LABEL)
+    targeted = (depth > 0) & (labels != IGNORED_LABEL)
     where = np.flatnonzero(targeted)
     return TreeBatch(
         input_ids=torch.from_numpy(tokens[tree.sources])[None],
@@ -222,7 +217,7 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
         places=torch.from_numpy(tree.places),
         lengths=tuple(lengths.tolist()),
         logits_to_keep=torch.from_numpy(tree.places[where - 1]),
-        targets=torch.from_numpy(learned[where]),
+        targets=torch.from_numpy(labels[where]),
         target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
     )
 
@@ -241,7 +236,7 @@ class TreeCollator:
     >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
     ([1, 1, 3], [[7, 8, 9]])
 
-    A document has `input_ids`. It may have `labels` (or `label_ids`); `completion_mask` and `assistant_masks`, whose
+    A document has `input_ids`. It may have `labels`; `completion_mask` and `assistant_masks`, whose
     zeros mark tokens that aren't targets (labels beside them: see PackingCollator); `attention_mask`, which must be 1
     everywhere; and `length`. All other columns are refused by name.
     """
@@ -262,20 +257,21 @@ class TreeCollator:
             ValueError: no features, a column that isn't taken or that some documents don't have, labels that contradict
                 a mask, and what `pack_tree` refuses. The message names the document.
         """
-        whole, names = documents_of(features, "TreeCollator")
-        documents: list[Columns] = []
-        for number, document in zip(names, whole, strict=True):
-            if other := [name for name in document if name not in _TAKEN] if isinstance(document, Mapping) else []:
+        documents: list[Named] = []
+        for name, document in documents_of(features, "TreeCollator"):
+            if (
+                other := [column for column in document if column not in _TAKEN]
+                if isinstance(document, Mapping)
+                else []
+            ):
                 raise ValueError(
-                    f"document {number} has {other[0]!r}, which TreeCollator doesn't take; it takes "
-                    f"{', '.join(_TAKEN)}. Remove columns that the model doesn't need (dataset.remove_columns). If the "
-                    "loss needs a value of a sequence or of its tokens (an advantage, an old log-probability), use "
-                    "pack_tree, with its gather and logprobs."
+                    f"{name} has {other[0]!r}, which TreeCollator doesn't take; it takes {', '.join(_TAKEN)}. Remove "
+                    "columns that the model doesn't need (dataset.remove_columns). If the loss needs a value of a "
+                    "sequence or of its tokens (an advantage, an old log-probability), use pack_tree, with its gather "
+                    "and logprobs."
                 )
-            documents += read_feature(document, number)
-        columns, lengths = join(documents, names), [len(columns["input_ids"]) for columns in documents]
-        labels = columns["labels"] if "labels" in columns else masked_labels(columns, lengths)
-        batch = pack_tree(columns["input_ids"].split(lengths), labels=labels.split(lengths))
+            documents += read_feature(document, name)
+        batch = _lay(documents)
         warn_if_unpatched(
             documents,
             "unpatched-tree",

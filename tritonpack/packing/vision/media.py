@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tritonpack.packing.columns import Columns, Name, as_tensor, quote
+from tritonpack.packing.columns import Columns, as_tensor, quote
 from tritonpack.packing.vision.families import Column, Family
 
 MediaOf = dict[str, Columns]  # of an example: the columns of its images, and of its videos
@@ -34,9 +34,13 @@ def read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
             raise ValueError(
                 f"has {next(iter(found))!r} but no {quote(absent)}; pass all columns that the processor returns."
             )
-        counts = {name: len(tensor) for name, tensor in found.items() if part.columns[name].axes[0] == kind}
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"has columns of different numbers of {kind}: {counts}; pass those of one call.")
+        sizes: dict[str, dict[str, int]] = {}
+        for name, tensor in found.items():
+            for axis, size in zip(part.columns[name].axes, tensor.shape, strict=True):
+                sizes.setdefault(axis, {})[name] = size
+        for axis, of_columns in sizes.items():
+            if len(set(of_columns.values())) > 1:
+                raise ValueError(f"has columns of different numbers of {axis}: {of_columns}; pass those of one call.")
         media[kind] = found
     return media
 
@@ -44,16 +48,13 @@ def read_media(family: Family, example: Mapping[str, Any]) -> MediaOf:
 def _read(values: Any, name: str, column: Column) -> Tensor:
     """A column as a tensor with the axes of one example, or without elements."""
     axes = ", ".join(column.axes)
-    if isinstance(values, (list, tuple)) and any(hasattr(one, "dtype") for one in values):
-        parts = [as_tensor(one, name, "arrays") for one in values]
-        if len({part.shape for part in parts}) > 1:
-            shapes = [tuple(part.shape) for part in parts]
-            raise ValueError(f"has {name} of shapes {shapes!r:.100}; let the processor pad them: return_tensors='pt'.")
-        values = torch.stack(parts)
-    tensor = as_tensor(values, name, f"an array with the axes ({axes})")
+    tensor = as_tensor(values, name, f"an array with the axes ({axes}), as return_tensors='pt' makes it,")
     if tensor.ndim == len(column.axes) + 1 and len(tensor) == 1:
         tensor = tensor[0]
-    if tensor.ndim != len(column.axes) and tensor.numel():
+    wanted = [
+        int(axis[0]) if axis[0].isdigit() else size for axis, size in zip(column.axes, tensor.shape, strict=False)
+    ]
+    if tensor.numel() and (tensor.ndim != len(column.axes) or [*tensor.shape] != wanted):
         raise ValueError(
             f"has {name} of shape {tuple(tensor.shape)}; it takes ({axes}), as the processor returns it for one "
             "example. Its first axis isn't that of a batch, so don't take [0] of it or squeeze it."
@@ -61,24 +62,24 @@ def _read(values: Any, name: str, column: Column) -> Tensor:
     return tensor
 
 
-def join_media(family: Family, media: Sequence[MediaOf], names: Sequence[Name]) -> Columns:
-    """The columns of images and videos of all examples, as the model takes them for one row.
+def join_media(family: Family, media: Sequence[tuple[str, MediaOf]]) -> Columns:
+    """The columns of images and videos of all examples, each after its name, as the model takes them for one row.
 
     Raises:
         ValueError: examples whose columns can't be joined; the message names two of them.
     """
     joined: Columns = {}
     for kind, part in family.parts.items():
-        of_kind = [(number, own[kind]) for number, own in zip(names, media, strict=True) if kind in own]
+        of_kind = [(document, own[kind]) for document, own in media if kind in own]
         for name, column in part.columns.items():
-            having = [number for number, own in of_kind if name in own]
-            lacking = [number for number, own in of_kind if name not in own]
+            having = [document for document, own in of_kind if name in own]
+            lacking = [document for document, own in of_kind if name not in own]
             if not having:
                 continue
             if lacking:
                 raise ValueError(
-                    f"document {having[0]} has {name!r} and document {lacking[0]} hasn't; give every example with "
-                    f"{kind} the same columns."
+                    f"{having[0]} has {name!r} and {lacking[0]} hasn't; give every example with {kind} the same "
+                    "columns."
                 )
             values = [own[name] for _, own in of_kind]
             if len(column.axes) == 1:  # numbers, such as the integer 1 beside 0.5
@@ -86,25 +87,20 @@ def join_media(family: Family, media: Sequence[MediaOf], names: Sequence[Name]) 
                 values = [one.to(dtype) for one in values]
             first = values[0]
             fixed = [axis for axis in range(1, first.ndim) if axis not in column.padded]
-            for number, one in zip(having, values, strict=True):
+            for document, one in zip(having, values, strict=True):
                 if one.dtype != first.dtype or any(one.shape[axis] != first.shape[axis] for axis in fixed):
                     size = f" and one size of {' and '.join(column.axes[axis] for axis in fixed)}" if fixed else ""
                     raise ValueError(
-                        f"{name} is {one.dtype} of shape {tuple(one.shape)} in document {number} and {first.dtype} of "
-                        f"shape {tuple(first.shape)} in document {having[0]}; the model takes one dtype{size} in a "
-                        "call. Process all examples alike, or pack them in different rows."
+                        f"{name} is {one.dtype} of shape {tuple(one.shape)} in {document} and {first.dtype} of shape "
+                        f"{tuple(first.shape)} in {having[0]}; the model takes one dtype{size} in a call. Process all "
+                        "examples alike, or pack them in different rows."
                     )
-            row = torch.cat(_padded(values, column.padded))
+            for axis in column.padded:
+                most = max(one.shape[axis] for one in values)
+                values = [pad(one, [0, 0] * (one.ndim - 1 - axis) + [0, most - one.shape[axis]]) for one in values]
+            row = torch.cat(values)
             joined[name] = row[None] if column.of_rows else row
     return joined
-
-
-def _padded(values: list[Tensor], axes: Sequence[int]) -> list[Tensor]:
-    """Tensors with zeros at the end of these axes up to the largest."""
-    for axis in axes:
-        most = max(one.shape[axis] for one in values)
-        values = [pad(one, [0, 0] * (one.ndim - 1 - axis) + [0, most - one.shape[axis]]) for one in values]
-    return values
 
 
 class ModelPositions:
@@ -130,26 +126,29 @@ class ModelPositions:
                 object.__setattr__(self._module, name, value)
         self._names = tuple(inspect.signature(getattr(self._module, _ROPE)).parameters)
 
-    def __call__(self, text: Columns, media: MediaOf, number: Name) -> Tensor:
-        """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its number is for messages.
+    def __call__(self, name: str, text: Columns, media: MediaOf) -> Tensor:
+        """(3, n) int64 of an example's (n,) tokens and its columns of images and videos; its name is for messages.
 
         Raises:
             ValueError: the method fails, or returns positions of another shape.
         """
         ids = text["input_ids"]
-        types = text.get("mm_token_type_ids", torch.zeros_like(ids))
-        arguments: dict[str, Any] = {"input_ids": ids[None], "mm_token_type_ids": types[None]}
+        given = {
+            "input_ids": ids[None],
+            "mm_token_type_ids": text.get("mm_token_type_ids", torch.zeros_like(ids))[None],
+        }
         for columns in media.values():
-            arguments |= columns
+            given |= columns
         try:
-            taken = {name: arguments[name] for name in self._names if name in arguments}
             with torch.device("cpu"):  # where the columns lie, whatever the default device is
-                positions: Tensor = getattr(self._module, _ROPE)(**taken)[0]
+                positions: Tensor = getattr(self._module, _ROPE)(
+                    **{key: given[key] for key in self._names if key in given}
+                )[0]
             if positions.shape != (3, 1, len(ids)):
                 raise ValueError(f"it returned positions of shape {tuple(positions.shape)}")
         except Exception as error:
             raise ValueError(
-                f"document {number} has images or videos for which {type(self._module).__name__}.{_ROPE} makes no "
-                f"positions ({type(error).__name__}: {error}). Pass all columns of one call of the processor."
+                f"{name} has images or videos for which {type(self._module).__name__}.{_ROPE} makes no positions "
+                f"({type(error).__name__}: {error}). Pass all columns of one call of the processor."
             ) from error
         return positions[:, 0]

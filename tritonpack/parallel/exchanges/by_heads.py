@@ -1,9 +1,8 @@
 """Exchanges in steps of key heads: the keys of the next step travel while the heads of one step are computed.
 
-A rank has its own keys before anything arrives. So it attends to them while the first message travels, and merges the
-results (merge.py). In backward a rank computes one half of its own keys while the first keys travel to it, and the
-other half while the last gradients travel back. Keys and values travel again in backward, so that no rank holds all
-heads of all keys that it receives.
+A rank attends to its own keys while the first message travels, and merges the results (merge.py). In backward it
+computes one half of its own keys while the first keys travel to it, and the other half while the last gradients travel
+back. Keys and values travel again in backward, so that no rank holds all heads of all keys that it receives.
 """
 
 from __future__ import annotations

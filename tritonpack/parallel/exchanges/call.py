@@ -24,10 +24,7 @@ class Call:
     """One call of `attend` between ranks among which keys travel.
 
     Attributes:
-        ranks: the group.
-        layout: which rows each rank owns.
-        mask: the mask of the whole batch.
-        options: the options of attention without sinks, which are a differentiable argument.
+        options: those of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
     """
 
@@ -67,10 +64,7 @@ class Call:
 
 
 class Exchanged(torch.autograd.Function):
-    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows.
-
-    `exchange` has the functions `forward` and `backward`, as the module `ring` and each `ByHeads`.
-    """
+    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v) of this rank's n rows, by `ring` or a `ByHeads`."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> Tensor:

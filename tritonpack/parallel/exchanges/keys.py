@@ -2,15 +2,14 @@
 
 - all-gather: every rank receives the keys and values of all ranks. A reduce-scatter returns their gradients. Shards are
   padded to the length of the longest.
-- group cast: every rank receives the keys and values that its queries see, in all-to-all messages of unequal sizes, and
-  nothing is sent if no rank needs a row of another. Gradients return the same way. The rank that owns a row adds them
-  in the order of ranks, so that the sum is the same in each run. Source: MagiAttention (SandAI, 2025).
+- group cast: every rank receives the keys and values that its queries see, in all-to-all messages of unequal sizes.
+  Gradients return the same way, and the rank that owns a row adds them in the order of ranks, so that the sum is the
+  same in each run. Source: MagiAttention (SandAI, 2025).
 - auto: group cast if no rank sees more keys of others than the longest shard has rows, else all-gather; all-gather for
   masks of trees.
 
 Gradients travel in float32 for half precision. The rule of "auto" is never worse than an all-gather, into a rank or
-into a node, whichever ranks are a node. A group cast brings a key into a node once for each rank there that sees it,
-and an all-gather may bring it once. For R ranks, nodes of G ranks and a longest shard of N rows:
+into a node, whichever ranks are a node. For R ranks, nodes of G ranks and a longest shard of N rows:
 
 - forward: a node receives at most G N keys by group cast, and (R - G) N or more by all-gather.
 - backward: the R - G other ranks send a node at most N gradients each by group cast. By a reduce-scatter, which sums
@@ -22,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,37 +34,26 @@ Addition = Callable[[Tensor, Tensor], None]  # waits for gradients and adds them
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Some of the keys that a rank attends to, in the order of the batch, so that their mask is an interval mask.
+class OwnKeys:
+    """A run of the own rows, which don't travel.
 
     Attributes:
         mask: between the queries and these keys.
     """
 
     mask: BlockDiagonalMask
+    rows: slice
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         """Start to send k (n, heads, D) and v (n, heads, D_v) of the own rows; the result has those of the part."""
-        raise NotImplementedError
+        return lambda: (k[self.rows], v[self.rows])
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         """Start to send gradients of the part's keys and values to the ranks that own them.
 
         The result adds what arrives at this rank to dk (n, heads, D) and dv (n, heads, D_v), in `comm.wide`.
         """
-        raise NotImplementedError
 
-
-@dataclass(frozen=True, eq=False)
-class OwnKeys(Part):
-    """A run of the own rows, which don't travel."""
-
-    rows: slice
-
-    def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
-        return lambda: (k[self.rows], v[self.rows])
-
-    def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
         def add(total_dk: Tensor, total_dv: Tensor) -> None:
             total_dk[self.rows] += dk
             total_dv[self.rows] += dv
@@ -94,7 +81,7 @@ def own_halves(call: Call) -> tuple[OwnKeys, OwnKeys]:
 
 
 @dataclass(frozen=True, eq=False)
-class GatheredKeys(Part):
+class GatheredKeys:
     """The rows of all other ranks.
 
     Attributes:
@@ -102,6 +89,7 @@ class GatheredKeys(Part):
         places: (keys,) int64, where the keys lie in the gathered shards, laid end to end, in the order of the batch.
     """
 
+    mask: BlockDiagonalMask
     length: int
     places: Tensor
 
@@ -120,33 +108,32 @@ class GatheredKeys(Part):
         return lambda: split(coming().flatten(0, 1).index_select(0, self.places), k, v)
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
-        gradients = join(dk, dv).to(wide(dk.dtype))
-        shards = gradients.new_zeros(ranks.size * self.length, gradients.shape[1])
-        shards.index_copy_(0, self.places, gradients)
+        shards = _among(self.places, ranks.size * self.length, dk, dv)
         coming = scatter_sum(shards.unflatten(0, (ranks.size, self.length)), ranks)
 
         def add(total_dk: Tensor, total_dv: Tensor) -> None:
-            for total, shard in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
-                total += shard[: total.shape[0]]
+            for total, arrived in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
+                total += arrived[: total.shape[0]]
 
         return add
 
 
 @dataclass(frozen=True, eq=False)
-class CastKeys(Part):
-    """Rows of other ranks that this rank's queries see.
+class CastKeys:
+    """The rows of other ranks that this rank's queries see.
 
     Attributes:
         sent: int64, the places in the own shard of the rows that each rank gets, in the order of ranks.
         sent_counts: for each rank, how many of these it gets; 0 for this rank.
         received_counts: for each rank, how many rows come from it.
-        order: (keys,) int64, where the keys lie among the received rows, in the order of the batch.
+        places: (keys,) int64, where the keys lie among the received rows, in the order of the batch.
     """
 
+    mask: BlockDiagonalMask
     sent: Tensor
     sent_counts: list[int]
     received_counts: list[int]
-    order: Tensor
+    places: Tensor
 
     @classmethod
     def of(cls, mask: BlockDiagonalMask, layout: Layout, rank: int) -> CastKeys | None:
@@ -158,54 +145,52 @@ class CastKeys(Part):
         rows, seen = layout.rows_on_host, layout.seen_by_ranks(mask)
         if not any(layout.remote_keys(mask)):
             return None
-        sent, keys = [], []
-        for other in range(layout.ranks):
-            if other == rank:
-                sent.append(rows[rank][:0])
-                keys.append(rows[rank][:0])
-            else:
-                sent.append(seen[other].among(rows[rank]))
-                keys.append(rows[other][seen[rank].among(rows[other])])
-        every = torch.cat(keys)
-        order = torch.from_numpy(np.argsort(every.numpy(), kind="stable"))  # merges ascending runs
-        device, counts, received = mask.device, list(map(len, sent)), list(map(len, keys))
-        restricted = mask.restrict(layout.rows[rank], every[order].to(device))
-        return cls(restricted, torch.cat(sent).to(device), counts, received, order.to(device))
+        sent, keys = ([rows[rank][:0]] * layout.ranks for _ in range(2))
+        for other in {*range(layout.ranks)} - {rank}:
+            sent[other] = seen[other].among(rows[rank])
+            keys[other] = rows[other][seen[rank].among(rows[other])]
+        ascending, places = torch.cat(keys).sort()
+        device = mask.device
+        restricted = mask.restrict(layout.rows[rank], ascending.to(device))
+        counts = list(map(len, sent)), list(map(len, keys))
+        return cls(restricted, torch.cat(sent).to(device), *counts, places.to(device))
 
     def send(self, k: Tensor, v: Tensor, ranks: Ranks) -> Keys:
         message = join(k, v).index_select(0, self.sent)
         coming = all_to_all(message, self.sent_counts, self.received_counts, ranks)
-        return lambda: split(coming().index_select(0, self.order), k, v)
+        return lambda: split(coming().index_select(0, self.places), k, v)
 
     def give_back(self, dk: Tensor, dv: Tensor, ranks: Ranks) -> Addition:
-        gradients = join(dk, dv).to(wide(dk.dtype))
-        message = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
+        message = _among(self.places, sum(self.received_counts), dk, dv)
         coming = all_to_all(message, self.received_counts, self.sent_counts, ranks)
 
         def add(total_dk: Tensor, total_dv: Tensor) -> None:
-            places = self.sent.split(self.sent_counts)
+            rows = self.sent.split(self.sent_counts)
             for total, arrived in zip((total_dk, total_dv), split(coming(), dk, dv), strict=True):
-                for rows, part in zip(places, arrived.split(self.sent_counts), strict=True):
-                    if rows.shape[0]:
-                        total.index_add_(0, rows, part)  # no place twice, so the order of additions is fixed
+                for some, part in zip(rows, arrived.split(self.sent_counts), strict=True):
+                    total.index_add_(0, some, part)  # no row twice, so the order of additions is fixed
 
         return add
 
 
+# Some of the keys that a rank attends to, in the order of the batch, so that their mask is an interval mask.
+Part = OwnKeys | GatheredKeys | CastKeys
+
+
+def _among(places: Tensor, rows: int, dk: Tensor, dv: Tensor) -> Tensor:
+    """Gradients of keys and values as a message with them at these places among its rows."""
+    gradients = join(dk, dv).to(wide(dk.dtype))
+    return gradients.new_zeros(rows, gradients.shape[1]).index_copy_(0, places, gradients)
+
+
 def other_keys(exchange: str, call: Call) -> Part | None:
-    """The keys of other ranks that travel; None on all ranks if no rank needs any."""
+    """The keys of other ranks that travel; None on all ranks if no rank needs any. "auto" waits for the device."""
     mask, layout, rank = call.mask, call.layout, call.ranks.rank
 
     def make() -> Part | None:
-        cast = exchange == "group_cast" or (exchange == "auto" and few_keys(mask, layout))
-        return (CastKeys if cast else GatheredKeys).of(mask, layout, rank)
+        casts = exchange == "group_cast"
+        if exchange == "auto" and not mask.is_tree:  # all ranks find the same, because the mask and the layout are
+            casts = max(layout.remote_keys(mask)) <= max(layout.lengths)
+        return (CastKeys if casts else GatheredKeys).of(mask, layout, rank)
 
     return mask.cached((exchange, layout, rank), make)
-
-
-def few_keys(mask: BlockDiagonalMask, layout: Layout) -> bool:
-    """Whether no rank sees more keys of others than the longest shard has rows; waits for the mask's device.
-
-    All ranks find the same, because the mask and the layout are. False for masks of trees.
-    """
-    return not mask.is_tree and max(layout.remote_keys(mask)) <= max(layout.lengths)

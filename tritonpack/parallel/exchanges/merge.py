@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 
-def nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The result for no keys: out (T, H, D_v) of this dtype, all 0, and lse (H, T) in `exact`, all -inf."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
-    return out, q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=exact(q.dtype))
-
-
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """out (T, H, D_v) and lse (H, T), both in `exact`, merged with a partial result of other keys."""
+    """out (T, H, D_v) and lse (H, T), in float32 or float64, merged with a partial result of other keys."""
     merged = torch.logaddexp(lse, part_lse)
     return (out * _weight(lse, merged)).add_(part * _weight(part_lse, merged)), merged
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out (T, H, D_v) and lse (H, T), both in `exact`, with sinks (H,); a row that sees no key has no sink either."""
+    """out (T, H, D_v) and lse (H, T), as in `merge`, with sinks (H,); a row that sees no key has no sink either."""
     merged = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sinks[:, None]))
     return out * _weight(lse, merged), merged
 
@@ -32,11 +26,6 @@ def sink_gradients(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Ten
     delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1).T
     share = torch.exp(sinks[:, None] - lse)
     return -torch.where(lse == float("-inf"), 0.0, share * delta).sum(1).to(sinks.dtype)
-
-
-def exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results are merged: float32, or float64 for inputs in float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _weight(lse: Tensor, merged: Tensor) -> Tensor:

@@ -18,16 +18,18 @@ from torch import Tensor
 from tritonpack.parallel.comm import Arrival, shift, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
 from tritonpack.parallel.exchanges.keys import OwnKeys, own_halves, own_keys
-from tritonpack.parallel.exchanges.merge import exact, merge, merge_sinks, nothing
+from tritonpack.parallel.exchanges.merge import merge, merge_sinks
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (n, H, D_v) and lse (H, n) of this rank's n rows."""
-    out, lse = nothing(q, v, exact(q.dtype))
-    for source, ks, vs in _blocks(call, k, v):
+    blocks = _blocks(call, k, v)
+    own, ks, vs = next(blocks)
+    out, lse = call.forward(q, ks, vs, call.rows_mask(own))
+    out = out.to(lse.dtype)
+    for source, ks, vs in blocks:
         if call.visible()[source]:
-            mask = own_keys(call).mask if source == call.ranks.rank else call.rows_mask(source)
-            out, lse = merge(out, lse, *call.forward(q, ks, vs, mask))
+            out, lse = merge(out, lse, *call.forward(q, ks, vs, call.rows_mask(source)))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse

@@ -31,13 +31,6 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
     return own, tuple(slice(span.start // group, (span.stop - 1) // group + 1) for span in own)
 
 
-def has_unlike_groups(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whether a rank has unlike numbers of query heads for its key heads."""
-    group = heads // kv_heads
-    spans = zip(*divide_heads(heads, kv_heads, ranks), strict=True)
-    return any(used.stop - used.start > 1 and (own.start % group or own.stop % group) for own, used in spans)
-
-
 def attend_to_heads(
     attention: Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor], ranks: Ranks, layout: Layout, q: Tensor,
     k: Tensor, v: Tensor, options: AttentionOptions,
@@ -53,12 +46,11 @@ def attend_to_heads(
     """
     queries, keys = divide_heads(q.shape[1], k.shape[1], ranks.size)
     group, own, first = q.shape[1] // k.shape[1], queries[ranks.rank], keys[ranks.rank].start
-    unlike = has_unlike_groups(q.shape[1], k.shape[1], ranks.size)
-    q, k, v = _ToHeads.apply(ranks, layout, (queries, keys, keys), q, k, v)
-    if unlike:  # each query head gets a key head of its own
+    q, k, v = _Trade.apply(ranks, layout, (queries, keys, keys), True, q, k, v)
+    if k.shape[1] > 1 and (own.start % group or own.stop % group):  # each query head gets a key head of its own
         places = torch.arange(own.start, own.stop, device=k.device) // group - first
         k, v = k[:, places], v[:, places]
-    return _ToRows.apply(ranks, layout, queries, attention(q, k, v, of_heads(options, own)))
+    return _Trade.apply(ranks, layout, (queries,), False, attention(q, k, v, of_heads(options, own)))[0]
 
 
 def to_heads(ranks: Ranks, layout: Layout, spans: Spans, x: Tensor) -> Arrival:
@@ -87,33 +79,23 @@ def to_rows(ranks: Ranks, layout: Layout, spans: Spans, x: Tensor) -> Arrival:
     return arrive
 
 
-class _ToHeads(torch.autograd.Function):
-    """(ranks, layout, the spans of each tensor, *tensors) -> the tensors of own heads."""
+class _Trade(torch.autograd.Function):
+    """(ranks, layout, the spans of each tensor, there, *tensors) -> the tensors `there`, of own heads, or back, of own
+    rows. Gradients take the opposite direction."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, layout: Layout, spans: tuple[Spans, ...], *tensors: Tensor) -> tuple[Any, ...]:
-        ctx.arguments = ranks, layout, spans
-        coming = [to_heads(ranks, layout, *one) for one in zip(spans, tensors, strict=True)]
-        return tuple(arrive() for arrive in coming)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ranks, layout, spans = ctx.arguments
-        coming = [to_rows(ranks, layout, *one) for one in zip(spans, gradients, strict=True)]
-        return None, None, None, *(arrive() for arrive in coming)
-
-
-class _ToRows(torch.autograd.Function):
-    """(ranks, layout, spans, x) -> x of own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, ranks: Ranks, layout: Layout, spans: Spans, x: Tensor) -> Tensor:
-        ctx.arguments = ranks, layout, spans
-        return to_rows(ranks, layout, spans, x)()
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        ctx.arguments = given[:4]
+        return _trade(*given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ranks, layout, spans = ctx.arguments
-        return None, None, None, to_heads(ranks, layout, spans, gradients[0])()
+        ranks, layout, spans, there = ctx.arguments
+        return None, None, None, None, *_trade(ranks, layout, spans, not there, *gradients)
+
+
+def _trade(ranks: Ranks, layout: Layout, spans: tuple[Spans, ...], there: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    start = to_heads if there else to_rows
+    coming = [start(ranks, layout, *one) for one in zip(spans, tensors, strict=True)]
+    return tuple(arrive() for arrive in coming)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.replaced import replaced
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,9 @@ class _ReplicaState:
 @contextmanager
 def counted_as_one(accelerator: Any, replica: Replica) -> Iterator[None]:
     """`accelerator.num_processes` is the number of replicas, and `process_index` the number of this one."""
-    own, accelerator.state = accelerator.state, _ReplicaState(accelerator.state, replica)
-    try:
+    with ExitStack() as stack:
+        replaced(stack, accelerator, "state", _ReplicaState(accelerator.state, replica))
         yield
-    finally:
-        accelerator.state = own
 
 
 def share_batches(trainer: Any, replica: Replica, stack: ExitStack) -> None:
@@ -97,34 +97,11 @@ def share_batches(trainer: Any, replica: Replica, stack: ExitStack) -> None:
 
     def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         counts = reduction != "sum" or replica.ranks.rank == 0  # a mean over equal values needs no care
-        return reduces(tensor if counts else _each(torch.zeros_like, tensor), reduction, scale)
+        return reduces(tensor if counts else recursively_apply(torch.zeros_like, tensor), reduction, scale)
 
     replaced(stack, accelerator, "prepare_data_loader", prepare_data_loader)
-    replaced(stack, accelerator, "gather", lambda tensor: _each(replica.pick, gathers(tensor)))
+    replaced(stack, accelerator, "gather", lambda tensor: recursively_apply(replica.pick, gathers(tensor)))
     replaced(stack, accelerator, "reduce", reduce)
     replaced(stack, trainer, "floating_point_ops", lambda inputs: operations(inputs) / replica.ranks.size)
     if "get_total_train_batch_size" not in vars(trainer):  # `setup` counts the documents of the data set
         replaced(stack, trainer, "get_total_train_batch_size", lambda args: batch_size(args) // replica.ranks.size)
-
-
-def replaced(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of this instance. The stack restores it when it ends, unless other code has set it since."""
-    attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
-    setattr(owner, name, value)
-
-    def restore() -> None:
-        if attributes.get(name) is value:
-            setattr(owner, name, before) if had else delattr(owner, name)
-
-    stack.callback(restore)
-
-
-def _each(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """The same mappings, tuples and lists, with the function's results in place of their tensors."""
-    if isinstance(data, Mapping):
-        return type(data)({name: _each(function, value) for name, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, (tuple, list)):
-        parts = [_each(function, part) for part in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
-    return function(data) if isinstance(data, Tensor) else data

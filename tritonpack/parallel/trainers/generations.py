@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tritonpack.parallel.comm import first_object
-from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one, replaced
+from tritonpack.parallel.replaced import replaced
+from tritonpack.parallel.trainers.accelerators import Replica, counted_as_one
 
 _GENERATES, _SCORES, _REWARDS = "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards"
 

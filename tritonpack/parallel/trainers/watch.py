@@ -15,13 +15,12 @@ from typing import Any
 from transformers.utils import is_accelerate_available
 
 from tritonpack.packing.samplers.ranks import place_of_group
-from tritonpack.parallel.trainers.accelerators import Replica, replaced, share_batches
-from tritonpack.parallel.trainers.generations import share_generations
+from tritonpack.parallel.replaced import replaced
 
 _ENTRIES = ("train", "evaluate", "predict")
 
 _entered: list[Any] = []  # contexts, SequenceParallel
-_watches: dict[str, Callable[..., Any]] = {}  # what stands in the class Trainer, by name
+_watching = ExitStack()  # restores the class Trainer
 _sharing: set[int] = set()  # ids of the trainers that share batches now
 
 # Packages whose losses are tested on ranks. If one reads logits of all tokens, torch refuses the shapes.
@@ -34,9 +33,7 @@ def watch(context: Any) -> None:
         from transformers import Trainer
 
         for name in _ENTRIES:
-            if getattr(Trainer, name) is not _watches.get(name):
-                _watches[name] = _watched(getattr(Trainer, name))
-                setattr(Trainer, name, _watches[name])
+            replaced(_watching, Trainer, name, _watched(getattr(Trainer, name)))
     _entered.append(context)
 
 
@@ -44,13 +41,8 @@ def unwatch(context: Any) -> None:
     """End what `watch` began. A second call does nothing."""
     if context in _entered:
         _entered.remove(context)
-    if not _entered and _watches:
-        from transformers import Trainer
-
-        for name, method in list(_watches.items()):
-            if vars(Trainer)[name] is method:  # else other code has wrapped it, and it passes calls on
-                setattr(Trainer, name, method.__wrapped__)
-                del _watches[name]
+    if not _entered:
+        _watching.close()
 
 
 def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,6 +61,9 @@ def _shared(trainer: Any) -> Iterator[None]:
     if context is None:
         yield
         return
+    from tritonpack.parallel.trainers.accelerators import Replica, share_batches
+    from tritonpack.parallel.trainers.generations import share_generations
+
     with ExitStack() as stack:
         context.cover_heads()
         _sharing.add(id(trainer))

@@ -1,1 +1,1 @@
-"""Layers that get a forward of their own in a patched model: a mask alone does not keep documents apart in them."""
+"""New forwards for layers in which a mask alone doesn't keep documents apart."""

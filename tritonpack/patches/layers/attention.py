@@ -1,4 +1,4 @@
-"""Forwards of attention layers outside of transformers' interface, or with a mask of their own."""
+"""Forwards of attention layers outside of transformers' interface, or with their own mask."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tritonpack.patches.parts import InstanceForward, PackingContext
 
 
 class FalconAttention(InstanceForward):
-    """Falcon's attention: packed queries, keys and values, rotary positions or ALiBi.
+    """Falcon's attention, which computes queries, keys and values by one layer, with rotary positions or ALiBi.
 
-    With ALiBi the model adds slopes and mask into one tensor, so that form stays dense.
+    With ALiBi the model adds slopes and mask into one tensor, so its mask stays dense.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -36,7 +36,7 @@ class FalconAttention(InstanceForward):
 
 
 class DocumentMask(InstanceForward):
-    """Attention that makes its own causal mask, or none: gets the mask of the documents in the argument for padding."""
+    """Attention that makes its own causal mask, or none. It gets the mask of the documents as its padding mask."""
 
     def __init__(self, module: nn.Module, context: PackingContext, argument: str) -> None:
         super().__init__(module, context)
@@ -44,20 +44,20 @@ class DocumentMask(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments, packed_batch = self.bound(args, kwargs), self.packed_batch
-        given = arguments[self.argument]
-        if packed_batch is None or isinstance(given, IntervalMask):  # cross-attention gets the mask of the documents
+        padding = arguments[self.argument]
+        if packed_batch is None or isinstance(padding, IntervalMask):  # cross-attention already has the right mask
             return self.inner(**arguments)
         mask = packed_batch.document_mask()
-        if given is not None and given.ndim == 4:
-            arguments[self.argument] = mask.to_tensor(given.dtype, additive=True)
+        if padding is not None and padding.ndim == 4:
+            arguments[self.argument] = mask.to_tensor(padding.dtype, additive=True)
         else:
-            causal = given is not None and given.ndim == 3
+            causal = padding is not None and padding.ndim == 3
             arguments[self.argument] = mask.to_tensor()[:, 0].tril() if causal else mask.to_tensor()[:, 0]
         return self.inner(**arguments)
 
 
 class EncoderAttention(InstanceForward):
-    """Attention in encoders that make its mask from the padding mask. It gets the mask of the documents instead."""
+    """Attention whose mask the encoder makes from the padding mask. It gets the mask of the documents instead."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)

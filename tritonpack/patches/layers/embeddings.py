@@ -1,4 +1,4 @@
-"""Embeddings and poolers that depend on other tokens: in a patched model these are tokens of the same document."""
+"""Embeddings and poolers that depend on other tokens. In a patched model these are tokens of the same document."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tritonpack.patches.placement import Documents
 
 
 class EsmEmbeddings(InstanceForward):
-    """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others are scaled up to make up for them.
+    """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the other tokens are scaled up.
 
-    The layer divides by the share of unmasked tokens in the row. So its input is multiplied by that share, and divided
-    by the document's.
+    The layer divides by the share of unmasked tokens in the row. So its input is multiplied by this share, and divided
+    by the share in the document.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -31,7 +31,7 @@ class EsmEmbeddings(InstanceForward):
 
 
 def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) -> Tensor:
-    """(B, T) float32: the share of unmasked tokens in the row, divided by the share in each token's document."""
+    """Return (B, T) float32, the share of unmasked tokens in the row divided by the share in each token's document."""
     live = packed_batch.not_padding()
     document = packed_batch.runs()[0].flatten().cumsum(0) - 1
 
@@ -41,14 +41,14 @@ def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) ->
 
     of_row = 1 - masked.sum(1, keepdim=True) / live.sum(1, keepdim=True)
     of_document = 1 - in_document(masked) / in_document(torch.ones_like(masked))
-    # A document with only masked tokens has nothing to scale.
+    # A document with only masked tokens has no token to scale.
     return of_row / of_document.clamp(min=torch.finfo(of_document.dtype).eps)
 
 
 class DocumentPooler(InstanceForward):
-    """The pooler of a text model: makes a vector of the first token of each document instead of each row.
+    """The pooler of a text model. It makes a vector from the first token of each document instead of each row.
 
-    Rows that hold one document each, padded on any side, are pooled as in the model. Waits for the device.
+    Rows that hold one document each, padded on any side, are pooled as in the unpatched model. Waits for the device.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class DocumentPooler(InstanceForward):
 
 
 class PooledModel(InstanceForward):
-    """A model that passes only the first token of each row to its pooler: passes the first token of each document."""
+    """The forward of a model that passes only the first token of each row to its pooler: it passes each document's."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         output, packed_batch = self.inner(*args, **kwargs), self.context.current.packed_batch
@@ -74,16 +74,16 @@ class PooledModel(InstanceForward):
         return output
 
 
-# Models that pass only the first token of each row to their pooler, and the activation of its result.
+# Models that pass only the first token of each row to their pooler: the activation of its result.
 ACTIVATIONS = {"AlbertModel": "pooler_activation", "BigBirdModel": "activation"}
 
 
 def pooler_forward(module: nn.Module, context: PackingContext) -> InstanceForward | None:
-    """The forward that pools each document of a patched module; None for a module without a pooler."""
+    """Return the forward that pools each document of a patched module; None for a module without a pooler."""
     if type(module).__name__ in ACTIVATIONS:
         return PooledModel(module, context)
     pooler = getattr(module, "pooler", None)
-    # By transformers' convention it takes the hidden states (B, T, n) and reads the first of each row.
+    # By transformers' convention a pooler takes hidden states (B, T, n) and reads the first token of each row.
     if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler"):
         return DocumentPooler(pooler, context)
     return None

@@ -1,4 +1,4 @@
-"""Layers that mix along the row: run once with the documents' boundaries, or on each document by itself."""
+"""Layers that mix along the row. They run once with the boundaries of documents, or on each document by itself."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tritonpack.patches.tensor_like import as_tensor
 ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "seq_idx", *CACHES}
 ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
-# Whether layers of a class keep documents apart when they get boundaries, by class, device and dtype: a model may be
-# moved, and kernels that take boundaries are for GPUs.
+# {(class, device type, dtype): whether such layers keep documents apart when they get boundaries}. It depends on the
+# device, because kernels that take boundaries need a GPU.
 Capabilities = dict[tuple[type, str, torch.dtype], bool]
 
 
@@ -29,8 +29,9 @@ class DocumentByDocument(InstanceForward):
     """The forward of a layer that mixes along the row (a recurrence, a convolution): each document runs separately.
 
     If its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, the layer runs once, with
-    boundaries. Otherwise documents of similar lengths share a batch. Padding is on the right, where a causal layer
-    doesn't see it. Outputs are laid back into the row; padding gets zeros. Layers of a model share `capabilities`.
+    boundaries. Otherwise it runs on batches of documents of similar lengths, padded on the right, where a causal layer
+    doesn't see padding. Outputs are laid back into the row, with zeros for padding. The layers of a model share
+    `capabilities`.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext, capabilities: Capabilities) -> None:
@@ -41,7 +42,7 @@ class DocumentByDocument(InstanceForward):
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch
-        apart = packed_batch is not None and packed_batch.by_document  # else rows of one document each
+        apart = packed_batch is not None and packed_batch.by_document  # else each row holds one document
         arguments = {name: x for name, x in self.bound(args, kwargs).items() if name not in ROW_KEYWORDS}
         arguments |= dict.fromkeys(arguments.keys() & (ROW_ARGUMENTS if apart else {"seq_idx"}))
         if packed_batch is None or not apart:
@@ -51,8 +52,8 @@ class DocumentByDocument(InstanceForward):
         return packed_batch.run_on_documents(self, arguments)
 
     def run(self, arguments: dict[str, Any], packed_batch: PackedBatch, *, once: bool | None = None) -> Any:
-        """Run rows of whole documents: `once`, as one row with the boundaries that transformers' layers pass to their
-        kernels, or in batches of similar lengths."""
+        """Run rows of whole documents: `once`, as one row with the arguments for boundaries of transformers' layers, or
+        in batches of similar lengths. None chooses."""
         if once is None:
             tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
             once = tokens is not None and self.takes_boundaries(tokens.shape[-1])
@@ -65,10 +66,11 @@ class DocumentByDocument(InstanceForward):
         return _lay_back(batches, [self.inner(**_cut(arguments, batch) | boundaries) for batch in batches])
 
     def takes_boundaries(self, width: int) -> bool:
-        """Whether layers of this class keep documents apart by boundaries, on the device and in the dtype of this one.
+        """Return whether layers of this class keep documents apart by boundaries, on this layer's device and in its
+        dtype.
 
-        This is tried on a few tokens of this width, once. While the layer has no weights yet, the answer is False and
-        isn't kept.
+        The first call tries it on a few tokens of this width. A layer without weights returns False, which isn't
+        cached.
         """
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
         if weight is None or weight.is_meta:
@@ -80,9 +82,9 @@ class DocumentByDocument(InstanceForward):
 
     @torch.no_grad()
     def _keeps_documents_apart(self, width: int, weight: Tensor) -> bool:
-        """Whether two packed documents equal each alone, and a change of the first doesn't move the second.
+        """Return whether two packed documents give the results of each alone, and the first doesn't change the second.
 
-        Without its kernels a layer raises, or ignores boundaries.
+        Without its kernels a layer raises an error, or ignores boundaries.
         """
         generator = torch.Generator(device="cpu").manual_seed(0)
         draws = torch.randn((1, 17, width), generator=generator, dtype=torch.float32, device="cpu")
@@ -98,9 +100,9 @@ class DocumentByDocument(InstanceForward):
 
         try:
             alone = [_first(self.inner(**self.bound((x,), {}))) for x in (first, second)]
-            found = run(first, second)
-            differs, moved = apart(alone, found), apart(found[1:], run(other, second)[1:])
-        except Exception:  # a layer may raise anything where it can't
+            packed = run(first, second)
+            differs, moved = apart(alone, packed), apart(packed[1:], run(other, second)[1:])
+        except Exception:  # a layer without support may raise anything
             return False
         return moved <= torch.finfo(weight.dtype).eps and differs <= half_the_digits(weight.dtype)
 
@@ -110,7 +112,7 @@ def _first(result: Any) -> Any:
 
 
 def _cut(arguments: dict[str, Any], documents: Documents) -> dict[str, Any]:
-    """The arguments for one batch of documents. Values for each token of a row are cut into documents."""
+    """Return the arguments for one batch of documents. Values for each token of a row are cut into documents."""
     rows, length = documents.tokens
 
     def cut(value: Any) -> Any:
@@ -121,7 +123,8 @@ def _cut(arguments: dict[str, Any], documents: Documents) -> dict[str, Any]:
 
 
 def _lay_back(batches: list[Documents], results: list[Any]) -> Any:
-    """The outputs of all batches in packed rows. States and weights of a batch belong to no row, so they are None."""
+    """Lay the outputs of all batches back into packed rows. States and weights belong to no row, so they become
+    None."""
 
     def lay(*pieces: Any) -> Any:
         if not isinstance(pieces[0], Tensor) or pieces[0].shape[:2] != batches[0].inside.shape:

@@ -1,4 +1,4 @@
-"""Positions that a layer or a model of images counts along the row: patched models count them in each document."""
+"""Positions that a layer, or a model of images, counts along the row. Patched models count them in each document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritonpack.patches.placement import Documents, lay_back
 
 
 class LocalPositions(InstanceForward):
-    """A table of absolute positions that counts the tokens of a row: looked up by the place in the document."""
+    """A table of absolute positions that counts along the row. It is looked up by the position in the document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.context.current.packed_batch
@@ -23,24 +23,24 @@ class LocalPositions(InstanceForward):
         if isinstance(module, nn.Embedding):
             table, places = module.weight, packed_batch.places() + getattr(module, "offset", 0)
         else:
-            self.inner(*args, **kwargs)  # it extends a sinusoidal table if needed
+            self.inner(*args, **kwargs)  # extends a sinusoidal table if needed
             counts = hasattr(module, "create_position_ids_from_input_ids")
             ids = self.bound(args, kwargs).get("input_ids") if counts else None
             table, places = module.weights, from_padding(packed_batch, ids, getattr(module, "padding_idx", -1))
-        found = nn.functional.embedding(places, table)
-        return _Indexed(found) if self.name == "RoFormerSinusoidalPositionalEmbedding" else found
+        rows = nn.functional.embedding(places, table)
+        return _Indexed(rows) if self.name == "RoFormerSinusoidalPositionalEmbedding" else rows
 
 
 def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) -> Tensor:
-    """(B, T) int64, places in documents as fairseq counts them: from padding + 1.
+    """Return (B, T) int64, positions in documents as fairseq counts them, from padding + 1.
 
-    If token ids (B, T) are given, padding tokens inside a document aren't counted, and have the place `padding`.
+    If token ids (B, T) are given, padding tokens inside a document aren't counted, and have the position `padding`.
     """
     if ids is None:
         return packed_batch.places() + padding + 1
     real = (ids != padding).long()
     if packed_batch.tree_ends is not None:
-        filler = 1 - real  # on the path from the root of a tree to each token they are counted, that token included
+        filler = 1 - real  # counted on the path from the root of a tree to each token, this token included
         above = nn.functional.pad(filler, (0, 1)).scatter_add(1, packed_batch.tree_ends.long(), -filler).cumsum(1)
         return (packed_batch.positions() + 1 - above[:, :-1]) * real + padding
     count = real.cumsum(1)
@@ -50,19 +50,19 @@ def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) ->
 
 
 class _Indexed:
-    """Rows of RoFormer's table, to which it adds the axes of batch and heads by [None, None]. Ours have a batch."""
+    """Rows of RoFormer's table. RoFormer adds axes of batch and heads by [None, None]; ours already have a batch."""
 
-    def __init__(self, found: Tensor) -> None:
-        self.found = found
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self.found[:, None]
+        return self.rows[:, None]
 
 
 def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
-    """(B, 1, T, 1): a query's scale at its place in the document, divided by its scale at its place in the row.
+    """Return (B, 1, T, 1), a query's scale at its place in the document divided by its scale at its place in the row.
 
-    Layers without positions in models for long contexts scale queries up along the row. None for all other layers.
+    Layers without position embeddings scale queries up along the row in some models. None for all other layers.
     """
     rule = TEMPERATURES.get(type(module).__name__)
     if rule is None or mask.packed_batch is None:
@@ -85,27 +85,27 @@ def _inkling(module: Any, counts: Tensor) -> Tensor:
     return 1.0 + config.log_scaling_alpha * torch.log((counts / config.log_scaling_n_floor).clamp(min=1.0))
 
 
-# Attention layers whose queries are scaled by their place in the row, whatever position ids the model is given.
+# Attention layers that scale queries by their place in the row and ignore position ids.
 TEMPERATURES = {"Llama4TextAttention": _llama4, "InklingAttention": _inkling}
 
-METHOD = "get_rope_index"  # transformers' name: makes positions (time, height, width) of tokens and images
+ROPE_INDEX = "get_rope_index"  # transformers' method that makes positions (time, height, width) of tokens and images
 
 
 class DocumentPositions(InstanceForward):
-    """The method by which a model makes positions of its tokens and images. It runs with each document as a row.
+    """The method by which a model makes positions of its tokens and images. It runs with each document in its own row.
 
     The method takes tokens (B, T), the sizes of all images in order, and a mask. It returns positions (n, B, T), and
-    the difference between each row's next position and its number of tokens. Waits for the device, as the method does.
+    the difference between each row's next position and its number of tokens. Waits for the device, like the method.
     """
 
-    attribute = METHOD
+    attribute = ROPE_INDEX
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
         packed_batch, ids = arguments.get("attention_mask"), arguments.get("input_ids")
         if not isinstance(packed_batch, PackedBatch):
             call = self.context.current
-            packed_batch = call.packed_batch if call.running else call.told
+            packed_batch = call.packed_batch if call.running else call.outer_batch
         documents = None
         if packed_batch is not None and not packed_batch.cached and ids is not None:
             documents = Documents.of(packed_batch) if ids.shape == packed_batch.tokens else None
@@ -116,15 +116,15 @@ class DocumentPositions(InstanceForward):
                 arguments[name] = documents.cut(value)
         positions, ahead = self.inner(**{**arguments, "attention_mask": documents.inside.long()})
         last = torch.cat([documents.rows[1:] != documents.rows[:-1], documents.rows.new_ones(1, dtype=torch.bool)])
-        return torch.stack([lay_back([documents], [one]) for one in positions]), ahead[last]
+        return torch.stack([lay_back([documents], [axis]) for axis in positions]), ahead[last]
 
 
 def leave_positions_to_model(packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
     """Remove two-dimensional position ids from the arguments of a model that makes positions of tokens and images.
 
-    They were already read to find documents, and they don't count images. They stay if the call has no tokens.
+    They don't count images, and the documents have already been read from them. They stay if the call has no token ids.
     """
-    given = arguments.get("position_ids")
+    ids = arguments.get("position_ids")
     own = not packed_batch.cached and arguments.get("input_ids") is not None
-    if own and isinstance(given, Tensor) and given.ndim == 2 and not packed_batch.shared:
+    if own and isinstance(ids, Tensor) and ids.ndim == 2 and not packed_batch.shared:
         arguments["position_ids"] = None

@@ -15,6 +15,7 @@ from tritonpack.testing.tolerance import Errors, check_outputs
 
 REPEATS = 5
 NAN, INF = float("nan"), float("inf")
+ROWS = ("q", "k", "v", "dout")  # inputs with rows of documents
 
 
 class FailedError(Exception):
@@ -43,24 +44,28 @@ class Problem:
         sinks = None if inputs.sinks is None else inputs.sinks.to(dtype)
         return cls(function, case, replace(inputs, dlse=torch.zeros_like(inputs.dlse), sinks=sinks), scale)
 
-    def forward(self, inputs: Inputs, *, lse: bool = False, deterministic: bool = False) -> tuple[Tensor, Any]:
+    def changed(self, **tensors: Any) -> Problem:
+        """The same problem with other tensors among its inputs."""
+        return replace(self, inputs=replace(self.inputs, **tensors))
+
+    def forward(self, *, lse: bool = False, deterministic: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return out, after a check of its shape and dtype, and the log-sum-exp as the function returns it."""
-        out, found = self.function(self.case, inputs, scale=self.scale, lse=lse, deterministic=deterministic)
-        shape = (*inputs.q.shape[:2], inputs.v.shape[2])
-        if out.shape != shape or out.dtype != inputs.q.dtype:
-            raise FailedError(f"out is {_describe(out)}; it must be {tuple(shape)} in {_short(inputs.q.dtype)}")
+        out, found = self.function(self.case, self.inputs, scale=self.scale, lse=lse, deterministic=deterministic)
+        q, v = self.inputs.q, self.inputs.v
+        if out.shape != (*q.shape[:2], v.shape[2]) or out.dtype != q.dtype:
+            shape = (*q.shape[:2], v.shape[2])
+            raise FailedError(f"out is {_describe(out)}; it must be {shape} in {_short(q.dtype)}")
         return out, found
 
-    def compute(self, inputs: Inputs | None = None, *, deterministic: bool = False) -> dict[str, Tensor]:
+    def compute(self, *, deterministic: bool = False) -> dict[str, Tensor]:
         """Return out, and those of dq, dk, dv and dsinks that a gradient reaches, if the function is differentiable."""
-        inputs = self.inputs if inputs is None else inputs
-        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
-        leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
-        out, _ = self.forward(replace(inputs, **leaves), deterministic=deterministic)
+        tensors = {name: getattr(self.inputs, name) for name in ("q", "k", "v", "sinks")}
+        leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
+        out, _ = self.changed(**leaves).forward(deterministic=deterministic)
         results = {"out": out.detach()}
         if out.requires_grad:
             try:
-                found = torch.autograd.grad(out, list(leaves.values()), inputs.dout, allow_unused=True)
+                found = torch.autograd.grad(out, list(leaves.values()), self.inputs.dout, allow_unused=True)
             except NotImplementedError:
                 return results
             results |= {f"d{name}": x for name, x in zip(leaves, found, strict=True) if x is not None}
@@ -73,7 +78,7 @@ Judge = Callable[[Problem], str]
 def forward(problem: Problem) -> str:
     """Check that out is as exact as plain attention in the same dtype."""
     with torch.no_grad():
-        out, _ = problem.forward(problem.inputs)
+        out, _ = problem.forward()
     return _exact(problem, {"out": out})
 
 
@@ -103,35 +108,32 @@ def large_scores(problem: Problem) -> str:
     """Check scores whose exponential overflows, although their softmax doesn't."""
     q, k = problem.inputs.q.clone(), problem.inputs.k.clone()
     q[..., 0] = k[..., 0] = 40.0  # 200 more for every score at a head dimension of 64
-    return both(replace(problem, inputs=replace(problem.inputs, q=q, k=k)))
+    return both(problem.changed(q=q, k=k))
 
 
 def long_sums(problem: Problem) -> str:
     """Check sums of thousands of terms of one sign; a sum in 16 bits loses terms once it outgrows them."""
-    inputs = replace(problem.inputs, v=problem.inputs.v.abs(), dout=problem.inputs.dout.abs())
-    return both(replace(problem, inputs=inputs))
+    return both(problem.changed(v=problem.inputs.v.abs(), dout=problem.inputs.dout.abs()))
 
 
 def strided(problem: Problem) -> str:
     """Check q, k and v that are slices of one projection."""
-    inputs = problem.inputs
-    widths = [x.shape[1] for x in (inputs.q, inputs.k, inputs.v)]
-    q, k, v = torch.cat([inputs.q, inputs.k, inputs.v], 1).split(widths, 1)
-    return both(replace(problem, inputs=replace(inputs, q=q, k=k, v=v)))
+    parts = [getattr(problem.inputs, name) for name in "qkv"]
+    slices = torch.cat(parts, 1).split([x.shape[1] for x in parts], 1)
+    return both(problem.changed(**dict(zip("qkv", slices, strict=True))))
 
 
 def expanded(problem: Problem) -> str:
     """Check the backward pass of out.sum(), whose incoming gradient has strides of 0."""
-    ones = torch.ones((), dtype=problem.inputs.dout.dtype, device=problem.inputs.dout.device)
-    return backward(replace(problem, inputs=replace(problem.inputs, dout=ones.expand_as(problem.inputs.dout))))
+    dout = problem.inputs.dout
+    return backward(problem.changed(dout=dout.new_ones(()).expand_as(dout)))
 
 
 def unchanged(problem: Problem) -> str:
     """Check that nothing is written to the inputs."""
-    inputs = problem.inputs
-    before = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
+    before = {name: getattr(problem.inputs, name).clone() for name in ROWS}
     problem.compute()
-    written = [name for name, x in before.items() if not torch.equal(getattr(inputs, name), x)]
+    written = [name for name, x in before.items() if not torch.equal(getattr(problem.inputs, name), x)]
     if written:
         raise FailedError(f"{', '.join(written)} changed in place")
     return ""
@@ -139,18 +141,18 @@ def unchanged(problem: Problem) -> str:
 
 def isolation(problem: Problem) -> str:
     """Check that a change of one document changes no bit of another's results."""
-    case, inputs = problem.case, problem.inputs
-    before, noise = _repeated(problem, inputs)
-    begins_q, begins_k = (_begins(lengths) for lengths in (case.seqlens, case.seqlens_k or case.seqlens))
-    for document in range(len(case.seqlens)):
-        rows = {side: slice(*b[document : document + 2]) for side, b in (("q", begins_q), ("k", begins_k))}
-        changed = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
+    lengths = {"q": problem.case.seqlens, "k": problem.case.seqlens_k or problem.case.seqlens}
+    before, noise = _repeated(problem)
+    for document in range(len(lengths["q"])):
+        rows = {side: slice(sum(n[:document]), sum(n[: document + 1])) for side, n in lengths.items()}
+        rows = {name: rows["k" if name in ("k", "v", "dk", "dv") else "q"] for name in (*ROWS, *before)}
+        changed = {name: getattr(problem.inputs, name).clone() for name in ROWS}
         for name, x in changed.items():
-            x[rows["k" if name in "kv" else "q"]] *= -2.0
-        after = problem.compute(replace(inputs, **changed), deterministic=True)
+            x[rows[name]] *= -2.0
+        after = problem.changed(**changed).compute(deterministic=True)
         for name in before:
             others = torch.ones(before[name].shape[0], dtype=torch.bool, device=before[name].device)
-            others[rows["k" if name in ("dk", "dv") else "q"]] = False
+            others[rows[name]] = False
             moved = _distance(before[name][others], after[name][others])
             if moved > 4 * noise[name]:
                 raise FailedError(f"a change to document {document} moves {name} of another by {moved:.1e}")
@@ -159,7 +161,7 @@ def isolation(problem: Problem) -> str:
 
 def slack_zeros(problem: Problem) -> str:
     """Check that rows past the last document have zeros for results and gradients."""
-    found = _on_used_memory(problem, problem.inputs)
+    found = _on_used_memory(problem)
     _check_slack(problem.case, found)
     return ", ".join(found)
 
@@ -167,12 +169,12 @@ def slack_zeros(problem: Problem) -> str:
 def slack_inert(problem: Problem) -> str:
     """Check that values past the last document, NaN and infinite ones too, change no result."""
     case = problem.case
-    clean, noise = _repeated(problem, problem.inputs)
+    clean, noise = _repeated(problem)
     for value in (NAN, INF):
-        tensors = {name: getattr(problem.inputs, name).clone() for name in ("q", "k", "v", "dout")}
+        tensors = {name: getattr(problem.inputs, name).clone() for name in ROWS}
         for x in tensors.values():
             x[-case.slack :] = value
-        found = _on_used_memory(problem, replace(problem.inputs, **tensors))
+        found = _on_used_memory(problem.changed(**tensors))
         for name in clean:
             moved = _distance(clean[name][: -case.slack], found[name][: -case.slack])
             if moved > 4 * noise[name]:
@@ -183,7 +185,7 @@ def slack_inert(problem: Problem) -> str:
 
 def repeat(problem: Problem) -> str:
     """Check that the same inputs give the same bits. The function is asked to be deterministic, if it can be."""
-    _, noise = _repeated(problem, problem.inputs, REPEATS)
+    _, noise = _repeated(problem, REPEATS)
     moved = {name: size for name, size in noise.items() if size}
     if moved:
         figures = ", ".join(f"{name} by {size:.1e}" for name, size in moved.items())
@@ -194,14 +196,14 @@ def repeat(problem: Problem) -> str:
 def lse_values(problem: Problem) -> str:
     """Check the log-sum-exp, (H, T_q) float32, natural logarithm."""
     with torch.no_grad():
-        lse = _lse(problem, problem.inputs)
+        _, lse = _with_lse(problem)
     return _exact(problem, {"lse": lse})
 
 
 def lse_of_empty_rows(problem: Problem) -> str:
     """Check that the log-sum-exp of rows that see nothing is infinite, and report its sign."""
     with torch.no_grad():
-        lse = _lse(problem, problem.inputs)
+        _, lse = _with_lse(problem)
     blind = problem.inputs.mask.key_start == problem.inputs.mask.key_stop
     values = lse[:, blind].unique().tolist()
     if values not in ([-INF], [INF]):
@@ -214,16 +216,16 @@ def lse_of_empty_rows(problem: Problem) -> str:
 
 def lse_gradient(problem: Problem) -> str:
     """Check the gradient through the log-sum-exp, if the log-sum-exp requires a gradient."""
-    inputs = replace(problem.inputs, dlse=make_inputs(problem.case).dlse.to(problem.inputs.dlse))
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k)]
-    out = problem.forward(replace(inputs, q=leaves[0], k=leaves[1]), lse=True)
-    lse = _lse_of(out, inputs)
-    if not lse.requires_grad:
+    problem = problem.changed(dlse=make_inputs(problem.case).dlse.to(problem.inputs.dlse))
+    leaves = {name: getattr(problem.inputs, name).detach().requires_grad_() for name in "qk"}
+    results = _with_lse(problem.changed(**leaves))
+    if not results[1].requires_grad:
         raise NotOfferedError("lse requires no gradient")
-    grads = torch.autograd.grad((out[0], lse), leaves, (inputs.dout, inputs.dlse.to(lse.dtype)), allow_unused=True)
-    if any(x is None for x in grads):
+    gradients = problem.inputs.dout, problem.inputs.dlse.to(results[1].dtype)
+    dq, dk = torch.autograd.grad(results, list(leaves.values()), gradients, allow_unused=True)
+    if dq is None or dk is None:
         raise FailedError("lse requires a gradient, and none reaches q and k")
-    return _exact(replace(problem, inputs=inputs), dict(zip(("dq", "dk"), grads, strict=True)))
+    return _exact(problem, {"dq": dq, "dk": dk})
 
 
 def dropout(problem: Problem) -> str:
@@ -231,22 +233,20 @@ def dropout(problem: Problem) -> str:
 
     With the identity as v, out is the matrix of weights. With the identity as dout, dv is its transpose.
     """
-    inputs, p = problem.inputs, problem.case.dropout_p
-    size = inputs.q.shape[2]
-    assert inputs.q.shape == inputs.v.shape == (size, inputs.q.shape[1], size)
-    identity = torch.eye(size, dtype=inputs.q.dtype, device=inputs.q.device)[:, None].expand_as(inputs.v).contiguous()
-    inputs = replace(inputs, v=identity, dout=identity)
-    found = problem.compute(inputs)
+    v, p = problem.inputs.v, problem.case.dropout_p
+    assert problem.inputs.q.shape == v.shape == (v.shape[2], v.shape[1], v.shape[2])
+    identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device)[:, None].expand_as(v).contiguous()
+    problem = problem.changed(v=identity, dout=identity)
+    found = problem.compute()
     kept = found["out"] != 0  # [T_q, H, T_k]
-    visible = inputs.mask.to_dense()[:, None].expand_as(kept)
+    visible = problem.inputs.mask.to_dense()[:, None].expand_as(kept)
     pairs = int(visible.sum())
     rate = 1 - float(kept[visible].double().mean())
     if abs(rate - p) > 5 * (p * (1 - p) / pairs) ** 0.5:
         raise FailedError(f"{rate:.3f} of {pairs} pairs are dropped; dropout_p={p} asks for {p:.3f}")
-    keywords = {name: x for name, x in inputs.keywords.items() if not name.startswith("dropout")}
-    without = replace(problem, case=replace(problem.case, dropout_p=0.0), inputs=replace(inputs, keywords=keywords))
+    without = replace(problem, case=replace(problem.case, dropout_p=0.0))
     with torch.no_grad():
-        weights, _ = without.forward(without.inputs)
+        weights, _ = without.forward()
     scaled = (found["out"].double() * (1 - p)).to(weights.dtype)
     _exact(without, {"out": torch.where(kept, scaled, weights)})
     if "dv" in found and not torch.equal(found["dv"].permute(2, 1, 0) != 0, kept):
@@ -273,12 +273,12 @@ def _figures(errors: Errors) -> str:
     return f"{name}: {errors.backend[name]:.1e} of {errors.allowed[name]:.1e} allowed"
 
 
-def _repeated(problem: Problem, inputs: Inputs, times: int = 2) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _repeated(problem: Problem, times: int = 2) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the results, and how far each moves when the call is repeated."""
-    first = problem.compute(inputs, deterministic=True)
+    first = problem.compute(deterministic=True)
     noise = dict.fromkeys(first, 0.0)
     for _ in range(times - 1):
-        again = problem.compute(inputs, deterministic=True)
+        again = problem.compute(deterministic=True)
         noise = {name: max(noise[name], _distance(first[name], again[name])) for name in first}
     return first, noise
 
@@ -288,11 +288,11 @@ def _to_the_bit(noise: dict[str, float]) -> str:
     return f"no further than a repeated call does, {largest:.1e}" if largest else f"to the bit: {', '.join(noise)}"
 
 
-def _on_used_memory(problem: Problem, inputs: Inputs) -> dict[str, Tensor]:
+def _on_used_memory(problem: Problem) -> dict[str, Tensor]:
     """Return the results after memory full of NaN was freed; rows that are never written are likely to show it."""
-    spoiled = [torch.full_like(x, NAN) for x in (inputs.q, inputs.k, inputs.v, inputs.dout) for _ in range(2)]
+    spoiled = [torch.full_like(getattr(problem.inputs, name), NAN) for name in ROWS for _ in range(2)]
     del spoiled
-    return problem.compute(inputs, deterministic=True)
+    return problem.compute(deterministic=True)
 
 
 def _check_slack(case: Case, found: dict[str, Tensor]) -> None:
@@ -308,24 +308,18 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).abs().nan_to_num(INF, INF).max())
 
 
-def _lse(problem: Problem, inputs: Inputs) -> Tensor:
-    return _lse_of(problem.forward(inputs, lse=True), inputs)
-
-
-def _lse_of(result: tuple[Tensor, Tensor | None], inputs: Inputs) -> Tensor:
-    lse = result[1]
+def _with_lse(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return out and the log-sum-exp, after a check of its shape and dtype."""
+    out, lse = problem.forward(lse=True)
     if lse is None:
         raise NotOfferedError("no lse is returned")
-    shape = (inputs.q.shape[1], inputs.q.shape[0])
+    q = problem.inputs.q
+    shape = (q.shape[1], q.shape[0])
     if lse.shape == shape[::-1] != shape:
         lse = lse.T
-    if lse.shape != shape or lse.dtype != torch.promote_types(inputs.q.dtype, torch.float32):
+    if lse.shape != shape or lse.dtype != torch.promote_types(q.dtype, torch.float32):
         raise FailedError(f"lse is {_describe(lse)}; it must be (H, T_q) = {shape} in float32")
-    return lse
-
-
-def _begins(lengths: tuple[int, ...]) -> list[int]:
-    return [0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()]
+    return out, lse
 
 
 def _describe(x: Tensor) -> str:

@@ -6,18 +6,16 @@ padded batch, and its loss is compared with stock's before it is timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import lru_cache
+import math
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tritonpack
+from benchmarks.harness.registry import register
 
 VOCAB = 1024
 OPTIONS: dict[str, dict[str, Any] | None] = {
@@ -54,46 +52,31 @@ def full() -> dict[str, Tensor]:
 CASES = {"8 x 256 on 2,048": completions, "16 rows of 64 to 1,024": ragged, "8 rows of 512": full}
 
 
-@lru_cache
-def model() -> LlamaForCausalLM:
+def model(options: dict[str, Any] | None) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    made = LlamaForCausalLM(config)
+    if options is not None:
+        tritonpack.patch(made, **options)
+    return made
 
 
-@lru_cache
-def batch_of(case: str) -> dict[str, Tensor]:
+@register("training on padded batches", case=tuple(CASES), repeats=5)
+def padded_batches(case: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    return CASES[case]()
+    batch = CASES[case]()
 
-
-@lru_cache
-def stock_loss(case: str) -> float:
-    return model()(**batch_of(case), use_cache=False).loss.item()
-
-
-def step_of(case: str) -> Callable[[], float]:
-    batch = batch_of(case)
-
-    def step() -> float:
-        loss = model()(**batch, use_cache=False).loss
+    def step(model: LlamaForCausalLM) -> float:
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
-        model().zero_grad()
+        model.zero_grad()
         return loss.item()
 
-    return step
-
-
-@pytest.mark.parametrize("implementation", OPTIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_padded_batches(benchmark: BenchmarkFixture, case: str, implementation: str) -> None:
-    benchmark.group = "training on padded batches"
-    expected, options = stock_loss(case), OPTIONS[implementation]
-    with ExitStack() as stack:
-        if options is not None:
-            stack.enter_context(tritonpack.patch(model(), **options))
-        assert step_of(case)() == pytest.approx(expected, rel=1e-5)
-        benchmark.pedantic(step_of(case), rounds=3, warmup_rounds=1)
+    calls = {name: partial(step, model(options)) for name, options in OPTIONS.items()}
+    expected = next(iter(calls.values()))()
+    for name, call in calls.items():
+        assert math.isclose(call(), expected, rel_tol=1e-5), name
+    return calls

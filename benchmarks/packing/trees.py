@@ -1,19 +1,21 @@
-"""Times of trees from lists of tokens: `python -m pytest benchmarks/packing/test_trees.py --benchmark-only`.
-
-Results are checked before pytest prints the times.
-"""
+"""Times of trees from lists of tokens; results are checked."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from numpy.typing import NDArray
-from pytest_benchmark.fixture import BenchmarkFixture
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.harness.registry import OURS, register
 from tritonpack.packing import pack_tree
 from tritonpack.packing.trees.prefixes import joined, prefix_tree
 
 ROWS, LENGTH = 64, 4096
+CASES = (
+    "8 groups with 2,048 in common", "nothing in common", "nothing in common, reversed", "all equal",
+    "the last token differs", "1,000 short rows with one in common",
+)  # fmt: skip
 
 
 def batch_of(case: str) -> tuple[NDArray[np.int64], int]:
@@ -37,26 +39,19 @@ def batch_of(case: str) -> tuple[NDArray[np.int64], int]:
     return rows, LENGTH - 1 + ROWS
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "8 groups with 2,048 in common",
-        "nothing in common",
-        "nothing in common, reversed",
-        "all equal",
-        "the last token differs",
-        "1,000 short rows with one in common",
-    ],
-)
-def test_prefix_tree(benchmark: BenchmarkFixture, case: str, channels: int) -> None:
+@register("prefix_tree", case=CASES, channels=(1, 3))
+def prefix_trees(case: str, channels: int) -> dict[str, Any]:
     rows, distinct = batch_of(case)
-    benchmark.group = f"trees of {len(rows):,} rows of {rows.shape[1]:,} tokens"
     tokens, lengths = rows.reshape(-1), np.full(*rows.shape)
     others = [np.tile(np.arange(rows.shape[1]), len(rows)), np.zeros_like(tokens)]
-    tree = benchmark(lambda: prefix_tree(tokens if channels == 1 else joined([tokens, *others]), lengths))
+
+    def make() -> Any:
+        return prefix_tree(tokens if channels == 1 else joined([tokens, *others]), lengths)
+
+    tree = make()
     assert len(tree.sources) == distinct
     assert (tokens[tree.sources][tree.places] == tokens).all()
+    return {OURS: make}
 
 
 def completions(groups: int) -> list[list[int]]:
@@ -69,8 +64,9 @@ def completions(groups: int) -> list[list[int]]:
     return rows
 
 
-def test_pack_tree(benchmark: BenchmarkFixture) -> None:
+@register("pack_tree")
+def packed_trees() -> dict[str, Any]:
     """From lists, which take most of the time to convert, to the batch, without a mask."""
     rows = completions(4)
-    batch = benchmark(pack_tree, rows)
-    assert sum(map(len, rows)) / batch.num_tokens == 4.5
+    assert sum(map(len, rows)) / pack_tree(rows).num_tokens == 4.5
+    return {OURS: lambda: pack_tree(rows)}
