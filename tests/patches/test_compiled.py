@@ -155,7 +155,7 @@ def packed(batch: dict[str, Any]) -> dict[str, Any]:
     return tritonpack.PackingCollator()(documents) | {"use_cache": False}
 
 
-@slow
+@pytest.mark.fast("graphs-False-unpad")
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("options", [{}, UNPAD, SHARE], ids=["packed", "unpad", "share"])
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -43,8 +43,8 @@ def replaced(name: str, home: str) -> Iterator[None]:
 
 ULYSSES = r"Ulysses.*tritonpack\.SequenceParallel"
 ALL = "llama falcon mamba"  # Falcon's attention looks up no function, and Mamba has none
-# The function that is replaced and by whom, the attention of patch(), families, words. Only DeepSpeed's function is known
-# to share rows between ranks: around another attention nothing calls it, so a token would see only those of its rank.
+# The function that is replaced and by whom, the attention of patch(), families, words. Only DeepSpeed's function is
+# known to share rows between ranks: around another attention nothing calls it, and a token sees only its rank's tokens.
 REPLACED: list[tuple[str, str, Any, str, str]] = [
     ("tritonpack", DEEPSPEED, "tritonpack", ALL, ULYSSES),
     ("sdpa", DEEPSPEED, "sdpa", "llama falcon", ULYSSES),
