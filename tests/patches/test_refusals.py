@@ -34,6 +34,8 @@ SEGMENTS = told("segments_alone")["attention_mask"]
 OFFSETS = told("offsets_alone")["cu_seq_lens_q"]
 PLACES = told()["position_ids"]
 IDS = call_of()["input_ids"]
+
+
 def ones(*shape: int) -> Tensor:
     return torch.ones(*shape, dtype=torch.long)
 
