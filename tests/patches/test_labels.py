@@ -69,8 +69,8 @@ def test_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             for _ in range(2):
                 model(**{"input_ids": IDS, **given})
         messages = [str(warning.message) for warning in found if warning.category is PackingWarning]
-        assert [message.startswith(words) for message in messages] == [True] * bool(words)
-        assert all("Set labels of padding to -100" in x or "Set the first label of each document to" in x for x in messages)
+        remedy = "Set the first label of each document to -100" if words is FIRST else "Set labels of padding to -100"
+        assert [message.startswith(words) and remedy in message for message in messages] == [True] * bool(words)
         assert words.partition(":")[0] in {"", *notices.said}
 
 
